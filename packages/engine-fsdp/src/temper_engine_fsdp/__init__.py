@@ -1,0 +1,1 @@
+"""FSDPEngine: the Temper engine contract on PyTorch FSDP2."""
