@@ -1,0 +1,36 @@
+"""What an engine may claim. The trainer checks claims at start, the conformance kit believes them and holds the engine to them."""
+
+from enum import StrEnum
+
+
+class Capability(StrEnum):
+    """A closed set; what is not claimed is refused with a sentence, never skipped."""
+
+    LANGUAGE_MODEL = "language_model"
+    """A language-model head."""
+    VALUE_MODEL = "value_model"
+    """A value head: one number per state."""
+    REWARD_MODEL = "reward_model"
+    """A score per sequence."""
+    FULL_LOGITS = "full_logits"
+    """RFC hooks may ask for full logits."""
+    LOGPROB_AT = "logprob_at"
+    """Answers ``Query.LOGPROB_AT``."""
+    ADAPTER = "adapter"
+    """LoRA adapters: ``adapter_disabled``, ``export_adapter``, ``load_adapter``."""
+    OFFLOAD = "offload"
+    """Parameters, gradients and optimiser states can leave the device between contexts."""
+    DATA_PARALLEL = "data_parallel"
+    """More than one data-parallel rank."""
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    """Ulysses."""
+    TENSOR_PARALLEL = "tensor_parallel"
+    """Tensor parallel."""
+    PIPELINE_PARALLEL = "pipeline_parallel"
+    """Pipeline parallel."""
+    CONTEXT_PARALLEL = "context_parallel"
+    """Context parallel."""
+    RESHARD_ON_LOAD = "reshard_on_load"
+    """A checkpoint loads at another world size or layout."""
+    PORTABLE_STATE = "portable_state"
+    """``export_state`` and ``load_state``."""

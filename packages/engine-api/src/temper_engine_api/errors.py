@@ -1,0 +1,58 @@
+"""What Temper raises. Every message says what was wrong, what was expected, and what to do.
+
+TemperError
+├── ConfigError(ValueError)             a setting is wrong, unknown, conflicting, or without effect
+├── BatchError(ValueError)              a batch breaks the contract of its type
+│   └── PlanError                       no plan satisfies the caps and the topology
+├── CapabilityError                     the engine does not claim what was asked of it
+├── EngineStateError(RuntimeError)      calls in an order that has no meaning
+├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
+├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
+└── CheckpointError(RuntimeError)
+    ├── IncompleteCheckpointError       a directory without its manifest: never committed
+    └── DamagedCheckpointError          a file is missing, short, or its checksum differs
+"""
+
+
+class TemperError(Exception):
+    """Root of every error that Temper raises on purpose."""
+
+
+class ConfigError(TemperError, ValueError):
+    """A setting is wrong, unknown, conflicting, or has no effect in this combination."""
+
+
+class BatchError(TemperError, ValueError):
+    """A batch breaks the contract of its type."""
+
+
+class PlanError(BatchError):
+    """No plan satisfies the token cap and the topology's constraints."""
+
+
+class CapabilityError(TemperError):
+    """The engine does not claim what was asked of it."""
+
+
+class EngineStateError(TemperError, RuntimeError):
+    """Calls came in an order that has no meaning, such as a second final call before ``optimizer_zero_grad``."""
+
+
+class EngineNotFoundError(TemperError, LookupError):
+    """No engine of that name is installed, or its import failed."""
+
+
+class WeightError(TemperError, ValueError):
+    """Names, shapes, dtypes or checksums of a set of weights do not match."""
+
+
+class CheckpointError(TemperError, RuntimeError):
+    """A checkpoint can't be written or read."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """A directory without its manifest: it was never committed."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A committed file is missing, short, or its checksum differs."""

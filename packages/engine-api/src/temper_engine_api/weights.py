@@ -1,0 +1,115 @@
+"""A set of weights on its way: full tensors under Hugging Face names, one at a time, and the manifest that says what must arrive."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import EngineStateError, WeightError
+
+
+class NamedWeight(NamedTuple):
+    """One full tensor under its Hugging Face name."""
+
+    name: str
+    """As in the model's safetensors index."""
+    tensor: Tensor
+    """Materialised; it stays valid after the stream moves on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """The portable training state of one parameter, float32, full shape."""
+
+    name: str
+    """Hugging Face name."""
+    master: Tensor
+    """Master weight."""
+    first_moment: Tensor
+    """Adam's first moment; zeros before the first update."""
+    second_moment: Tensor
+    """Adam's second moment; zeros before the first update."""
+    update_count: int
+    """Updates that this parameter has seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightEntry:
+    """What must arrive under one name."""
+
+    name: str
+    """Hugging Face name."""
+    shape: tuple[int, ...]
+    """Full shape."""
+    dtype: torch.dtype
+    """As sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """A numbered set of weights: every name with shape and dtype."""
+
+    version: int
+    """One higher per publish."""
+    entries: tuple[WeightEntry, ...]
+    """In the order of the stream."""
+
+
+class WeightStream:
+    """An iterator of named weights that lives only inside its ``with``; iterating outside raises EngineStateError."""
+
+    def __init__(self, source: Iterator[NamedWeight]) -> None:
+        self._source: Iterator[NamedWeight] | None = source
+        self._is_open = False
+
+    def __enter__(self) -> "WeightStream":
+        if self._source is None:
+            raise EngineStateError("this weight stream was already used: call export_weights() again.")
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open, self._source = False, None
+
+    def __iter__(self) -> Iterator[NamedWeight]:
+        return self
+
+    def __next__(self) -> NamedWeight:
+        if not self._is_open or self._source is None:
+            raise EngineStateError("weights can be read only inside `with engine.export_weights() as stream`.")
+        return next(self._source)
+
+
+def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntry]) -> None:
+    """Strict both ways: every expected name arrived once with its shape, and nothing else did.
+
+    Raises:
+        WeightError: naming up to five missing, unexpected, repeated or misshapen weights.
+    """
+    want = {entry.name: entry.shape for entry in expected}
+    have = {entry.name: entry.shape for entry in arrived}
+    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [
+        f"unexpected {name}" for name in have.keys() - want.keys()
+    ]
+    faults += [f"{n}: shape {have[n]}, expected {want[n]}" for n in want.keys() & have.keys() if want[n] != have[n]]
+    if len(arrived) != len(have):
+        faults.append(f"{len(arrived) - len(have)} names came twice")
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise WeightError(
+            f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded."
+        )
+
+
+def checksum(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over the bytes of tensors, in order, whatever their dtype."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
