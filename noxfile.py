@@ -1,0 +1,219 @@
+"""The sessions of this repository; `nox -l` lists them.
+
+The everyday ones share the environment of tools/dev.py and start at once. Those that ask a question about an
+environment (what a wheel declares, what its lower bounds are) make their own with virtualenv.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import EXTRAS, PACKAGES, TORCH, ensure_environment
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["tests"]
+
+CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
+WHEELS = ROOT / ".temper" / "wheels"
+
+PLACEHOLDERS = {
+    "engine-megatron": "temper-engine-megatron has no engine yet",
+    "legacy-shim": "temper-legacy-shim has no API yet",
+}
+"""Packages that hold their place only; a session that would test one skips with this sentence."""
+
+ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
+
+PAIRS = ("engine-api:engine-fsdp", "engine-api:trainer", "engine-fsdp:trainer")
+"""HEAD of the first with the last tag of the second, and the other way round."""
+
+
+def _dev(session: nox.Session, *arguments: str) -> None:
+    session.run(sys.executable, "tools/dev.py", *arguments, external=True)
+
+
+def _skip_placeholder(session: nox.Session, package: str) -> None:
+    if package in PLACEHOLDERS:
+        session.skip(PLACEHOLDERS[package])
+
+
+@nox.session(venv_backend="none")
+def train(session: nox.Session) -> None:
+    """A small GRPO run on the CPU; arguments after -- are overrides."""
+    _dev(session, "train", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything that a pull request must pass."""
+    _dev(session, "test", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    _dev(session, "test", "--only", "lint")
+
+
+@nox.session(venv_backend="none")
+def typing(session: nox.Session) -> None:
+    """Mypy, strict."""
+    _dev(session, "test", "--only", "types")
+
+
+@nox.session(venv_backend="none")
+def layers(session: nox.Session) -> None:
+    """Who may import whom."""
+    _dev(session, "test", "--only", "layers")
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Every Python block and every relative link of the pages."""
+    _dev(session, "test", "--only", "docs")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("engine", list(ENGINES))
+def conformance(session: nox.Session, engine: str) -> None:
+    """The conformance kit on one engine; arguments after -- go to pytest (default: world sizes 1 and 2)."""
+    _skip_placeholder(session, ENGINES[engine])
+    arguments = session.posargs or ["--world-sizes", "1,2"]
+    kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
+    session.run(str(ensure_environment(ROOT)), *kit, *arguments, external=True)
+
+
+@nox.session
+@nox.parametrize("package", list(PACKAGES))
+def isolated(session: nox.Session, package: str) -> None:
+    """One wheel with the dependencies that it declares, and nothing else: it imports, and its tests pass."""
+    _build_wheels(session)
+    session.install("-c", CONSTRAINTS, TORCH)
+    session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
+    module = "temper_" + package.replace("-", "_")
+    # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
+    session.chdir(session.create_tmp())
+    session.run("python", "-c", f"import {module}; print({module}.__file__)")
+    session.chdir(ROOT)
+    if package not in PLACEHOLDERS:
+        _test_installed(session, package)
+
+
+@nox.session
+@nox.parametrize("pair", list(PAIRS))
+def compat(session: nox.Session, pair: str) -> None:
+    """HEAD of one package with the last tag of the other, both ways round."""
+    for head, tagged in (pair.split(":"), reversed(pair.split(":"))):
+        tags = subprocess.run(
+            ["git", "tag", "--list", f"{tagged}/v*", "--sort=-version:refname"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        if not tags:
+            session.skip(f"temper-{tagged} has no released version yet (no tag {tagged}/v*)")
+        checkout = Path(session.create_tmp()) / tagged
+        archive = checkout.with_suffix(".tar")
+        checkout.mkdir(exist_ok=True)
+        session.run("git", "archive", f"--output={archive}", tags[0], f"packages/{tagged}", external=True)
+        session.run("tar", "-xf", str(archive), "-C", str(checkout), external=True)
+        session.install("-c", CONSTRAINTS, TORCH)
+        session.install(
+            "-c",
+            CONSTRAINTS,
+            str(checkout / "packages" / tagged),
+            *(f"packages/{name}" for name in {head, "engine-api"} - {tagged}),
+        )
+        _test_installed(session, head)
+
+
+@nox.session
+@nox.parametrize("package", list(PACKAGES))
+def oldest(session: nox.Session, package: str) -> None:
+    """The lowest versions that a package declares; torch stays at the CPU build, whose floor the GPU image keeps."""
+    _skip_placeholder(session, package)
+    floors = [TORCH]
+    for name in {"engine-api", package}:
+        project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+        found = (re.match(r"([A-Za-z0-9-]+)>=([0-9.]+)$", text) for text in project["dependencies"])
+        floors += [f"{match[1]}=={match[2]}" for match in found if match and match[1] != "torch"]
+    session.install("-c", CONSTRAINTS, TORCH)
+    session.install(*dict.fromkeys(floors), *(f"packages/{name}" for name in dict.fromkeys(["engine-api", package])))
+    _test_installed(session, package)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """A wheel and an sdist of every package, with what must be inside them."""
+    _build_wheels(session)
+    for package in PACKAGES:
+        module = "temper_" + package.replace("-", "_")
+        wheel = WHEELS / f"{module}-{_version(package)}-py3-none-any.whl"
+        sources = ROOT / "packages" / package / "src"
+        wanted = [f"{module}/py.typed", *(str(path.relative_to(sources)) for path in sources.rglob("*.yaml"))]
+        lost = set(wanted) - set(zipfile.ZipFile(wheel).namelist())
+        if lost:
+            session.error(f"{wheel.name} lacks {', '.join(sorted(lost))}")
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Every bench/bench_*.py; its report goes to standard output."""
+    programs = sorted((ROOT / "bench").glob("bench_*.py"))
+    if not programs:
+        session.skip("there is no bench/bench_*.py yet")
+    for program in programs:
+        session.run(str(ensure_environment(ROOT)), str(program), *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """What takes too long for a pull request: the nightly tests here, then build, isolated, oldest and compat."""
+    python = str(ensure_environment(ROOT))
+    # 5: no test carries the mark.
+    session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
+    session.notify("build")
+    for name in ("isolated", "oldest"):
+        for package in PACKAGES:
+            session.notify(f"{name}(package='{package}')")
+    for pair in PAIRS:
+        session.notify(f"compat(pair='{pair}')")
+
+
+def _version(package: str) -> str:
+    version: str = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["version"]
+    return version
+
+
+def _build_wheels(session: nox.Session) -> None:
+    """Build every package into .temper/wheels, afresh: the wheel comes out of the sdist, as at a release."""
+    session.install("-c", CONSTRAINTS, "build", "hatchling")
+    for package in PACKAGES:
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}", silent=True
+        )
+
+
+def _test_installed(session: nox.Session, package: str) -> None:
+    """A package's own tests against what is installed; the tests' needs are added last."""
+    extra = EXTRAS.get(package, "")
+    session.install(
+        "-c",
+        CONSTRAINTS,
+        "--find-links",
+        str(WHEELS),
+        f"temper-{package}{extra}",
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+    )
+    session.run("python", "-m", "pytest", f"packages/{package}/tests", "-m", "not nightly")

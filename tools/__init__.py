@@ -1,0 +1,1 @@
+"""What only this repository needs: its environment, its checks and its releases."""

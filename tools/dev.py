@@ -1,0 +1,66 @@
+"""The two commands of this repository: `python3 tools/dev.py train` and `python3 tools/dev.py test`.
+
+Needs nothing but Python and pip: the environment is made on the first call, in the ignored folder .temper/env.
+"""
+
+import sys
+
+OLDEST_PYTHON = (3, 11)
+
+# Before any other import: an older Python would stop at newer syntax with a SyntaxError instead of this sentence.
+if sys.version_info < OLDEST_PYTHON:
+    sys.exit(
+        "Temper needs Python %d.%d or newer, and this is Python %d.%d: call tools/dev.py with a newer one, "
+        "for example python3.12 tools/dev.py test." % (OLDEST_PYTHON + sys.version_info[:2])
+    )
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that `tools` is a package here as well as under pytest and nox
+
+from tools.environment import EnvironmentTrouble, ensure_environment
+from tools.steps import STEP_NAMES, run_steps
+
+QUICKSTART = ("experiment=quickstart",)
+"""The overrides that make `temper-train` the small run of `dev.py train`."""
+
+
+def train(overrides: Sequence[str]) -> int:
+    """Give this process over to the quickstart run, so that Ctrl-C and the exit status are the trainer's own."""
+    python = ensure_environment(ROOT)
+    command = [str(python), "-m", "temper_trainer", *QUICKSTART, *overrides]
+    print("dev: " + " ".join(["python", *command[1:]]), flush=True)
+    os.execv(command[0], command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the two commands; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tools/dev.py", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train_parser = commands.add_parser(
+        "train",
+        help="a small GRPO run on the CPU; leaves a model, metrics and a picture",
+        usage="%(prog)s [overrides...]",
+    )
+    train_parser.add_argument("overrides", nargs=argparse.REMAINDER, help="passed to temper-train as they are")
+    test_parser = commands.add_parser("test", help="everything that a pull request must pass")
+    test_parser.add_argument("--only", action="append", choices=STEP_NAMES, help="run this step; may be repeated")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "train":
+            return train(chosen.overrides)
+        return run_steps(ROOT, only=chosen.only)
+    except EnvironmentTrouble as trouble:
+        print(f"dev: {trouble}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("dev: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The one environment of the everyday commands: made in .temper/env, stamped, and brought up to date by need.
+
+In: the packages' pyproject files and constraints/cpu.txt. Out: the path of its Python. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PACKAGES = ("engine-api", "engine-fsdp", "engine-megatron", "trainer", "legacy-shim")
+"""Every package, in the order in which they depend on each other."""
+
+EXTRAS = {"engine-api": "[conformance]", "engine-fsdp": "[lora]", "trainer": "[fsdp,ray,math,datasets]"}
+
+TOOLS = (
+    "build",
+    "editables",  # hatchling's, for packages installed in place
+    "hatchling",
+    "hypothesis",
+    "import-linter",
+    "mypy",
+    "nox",
+    "pytest",
+    "pytest-timeout",
+    "ruff",
+    "towncrier",
+    "types-PyYAML",
+    "virtualenv",
+)
+
+TORCH = "torch==2.13.0"
+"""Installed first and alone: a later `torch>=x` then finds it and does not fetch a CUDA build of several GB."""
+
+NEEDED_BYTES = 4 << 30
+"""The environment's size with pip's temporary files beside it."""
+
+LIMIT_S = 21 * 60
+
+
+class EnvironmentTrouble(RuntimeError):
+    """The environment cannot be made; the message says what to do about it."""
+
+
+def env_python(root: Path) -> Path:
+    """Where the environment's Python is once `ensure_environment` has returned."""
+    return root / ".temper" / "env" / "bin" / "python"
+
+
+def fingerprints(root: Path) -> dict[str, str]:
+    """What the environment is made from, one hash for each stage that can be out of date on its own."""
+    version = ".".join(str(part) for part in sys.version_info[:2])
+    constraints = (root / "constraints" / "cpu.txt").read_text()
+    declared = [(root / "packages" / name / "pyproject.toml").read_text() for name in PACKAGES]
+    requirements = [*TOOLS, *(name + EXTRAS.get(name, "") for name in PACKAGES)]
+    return {
+        "python": f"{version} at {Path(sys.base_prefix).resolve()}",
+        "torch": TORCH,
+        "packages": _digest([constraints, *declared, *requirements]),
+    }
+
+
+def outdated(stamp: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    """The stages to run again, in order: a stage that is out of date takes the later ones with it."""
+    stages = list(wanted)
+    stale = [number for number, stage in enumerate(stages) if stamp.get(stage) != wanted[stage]]
+    return stages[stale[0] :] if stale else []
+
+
+def ensure_environment(root: Path) -> Path:
+    """Make the environment, or bring it up to date, and return its Python; at once where nothing has changed.
+
+    A second process that asks at the same time waits for the first.
+
+    Raises:
+        EnvironmentTrouble: no venv or pip in this Python, too little disk, or an install that failed.
+    """
+    folder = root / ".temper"
+    folder.mkdir(exist_ok=True)
+    with _locked(folder / "lock"):
+        wanted = fingerprints(root)
+        stamp_file = folder / "stamp.json"
+        stale = outdated(_read_stamp(stamp_file, env_python(root)), wanted)
+        if stale:
+            stamp_file.unlink(missing_ok=True)
+        done = {stage: value for stage, value in wanted.items() if stage not in stale}
+        for stage in stale:
+            started = time.monotonic()
+            _STAGES[stage](root)
+            done[stage] = wanted[stage]
+            stamp_file.write_text(json.dumps(done, indent=1))
+            print(f"environment: {stage} is ready after {time.monotonic() - started:.0f} s", flush=True)
+    return env_python(root)
+
+
+def check_disk(folder: Path, *, needed_bytes: int = NEEDED_BYTES) -> None:
+    """Refuse to begin an install that would fill the disk half-way."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise EnvironmentTrouble(
+            f"{folder} has {free / 2**30:.1f} GiB free, and the environment needs {needed_bytes / 2**30:.1f} GiB: "
+            "make room on that disk, or clone the repository onto a larger one."
+        )
+
+
+def _create(root: Path) -> None:
+    folder = root / ".temper" / "env"
+    check_disk(root)
+    if any(importlib.util.find_spec(module) is None for module in ("venv", "ensurepip")):
+        raise EnvironmentTrouble(
+            f"{sys.executable} has no venv or no pip to put into one: install them with your system's package manager "
+            "(Debian and Ubuntu: the package python3-venv), or use a Python that has them."
+        )
+    print("environment: making .temper/env", flush=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    _run(root, [sys.executable, "-m", "venv", str(folder)], doing="making the environment")
+    # Older pips neither read every constraint nor resolve as fast.
+    _pip(root, ["--upgrade", "pip"], doing="upgrading pip")
+
+
+def _install_torch(root: Path) -> None:
+    print(f"environment: installing {TORCH} (about a minute)", flush=True)
+    check_disk(root)
+    _pip(root, [TORCH], doing=f"installing {TORCH}")
+
+
+def _install_packages(root: Path) -> None:
+    print("environment: installing the tools and the five packages (about two minutes the first time)", flush=True)
+    _pip(root, list(TOOLS), doing="installing the tools")
+    editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
+    # The line above has installed the build backend: building in the environment itself saves one environment each.
+    _pip(root, ["--no-build-isolation", *editable], doing="installing the packages")
+
+
+_STAGES = {"python": _create, "torch": _install_torch, "packages": _install_packages}
+
+
+def _pip(root: Path, arguments: Sequence[str], *, doing: str) -> None:
+    pip = [str(env_python(root)), "-m", "pip", "install", "--progress-bar", "off", "-c", "constraints/cpu.txt"]
+    _run(root, [*pip, *arguments], doing=doing)
+
+
+def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
+    """Run one command with its output in .temper/install.log, whose end is shown if it fails."""
+    log = root / ".temper" / "install.log"
+    # An outer environment's variable would send the packages there instead of here.
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    with log.open("w") as out:
+        out.write(" ".join(command) + "\n")
+        out.flush()
+        try:
+            code = subprocess.run(
+                command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=variables, timeout=LIMIT_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise EnvironmentTrouble(
+                f"{doing} took longer than {LIMIT_S // 60} minutes and was stopped: see .temper/install.log, "
+                "check the connection to your package index, and run the command again; it goes on where it was."
+            ) from None
+    if code != 0:
+        tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-15:])
+        raise EnvironmentTrouble(
+            f"{doing} failed with exit status {code}:\n{tail}\n"
+            "The whole output is in .temper/install.log. Mend the cause and run the command again; "
+            "delete .temper to begin afresh."
+        )
+
+
+def _read_stamp(stamp_file: Path, python: Path) -> dict[str, str]:
+    """What was made before; nothing where the environment or its stamp is gone or damaged."""
+    if not (python.exists() and stamp_file.exists()):
+        return {}
+    try:
+        stamp = json.loads(stamp_file.read_text())
+    except json.JSONDecodeError:
+        return {}
+    return {str(key): str(value) for key, value in stamp.items()} if isinstance(stamp, dict) else {}
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("environment: another process is at work on it; waiting", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

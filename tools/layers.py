@@ -1,0 +1,106 @@
+"""Which guests each package may invite: the import rules that import-linter cannot express.
+
+import-linter sees a foreign package as one whole and knows only what is forbidden. Here: rules about foreign
+sub-packages (torch.distributed, megatron.bridge), and "nothing but" (the contract's core). Standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = "packages/*/src"
+
+KIT = "temper_engine_api.conformance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """A foreign module, and the only modules of ours that may import it, sub-modules included."""
+
+    module: str
+    hosts: tuple[str, ...]
+
+
+ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
+
+GUESTS = (
+    Guest(
+        module="torch.distributed",
+        hosts=(*ENGINES, KIT, "temper_engine_api.checkpoint", "temper_trainer.weight_sync.collective"),
+    ),
+    Guest(module="peft", hosts=(*(f"{engine}.adapter" for engine in ENGINES), KIT)),
+    Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
+    Guest(module="vllm", hosts=("temper_trainer.rollout.vllm",)),
+)
+
+_GUEST_MODULES = frozenset(guest.module for guest in GUESTS)
+
+CORE = "temper_engine_api"
+CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions")
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """What is wrong with the imports of one of our modules, a sentence each with its line."""
+    found = []
+    for line, name in sorted(set(_imports(ast.parse(source)))):
+        found += [
+            f"{module}:{line} imports {name}: only {', '.join(guest.hosts)} may import {guest.module}"
+            for guest in GUESTS
+            if _is_within(name, guest.module) and not any(_is_within(module, host) for host in guest.hosts)
+        ]
+        if _is_within(module, CORE) and not _is_within(module, KIT):
+            root = name.partition(".")[0]
+            if root not in CORE_MAY_IMPORT and root not in sys.stdlib_module_names:
+                found.append(
+                    f"{module}:{line} imports {name}: {CORE} may import torch, typing_extensions and the standard "
+                    f"library; only {KIT} may import more"
+                )
+    return found
+
+
+def _is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every foreign name that is imported or reached through a dotted name, at any depth, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module
+            # `from torch import distributed` names the sub-package in its second half; a class there does no harm.
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, name) for name in names if name in _GUEST_MODULES)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in _GUEST_MODULES:
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value
+
+
+def _module_name(path: Path, source_root: Path) -> str:
+    parts = path.relative_to(source_root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check every package below the given repository (this one by default); 1 if anything is wrong."""
+    chosen = sys.argv[1:] if arguments is None else arguments
+    root = Path(chosen[0]) if chosen else Path(__file__).resolve().parent.parent
+    files = [(path, source_root) for source_root in sorted(root.glob(SOURCES)) for path in source_root.rglob("*.py")]
+    if not files:
+        print(f"layers: no Python file matches {root}/{SOURCES}: give the repository's root")
+        return 1
+    found = [line for path, top in sorted(files) for line in complaints(_module_name(path, top), path.read_text())]
+    print("\n".join(found) or f"layers: {len(files)} modules invite only their own guests")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

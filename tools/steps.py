@@ -1,0 +1,252 @@
+"""The steps of `dev.py test`: each with its budget, run one after the other, counted, and told in one table at the end.
+
+A failing step never keeps a later one from running; a step that takes three times its budget is killed.
+Standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.environment import EnvironmentTrouble, ensure_environment
+
+KILL_AFTER_BUDGETS = 3
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One row of the budget table."""
+
+    name: str
+    budget_s: float
+    """What it may take on two cores."""
+    commands: tuple[tuple[str, ...], ...]
+    """Arguments to the environment's Python; all are run, also after one that failed."""
+    is_pytest: bool = False
+    """Whether each command is a pytest run, whose tests are then counted one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Tests by outcome; an expected failure counts as skipped, as pytest's report writes it."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            passed=self.passed + other.passed,
+            failed=self.failed + other.failed,
+            skipped=self.skipped + other.skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one step came to."""
+
+    step: Step
+    took_s: float
+    counts: Counts
+    failures: tuple[str, ...]
+    """A sentence for each command that failed; empty when the step passed."""
+    tail: tuple[str, ...] = field(default=())
+    """The last lines of its output."""
+
+
+def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
+    return (("-m", "pytest", "-q", "--durations=5", "-m", "not nightly", *arguments),)
+
+
+ENVIRONMENT = Step(name="environment", budget_s=7 * 60, commands=())
+
+STEPS = (
+    Step(
+        name="lint",
+        budget_s=20,
+        commands=(("-m", "ruff", "check", "."), ("-m", "ruff", "format", "--check", ".")),
+    ),
+    Step(name="types", budget_s=80, commands=(("-m", "mypy"),)),
+    Step(
+        name="layers",
+        budget_s=20,
+        commands=(("-c", "from importlinter.cli import lint_imports_command as c; c()"), ("tools/layers.py",)),
+    ),
+    Step(name="engine-api", budget_s=60, commands=_pytest("packages/engine-api/tests"), is_pytest=True),
+    Step(
+        name="kit on fsdp",
+        budget_s=5 * 60,
+        commands=_pytest("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "1,2"),
+        is_pytest=True,
+    ),
+    Step(name="engine-fsdp", budget_s=3 * 60, commands=_pytest("packages/engine-fsdp/tests"), is_pytest=True),
+    Step(name="trainer", budget_s=5 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True),
+    Step(name="tools", budget_s=60, commands=_pytest("tools/tests"), is_pytest=True),
+    Step(name="docs", budget_s=2 * 60, commands=(("tools/docs.py",),)),
+)
+
+STEP_NAMES = tuple(step.name for step in STEPS)
+
+
+def run_steps(root: Path, *, only: Sequence[str] | None = None) -> int:
+    """Make the environment, run the steps through it, print the table; 1 if any step failed, else 0.
+
+    The last line printed is `N passed, N failed, N skipped`: pytest's tests, and one for each other step.
+    """
+    results = [_environment_step(root)]
+    if not results[0].failures:
+        python = ensure_environment(root)
+        chosen = [step for step in STEPS if only is None or step.name in only]
+        results += [run_step(step, python=python, root=root) for step in chosen]
+    report(results)
+    return 1 if any(result.failures for result in results) else 0
+
+
+def run_step(step: Step, *, python: Path, root: Path) -> Result:
+    """Run one step's commands with their output passed on as it comes."""
+    started = time.monotonic()
+    deadline = started + KILL_AFTER_BUDGETS * step.budget_s
+    counts, failures, tail = Counts(), [], deque[str](maxlen=TAIL_LINES)
+    for arguments in step.commands:
+        print(f"\n=== {step.name}: {' '.join(arguments)}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="temper-step-") as folder:
+            report_file = Path(folder) / "junit.xml"
+            extra = [f"--junitxml={report_file}"] if step.is_pytest else []
+            code = stream([str(python), *arguments, *extra], cwd=root, tail=tail, limit_s=deadline - time.monotonic())
+            failure = _explain(code, step=step)
+            counts += _counts(report_file, step=step, is_failed=failure is not None)
+        if failure is not None:
+            failures.append(failure)
+    if not step.is_pytest:
+        counts = Counts(failed=1) if failures else Counts(passed=1)
+    took_s = time.monotonic() - started
+    return Result(step=step, took_s=took_s, counts=counts, failures=tuple(failures), tail=tuple(tail))
+
+
+def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float) -> int | None:
+    """Run a command, pass its output on line by line and keep its end in `tail`.
+
+    Returns:
+        Its exit status, or None where it was killed, with everything it had started, after `limit_s` seconds.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # its own process group: killing it reaches the rank processes too
+    )
+
+    def pass_on() -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                print(line, end="", flush=True)
+                tail.append(line.rstrip("\n"))
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
+    code: int | None
+    try:
+        code = process.wait(timeout=max(limit_s, 0))
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        # Also after a regular end: a test that left a process behind must not hold the pipe or the cores.
+        _kill_group(process.pid)
+        process.wait()
+    reader.join(timeout=10)
+    return code
+
+
+def count_tests(junit_xml: str) -> Counts:
+    """The tests of a pytest run, from its JUnit report."""
+    suites = list(ElementTree.fromstring(junit_xml).iter("testsuite"))
+    total, failures, errors, skipped = (
+        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    )
+    return Counts(passed=max(total - failures - errors - skipped, 0), failed=failures + errors, skipped=skipped)
+
+
+def report(results: Sequence[Result]) -> None:
+    """Print the ends of the failing steps, the budget table, and the line of totals, in this order."""
+    for result in results:
+        if result.failures:
+            print(f"\n=== the end of {result.step.name}, which failed")
+            print("\n".join(result.tail))
+    rows = [("step", "budget", "actual", "result")]
+    for result in results:
+        outcome = "; ".join(result.failures) or "passed"
+        if result.took_s > result.step.budget_s:
+            outcome += " (over its budget)"
+        rows.append((result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome))
+    budget, took = (
+        _minutes(sum(values))
+        for values in ([result.step.budget_s for result in results], [result.took_s for result in results])
+    )
+    rows.append(("all", budget, took, "failed" if any(result.failures for result in results) else "passed"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    print()
+    for row in rows:
+        print(" | ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]))
+    total = sum((result.counts for result in results), Counts())
+    print(f"\n{total.passed} passed, {total.failed} failed, {total.skipped} skipped", flush=True)
+
+
+def _environment_step(root: Path) -> Result:
+    started = time.monotonic()
+    failures: tuple[str, ...] = ()
+    tail: tuple[str, ...] = ()
+    try:
+        ensure_environment(root)
+    except EnvironmentTrouble as trouble:
+        failures, tail = ("failed; no other step was run",), (str(trouble),)
+    counts = Counts(failed=1) if failures else Counts(passed=1)
+    took_s = time.monotonic() - started
+    return Result(step=ENVIRONMENT, took_s=took_s, counts=counts, failures=failures, tail=tail)
+
+
+def _explain(code: int | None, *, step: Step) -> str | None:
+    if code == 0:
+        return None
+    if code is None:
+        limit_s = KILL_AFTER_BUDGETS * step.budget_s
+        return f"killed after {_minutes(limit_s)}, {KILL_AFTER_BUDGETS} times its budget"
+    if step.is_pytest and code == 5:
+        return "failed: no test was found"
+    return f"failed with exit status {code}"
+
+
+def _counts(report_file: Path, *, step: Step, is_failed: bool) -> Counts:
+    """A pytest command's tests; a command that failed without a failing test to show for it counts as one."""
+    if not step.is_pytest:
+        return Counts()
+    counts = count_tests(report_file.read_text()) if report_file.exists() else Counts()
+    return counts + Counts(failed=1) if is_failed and counts.failed == 0 else counts
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds // 60)}:{int(seconds % 60):02d}"

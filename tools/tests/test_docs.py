@@ -1,0 +1,71 @@
+"""Blocks run, links lead somewhere, and what is marked otherwise is left alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.docs import broken_links, main, run_blocks, split_page
+
+PAGE = """# A page
+
+```python
+x = 1
+```
+
+Between: [a link](there.md)
+
+```python no-run
+raise SystemExit("never")
+```
+
+```
+[not a link](nowhere.md)
+```
+
+```python
+assert x == 1
+```
+"""
+
+
+def test_only_unmarked_python_is_code_and_lines_stay_where_they_were() -> None:
+    code, _ = split_page(PAGE)
+    lines = dict(enumerate(code.splitlines(), start=1))
+    assert {number: line for number, line in lines.items() if line} == {4: "x = 1", 18: "assert x == 1"}
+
+
+def test_a_longer_fence_holds_a_shorter_one() -> None:
+    code, _ = split_page("````text\n```python\nfail\n```\n````\n\n```python\nok = 1\n```")
+    assert code.split() == ["ok", "=", "1"]
+
+
+def test_a_later_block_sees_an_earlier_ones_names(tmp_path: Path) -> None:
+    assert run_blocks(tmp_path / "page.md", split_page(PAGE)[0]) == []
+
+
+def test_a_failing_block_is_told_with_the_pages_own_line(tmp_path: Path) -> None:
+    (found,) = run_blocks(tmp_path / "page.md", split_page("text\n\n```python\n1 / 0\n```")[0])
+    assert "ZeroDivisionError" in found
+    assert f'File "{tmp_path}/page.md", line 4' in found
+
+
+def test_a_link_is_followed_from_its_own_page(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "there.md").touch()
+    page = tmp_path / "docs" / "page.md"
+    prose = "[a](there.md#part) [b](../docs/there.md) [c](https://example.org/x) [d](#here) `[e](code.md)`"
+    assert broken_links(page, prose) == []
+    assert broken_links(page, "\n[f](missing.md)") == [f"{page}:2: the link missing.md leads nowhere"]
+
+
+def test_the_command_fails_when_one_page_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("```python\nprint('fine')\n```\n")
+    assert main([str(tmp_path)]) == 0
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "deep.md").write_text("[x](gone.md)")
+    assert main([str(tmp_path)]) == 1
+    assert "gone.md" in capsys.readouterr().out
+
+
+def test_a_folder_without_pages_is_not_a_pass(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 1

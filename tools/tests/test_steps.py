@@ -1,0 +1,132 @@
+"""Steps run, are counted, killed in time and told truthfully."""
+
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from tools.steps import STEPS, Counts, Step, count_tests, report, run_step, stream
+
+PYTHON = Path(sys.executable)
+
+
+def _step(*programs: str, budget_s: float = 60) -> Step:
+    return Step(name="example", budget_s=budget_s, commands=tuple(("-c", program) for program in programs))
+
+
+def _pytest_step(file: Path) -> Step:
+    command = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(file.parent),
+        "-c",
+        "/dev/null",
+        str(file),
+    )
+    return Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
+
+
+def test_a_step_that_passes_counts_as_one(tmp_path: Path) -> None:
+    result = run_step(_step("print('hello')", "pass"), python=PYTHON, root=tmp_path)
+    assert (result.failures, result.counts, result.tail) == ((), Counts(passed=1), ("hello",))
+
+
+def test_a_failing_command_keeps_no_later_one_from_running(tmp_path: Path) -> None:
+    result = run_step(_step("raise SystemExit(3)", "print('second')"), python=PYTHON, root=tmp_path)
+    assert result.failures == ("failed with exit status 3",)
+    assert result.counts == Counts(failed=1)
+    assert result.tail == ("second",)
+
+
+def test_pytest_is_counted_test_by_test(tmp_path: Path) -> None:
+    file = tmp_path / "test_example.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): pass\n"
+        "def test_c(): assert False\n"
+        "@pytest.mark.skip(reason='no')\n"
+        "def test_d(): pass\n"
+    )
+    result = run_step(_pytest_step(file), python=PYTHON, root=tmp_path)
+    assert result.counts == Counts(passed=2, failed=1, skipped=1)
+    assert result.failures == ("failed with exit status 1",)
+
+
+def test_a_pytest_run_without_tests_is_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "test_example.py"
+    file.write_text("")
+    result = run_step(_pytest_step(file), python=PYTHON, root=tmp_path)
+    assert result.failures == ("failed: no test was found",)
+    assert result.counts == Counts(failed=1)
+
+
+def test_a_pytest_run_that_dies_counts_as_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "test_example.py"
+    file.write_text("import os\ndef test_a(): os._exit(9)\n")
+    result = run_step(_pytest_step(file), python=PYTHON, root=tmp_path)
+    assert result.counts == Counts(failed=1)
+
+
+def test_nested_suites_are_added_up() -> None:
+    xml = '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/><testsuite tests="2"/></testsuites>'
+    assert count_tests(xml) == Counts(passed=4, failed=2, skipped=1)  # 5 - 1 - 1 - 1 + 2; 1 + 1; 1
+
+
+def test_a_step_past_three_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    started = time.monotonic()
+    result = run_step(_step(program, budget_s=1), python=PYTHON, root=tmp_path)
+    assert 3 <= time.monotonic() - started < 20
+    assert result.failures == ("killed after 0:03, 3 times its budget",)
+    assert _is_gone(int(result.tail[0]))
+
+
+def test_what_a_step_leaves_running_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
+    )
+    tail = deque[str]()
+    started = time.monotonic()
+    assert stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30) == 0
+    assert time.monotonic() - started < 20
+    assert _is_gone(int(tail[0]))
+
+
+def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = run_step(_step("pass"), python=PYTHON, root=tmp_path)
+    bad = run_step(_step("print('the reason'); raise SystemExit(1)"), python=PYTHON, root=tmp_path)
+    capsys.readouterr()
+    report([good, bad])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 passed, 1 failed, 0 skipped"
+    assert "the reason" in lines
+    assert [line.split(" | ")[0].strip() for line in lines if " | " in line] == ["step", "example", "example", "all"]
+
+
+def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
+    assert sum(step.budget_s for step in STEPS) + 7 * 60 < 35 * 60
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that waits for its parent to notice has."""
+    for _ in range(50):
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+        ).stdout
+        if not state.strip() or state.startswith("Z"):
+            return True
+        time.sleep(0.1)
+    return False
