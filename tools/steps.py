@@ -86,7 +86,7 @@ STEPS = (
     ),
     Step(name="engine-api", budget_s=60, commands=_pytest("packages/engine-api/tests"), is_pytest=True),
     Step(
-        name="kit on fsdp",
+        name="kit-on-fsdp",
         budget_s=5 * 60,
         commands=_pytest("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "1,2"),
         is_pytest=True,
