@@ -1,0 +1,79 @@
+"""What is optimised: advantages, the policy's objective, KL, and how per-token losses become one number."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError
+
+AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AggregationName = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """One RL algorithm."""
+
+    advantage: AdvantageName = "grpo"
+    """Estimator; gae needs a critic."""
+    group_size: int = 8
+    """Completions of one prompt."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound, above 1, on the loss of negative advantages; None is off."""
+    aggregation: AggregationName = "token_mean"
+    """How per-token losses become one number."""
+    horizon: int | None = None
+    """Tokens; only for sequence_mean_token_sum_norm."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    kl_loss_coef: float = 0.0
+    """Weight of KL(policy, reference) in the loss; above 0 needs the ref role."""
+    kl_reward_coef: float = 0.0
+    """Weight of KL(policy, reference) taken from the reward; above 0 needs the ref role."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's; k1 has no useful gradient and is refused in the loss."""
+    gamma: float = 1.0
+    """Discount."""
+    gae_lambda: float = 1.0
+    """Decay of generalised advantage estimation; only for gae."""
+    whiten_advantages: bool = False
+    """Shift and scale advantages over the trained tokens of the step to mean 0 and deviation 1."""
+    value_clip: float | None = None
+    """Range around the old value within which the value loss follows; only for gae."""
+
+    def __post_init__(self) -> None:
+        if self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline") and self.group_size < 2:
+            raise ConfigError(
+                f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
+                f"{self.group_size}: raise it to 2 or more, or use gae or reinforce_plus_plus."
+            )
+        if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
+            raise ConfigError("algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3.")
+        if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
+            raise ConfigError(
+                f"algorithm.gae_lambda and algorithm.value_clip have no effect with algorithm.advantage {self.advantage}: "
+                "remove them, or use gae."
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"algorithm.dual_clip is {self.dual_clip}, but must be above 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingConfig:
+    """Sizes, in prompts, sequences and tokens; ragged sizes are handled by weights, nothing must divide."""
+
+    prompts_per_step: int = 64
+    """Prompts of one RL step; for SFT, demonstrations of one update."""
+    num_mini_batches: int = 1
+    """Updates that one pass over a step's samples makes."""
+    num_passes: int = 1
+    """Passes over a step's samples; above 1, old log-probs differ from the policy's."""
+    max_tokens: int = 16384
+    """Cap of a micro-batch."""
+
+    def __post_init__(self) -> None:
+        if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
+            raise ConfigError(f"batching: every size must be at least 1, but they are {self}.")

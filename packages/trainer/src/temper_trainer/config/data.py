@@ -1,0 +1,97 @@
+"""Where prompts come from, how they become tokens, and what happens to those that do not fit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """One set of problems."""
+
+    kind: Literal["jsonl", "parquet", "datasets", "arithmetic"] = "jsonl"
+    """jsonl and parquet read files; datasets is the Hugging Face library; arithmetic generates word problems."""
+    paths: tuple[str, ...] = ()
+    """Files of a jsonl or parquet source, any fsspec URL; for datasets one dataset name or directory."""
+    split: str = "train"
+    """datasets: the split; arithmetic: train, or test (problems never trained on)."""
+    prompt_key: str = "question"
+    """Field with the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Field with the reference answer."""
+    max_rows: int | None = None
+    """Use only the first rows; None uses all. For arithmetic, how many problems to generate (needed there)."""
+    seed: int = 0
+    """arithmetic only: which problems are drawn."""
+    wrong_first_operation: float = 0.0
+    """arithmetic only: share of demonstrations whose first operation is wrong, carried through to a wrong answer."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "arithmetic":
+            if self.paths or self.max_rows is None:
+                raise ConfigError("a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate.")
+        elif not self.paths:
+            raise ConfigError(f"a source of kind {self.kind} needs paths.")
+        if self.kind != "arithmetic" and (self.wrong_first_operation or self.seed):
+            raise ConfigError(f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: remove them.")
+        if not 0.0 <= self.wrong_first_operation <= 1.0:
+            raise ConfigError(f"wrong_first_operation is {self.wrong_first_operation}, but is a share: between 0 and 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """A tokenizer from a directory, or one trained on the training source."""
+
+    kind: Literal["pretrained", "word_level", "bpe"] = "pretrained"
+    """pretrained loads ``path``; word_level splits words and single digits; bpe is byte-level BPE."""
+    path: str | None = None
+    """Directory of a pretrained tokenizer; None takes the actor's model.path."""
+    vocab_size: int | None = None
+    """bpe only, where it is needed: entries of the vocabulary."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "pretrained" and self.path is not None:
+            raise ConfigError(f"tokenizer.path has no effect with tokenizer.kind {self.kind}: remove it.")
+        if (self.kind == "bpe") != (self.vocab_size is not None):
+            raise ConfigError(f"tokenizer.vocab_size is {self.vocab_size} with kind {self.kind}: bpe needs it, the others take none.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Training and held-out problems."""
+
+    train: SourceConfig
+    """What is trained on."""
+    eval: SourceConfig | None = None
+    """What is evaluated on; None never evaluates."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """See TokenizerConfig."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What happens to longer ones: refuse the run naming the first, or drop and count them."""
+    prompt_template: str = "{prompt}"
+    """Around a string prompt, before tokenisation; chat messages go through the tokenizer's chat template instead."""
+    chat_template: str | None = None
+    """A Jinja chat template in place of the tokenizer's own."""
+    shuffle: bool = True
+    """Order of each epoch is a pure function of (run.seed, epoch); False keeps the file's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """How a completion is scored."""
+
+    function: str = "gsm8k_strict"
+    """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), or an import path ``package.module:function``."""
+    arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=lambda: MappingProxyType({}))
+    """Keyword arguments of the function."""
+    timeout_s: float = 10.0
+    """Longest time of one call."""
+    num_workers: int = 0
+    """Processes that score; 0 scores in the driver's process, in which a hanging function is abandoned after timeout_s."""
+    max_failure_share: float = 0.1
+    """Share of failed (raised, timed out, not finite) rewards in one step above which the run stops; below, they are counted and left out."""

@@ -1,0 +1,45 @@
+"""How completions are sampled."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """Of every completion; evaluation has its own."""
+
+    temperature: float = 1.0
+    """Divides logits; 0 is greedy. Training needs it above 0, and the engine divides by the same."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this is kept."""
+    top_k: int = 0
+    """Only the most likely k are kept; 0 keeps all."""
+    max_tokens: int = 512
+    """Longest completion, end token included."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the end token; the text stays in the completion's tokens."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
+            raise ConfigError(
+                f"sampling: temperature {self.temperature} must be >= 0, top_p {self.top_p} in (0, 1], top_k {self.top_k} >= 0, "
+                f"max_tokens {self.max_tokens} >= 1."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """The sampler of a training run."""
+
+    sampler: Literal["hf"] = "hf"
+    """hf: continuous batching on transformers, runs anywhere."""
+    max_concurrent: int = 256
+    """Sequences that are decoded together."""
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    """Of the sampler's weights."""
+    canary: bool = True
+    """After each weight sync, compare a prompt's log-probs in engine and sampler."""
+    canary_tolerance: float = 0.05
+    """Largest difference of a log-prob that the canary accepts; bf16 on both sides needs about 0.2."""

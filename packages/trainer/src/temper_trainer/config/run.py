@@ -1,0 +1,167 @@
+"""The whole configuration of a run, and the parts of it that concern the run itself."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig, OptimizerSpec, ScheduleSpec
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.data import DataConfig, RewardConfig, SourceConfig
+from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Length, place and habits of a run."""
+
+    dir: str = "runs/default"
+    """Run folder: metrics, picture, resolved config, checkpoints, model. An existing run is never overwritten."""
+    seed: int = 0
+    """Of data order, sampling and everything random but the model's first weights."""
+    total_steps: int = 100
+    """RL steps, or SFT updates."""
+    resume: str = "never"
+    """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    max_ckpt_to_keep: int | None = None
+    """Complete checkpoints to keep; None keeps all."""
+    save_model: bool = True
+    """Write a Hugging Face model directory at the end."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    """Greedy by default; max_tokens is taken from here too."""
+    eval_sampled: bool = False
+    """Evaluate also with the training's sampling."""
+    num_table_rows: int = 4
+    """Completions shown in the table of samples."""
+    table_every: int = 20
+    """Steps between tables; 0 shows none."""
+    num_threads: int | None = None
+    """CPU threads of torch in each process; None is torch's own choice."""
+    progress: bool = True
+    """Progress bars, where the output is a terminal."""
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl", "tensorboard")
+    """Where metrics go."""
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ConfigError(f"run.total_steps is {self.total_steps}, but a run has at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleConfig:
+    """One model of a run: its engine, and the resources it runs on."""
+
+    engine: EngineConfig
+    """Of the class that ``model_engine`` names."""
+    num_workers: int = 1
+    """Processes of the role; more than 1 needs the ray runtime."""
+    pool: str = "train"
+    """Resource pool; roles of one pool share its devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """Where the roles run."""
+
+    kind: Literal["inline", "ray"] = "inline"
+    """inline: all in the driver's process; ray: actors and placement groups."""
+    cpus_per_worker: float = 1.0
+    """ray only."""
+    gpus_per_worker: float = 0.0
+    """ray only; colocated roles of one pool share it."""
+    address: str | None = None
+    """ray only: an existing cluster; None starts one on this machine."""
+    worker_timeout_s: float = 1800.0
+    """ray only: longest wait for a worker before the run stops and says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning: the whole run of loop sft, or the warm start before RL."""
+
+    data: SourceConfig | None = None
+    """Demonstrations; None takes data.train."""
+    total_steps: int = 100
+    """Updates; ignored by loop sft, whose length is run.total_steps, where it must stay at its default."""
+    batch_size: int = 64
+    """Demonstrations of one update."""
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    """Of a warm start; loop sft takes the actor's."""
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    """Of a warm start; loop sft takes the actor's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """Everything about a run, frozen; Hydra ends here."""
+
+    loop: Literal["rl", "sft"] = "rl"
+    """rl: sample, score, update; sft: supervised fine-tuning on data.train."""
+    model_engine: str = "fsdp"
+    """Which engine every role runs on, found by entry point; the config group of that name fills the roles' blocks."""
+    use_legacy_worker_impl: Literal["auto", "enable", "disable"] = "disable"
+    """disable is the engine path; enable loads deprecated workers from temper-legacy-shim; auto is disable with a warning."""
+    data: DataConfig
+    """Problems."""
+    actor: RoleConfig
+    """The policy."""
+    critic: RoleConfig | None = None
+    """The value model; needed by gae, refused otherwise."""
+    ref: RoleConfig | None = None
+    """The frozen reference policy; needed where a KL coefficient is above 0, refused otherwise."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Of training rollouts."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The sampler."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Scoring."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Optimisation."""
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    """Sizes."""
+    warm_start: SftConfig | None = None
+    """A short SFT before RL; None begins from the actor's model as it is."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """Processes."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Length, place and habits."""
+
+    def __post_init__(self) -> None:
+        for problem in _conflicts(self):
+            raise ConfigError(problem)
+
+
+def _conflicts(config: TrainerConfig) -> list[str]:
+    """Settings that contradict each other or have no effect together, both keys named."""
+    found: list[str] = []
+    needs_critic = config.loop == "rl" and config.algorithm.advantage == "gae"
+    needs_ref = config.loop == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
+    if needs_critic != (config.critic is not None):
+        found.append(
+            f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
+            "gae needs a critic, every other estimator and loop sft take none."
+        )
+    if needs_ref != (config.ref is not None):
+        found.append(
+            f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef is "
+            f"{config.algorithm.kl_reward_coef}, and ref is {'set' if config.ref else 'not set'}: a coefficient above 0 needs the ref "
+            "role, and the ref role needs one."
+        )
+    if config.loop == "rl" and config.sampling.temperature == 0:
+        found.append("sampling.temperature is 0 (greedy) in loop rl, where completions of a prompt would all be equal: set it above 0.")
+    if config.loop == "sft" and config.warm_start is not None:
+        found.append("warm_start has no effect in loop sft: remove it.")
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    for name, role in roles.items():
+        if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
+            found.append(f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray.")
+    if config.actor.engine.model.model_type != "language_model":
+        found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a language_model.")
+    if config.critic is not None and config.critic.engine.model.model_type != "value_model":
+        found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
+    if config.ref is not None and config.ref.engine.optimizer is not None:
+        found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
+    return found

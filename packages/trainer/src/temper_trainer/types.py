@@ -1,0 +1,125 @@
+"""The data of an RL step: what the rooms hand to each other."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+from temper_trainer.config.rollout import SamplingConfig
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    END_TOKEN = "end_token"
+    """The model said so."""
+    STOP_TEXT = "stop_text"
+    """One of sampling.stop appeared."""
+    MAX_TOKENS = "max_tokens"
+    """It was cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question, ready to be completed."""
+
+    prompt_id: int
+    """Row in its source; the same in every epoch."""
+    text: str
+    """As it was tokenised."""
+    tokens: tuple[int, ...]
+    """Token ids, at least one."""
+    answer: str
+    """Reference answer as it stands in the source."""
+    source: str = ""
+    """Which source it came from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRequest:
+    """One completion to make."""
+
+    request_id: int
+    """Unique within one call of the sampler."""
+    prompt_tokens: tuple[int, ...]
+    """What is completed."""
+    sampling: SamplingConfig
+    """How."""
+    seed: int
+    """The tokens drawn depend on it and on the weights, not on what else is being decoded (up to kernel rounding)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Tokens that one call of the sampler returned."""
+
+    request_id: int
+    """Of its request."""
+    tokens: tuple[int, ...]
+    """Token ids, the end token included where there is one; at least one."""
+    rollout_logprobs: tuple[float, ...]
+    """Log-prob of each token under the sampler's own distribution after temperature, before top-p and top-k."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    weight_version: int
+    """Of the weights that made it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward, or why there is none: a failing reward is counted, never a silent zero."""
+
+    reward: float | None
+    """Finite; None when scoring failed."""
+    failure: str | None = None
+    """``raised``, ``timeout`` or ``not_finite`` with the message; None when there is a reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A prompt with one completion and its reward."""
+
+    prompt: Prompt
+    """The question."""
+    completion: Completion
+    """The answer."""
+    text: str
+    """The completion decoded, without special tokens."""
+    reward: float
+    """Its score."""
+    group_id: int
+    """Completions of one prompt in one step share it."""
+    sample_id: int
+    """Unique in its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A prompt and a completion to imitate."""
+
+    prompt: Prompt
+    """The question."""
+    tokens: tuple[int, ...]
+    """The completion's token ids, the end token included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataCursor:
+    """Where in the data a run stands; with (run.seed, source) it determines everything that follows."""
+
+    epoch: int = 0
+    """Completed passes."""
+    index: int = 0
+    """Prompts of this pass that were already handed out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """What an advantage estimator returns, in the layout of the step's samples."""
+
+    advantages: Tensor
+    """[T] float32; 0 at untrained tokens."""
+    returns: Tensor | None = None
+    """[T] float32 targets of the value model; only from gae."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers for the log."""
