@@ -32,6 +32,28 @@ PLACEHOLDERS = {
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+
+NEEDS_EXTRA = {
+    "engine-api": ("temper_engine_api.conformance",),
+    "engine-fsdp": ("temper_engine_fsdp.adapter",),
+    "trainer": ("temper_trainer.runtime.ray",),
+}
+"""Modules that only an extra makes importable."""
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+package, *needs_extra = sys.argv[1:]
+left_out = lambda name: any(name == module or name.startswith(module + ".") for module in needs_extra)
+imported = [package]
+importlib.import_module(package)
+for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+    if not left_out(found.name) and not found.name.endswith(".__main__"):
+        importlib.import_module(found.name)
+        imported.append(found.name)
+print(f"{len(imported)} modules import without an extra")
+"""
+
 PAIRS = ("engine-api:engine-fsdp", "engine-api:trainer", "engine-fsdp:trainer")
 """HEAD of the first with the last tag of the second, and the other way round."""
 
@@ -94,16 +116,17 @@ def conformance(session: nox.Session, engine: str) -> None:
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def isolated(session: nox.Session, package: str) -> None:
-    """One wheel with the dependencies that it declares, and nothing else: it imports, and its tests pass."""
+    """One wheel with the dependencies that it declares imports; then, with its extras, its tests pass."""
     _build_wheels(session)
     session.install("-c", CONSTRAINTS, TORCH)
     session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
-    module = "temper_" + package.replace("-", "_")
     # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
     session.chdir(session.create_tmp())
-    session.run("python", "-c", f"import {module}; print({module}.__file__)")
+    session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
     session.chdir(ROOT)
     if package not in PLACEHOLDERS:
+        with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
+        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
         _test_installed(session, package)
 
 
@@ -111,43 +134,36 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.parametrize("pair", list(PAIRS))
 def compat(session: nox.Session, pair: str) -> None:
     """HEAD of one package with the last tag of the other, both ways round."""
-    for head, tagged in (pair.split(":"), reversed(pair.split(":"))):
-        tags = subprocess.run(
-            ["git", "tag", "--list", f"{tagged}/v*", "--sort=-version:refname"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        if not tags:
+    one, other = pair.split(":")
+    for head, tagged in ((one, other), (other, one)):
+        tag = _last_tag(tagged)
+        if tag is None:
             session.skip(f"temper-{tagged} has no released version yet (no tag {tagged}/v*)")
         checkout = Path(session.create_tmp()) / tagged
-        archive = checkout.with_suffix(".tar")
         checkout.mkdir(exist_ok=True)
-        session.run("git", "archive", f"--output={archive}", tags[0], f"packages/{tagged}", external=True)
+        archive = checkout.with_suffix(".tar")
+        session.run("git", "archive", f"--output={archive}", tag, f"packages/{tagged}", external=True)
         session.run("tar", "-xf", str(archive), "-C", str(checkout), external=True)
+        sources = _sources() | {tagged: checkout / "packages" / tagged}
         session.install("-c", CONSTRAINTS, TORCH)
-        session.install(
-            "-c",
-            CONSTRAINTS,
-            str(checkout / "packages" / tagged),
-            *(f"packages/{name}" for name in {head, "engine-api"} - {tagged}),
-        )
+        session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in sources.values()))
+        session.install("-c", CONSTRAINTS, *_with_extras(sources), *TEST_TOOLS)
         _test_installed(session, head)
 
 
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def oldest(session: nox.Session, package: str) -> None:
-    """The lowest versions that a package declares; torch stays at the CPU build, whose floor the GPU image keeps."""
+    """The lowest versions that a package and its extras declare; torch alone stays at the CPU build."""
     _skip_placeholder(session, package)
-    floors = [TORCH]
-    for name in {"engine-api", package}:
-        project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
-        found = (re.match(r"([A-Za-z0-9-]+)>=([0-9.]+)$", text) for text in project["dependencies"])
-        floors += [f"{match[1]}=={match[2]}" for match in found if match and match[1] != "torch"]
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"]]
+    for extra in EXTRAS.get(package, "").strip("[]").split(","):
+        declared += project.get("optional-dependencies", {}).get(extra, [])
+    bounds = (re.fullmatch(r"([A-Za-z0-9-]+)>=([0-9.]+)", requirement) for requirement in declared)
+    floors = [f"{bound[1]}=={bound[2]}" for bound in bounds if bound and bound[1] not in ("torch", *TEST_TOOLS)]
     session.install("-c", CONSTRAINTS, TORCH)
-    session.install(*dict.fromkeys(floors), *(f"packages/{name}" for name in dict.fromkeys(["engine-api", package])))
+    session.install(TORCH, *floors, *_with_extras(_sources()), *TEST_TOOLS)
     _test_installed(session, package)
 
 
@@ -198,22 +214,24 @@ def _build_wheels(session: nox.Session) -> None:
     """Build every package into .temper/wheels, afresh: the wheel comes out of the sdist, as at a release."""
     session.install("-c", CONSTRAINTS, "build", "hatchling")
     for package in PACKAGES:
-        session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}", silent=True
-        )
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}", silent=True)
 
 
 def _test_installed(session: nox.Session, package: str) -> None:
-    """A package's own tests against what is installed; the tests' needs are added last."""
-    extra = EXTRAS.get(package, "")
-    session.install(
-        "-c",
-        CONSTRAINTS,
-        "--find-links",
-        str(WHEELS),
-        f"temper-{package}{extra}",
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
-    )
+    """A package's own tests against what this session has installed."""
     session.run("python", "-m", "pytest", f"packages/{package}/tests", "-m", "not nightly")
+
+
+def _sources() -> dict[str, Path]:
+    """The packages that hold something, as they are in this checkout."""
+    return {package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS}
+
+
+def _with_extras(sources: dict[str, Path]) -> list[str]:
+    return [f"{path}{EXTRAS.get(package, '')}" for package, path in sources.items()]
+
+
+def _last_tag(package: str) -> str | None:
+    command = ["git", "tag", "--list", f"{package}/v*", "--sort=-version:refname"]
+    tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return tags[0] if tags else None
