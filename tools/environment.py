@@ -64,7 +64,7 @@ def fingerprints(root: Path) -> dict[str, str]:
     declared = [(root / "packages" / name / "pyproject.toml").read_text() for name in PACKAGES]
     requirements = [*TOOLS, *(name + EXTRAS.get(name, "") for name in PACKAGES)]
     return {
-        "python": f"{version} at {Path(sys.base_prefix).resolve()}",
+        "python": f"{version} at {Path(sys.base_prefix).resolve()} for {root}",  # a moved environment is a broken one
         "torch": TORCH,
         "packages": _digest([constraints, *declared, *requirements]),
     }

@@ -49,8 +49,7 @@ def version_of(package: Path) -> str:
     version: str = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
     if re.search(rf"^## {re.escape(version)}\b", (package / "CHANGELOG.md").read_text(), re.MULTILINE):
         raise ReleaseTrouble(
-            f"{package.name}/CHANGELOG.md has an entry for {version} already: raise `version` in "
-            f"{package.name}/pyproject.toml first."
+            f"{package.name}/CHANGELOG.md has an entry for {version} already: raise `version` in {package.name}/pyproject.toml first."
         )
     return version
 

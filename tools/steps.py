@@ -197,8 +197,7 @@ def report(results: Sequence[Result]) -> None:
             outcome += " (over its budget)"
         rows.append((result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome))
     budget, took = (
-        _minutes(sum(values))
-        for values in ([result.step.budget_s for result in results], [result.took_s for result in results])
+        _minutes(sum(values)) for values in ([result.step.budget_s for result in results], [result.took_s for result in results])
     )
     rows.append(("all", budget, took, "failed" if any(result.failures for result in results) else "passed"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

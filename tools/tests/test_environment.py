@@ -74,9 +74,7 @@ def test_a_damaged_stamp_begins_afresh(checkout: Path, stages: list[str], damage
     assert stages == ["python", "torch", "packages"]
 
 
-def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
-    checkout: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_fails_is_run_again_and_no_earlier_one(checkout: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     working = environment._STAGES["packages"]
 
     def fail(root: Path) -> None:
@@ -101,9 +99,7 @@ def test_a_full_disk_is_told_before_the_install(tmp_path: Path) -> None:
 def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
     (tmp_path / ".temper").mkdir()
     command = [sys.executable, "-c", "print('no such wheel'); raise SystemExit(2)"]
-    with pytest.raises(
-        EnvironmentTrouble, match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log"
-    ):
+    with pytest.raises(EnvironmentTrouble, match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log"):
         environment._run(tmp_path, command, doing="installing it")
 
 

@@ -95,9 +95,7 @@ def test_a_step_past_three_budgets_is_killed_with_what_it_started(tmp_path: Path
 
 
 def test_what_a_step_leaves_running_is_killed(tmp_path: Path) -> None:
-    program = (
-        "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
-    )
+    program = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
     tail = deque[str]()
     started = time.monotonic()
     assert stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30) == 0
@@ -123,9 +121,7 @@ def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
 def _is_gone(pid: int) -> bool:
     """Whether a process has ended; one that waits for its parent to notice has."""
     for _ in range(50):
-        state = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-        ).stdout
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
         if not state.strip() or state.startswith("Z"):
             return True
         time.sleep(0.1)
