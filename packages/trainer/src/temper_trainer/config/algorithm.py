@@ -33,6 +33,10 @@ class AlgorithmConfig:
     """Weight of KL(policy, reference) in the loss; above 0 needs the ref role."""
     kl_reward_coef: float = 0.0
     """Weight of KL(policy, reference) taken from the reward; above 0 needs the ref role."""
+    kl_target: float | None = None
+    """KL of a completion, in nats, that an adaptive controller steers kl_reward_coef to; None keeps the coefficient fixed."""
+    kl_horizon: int = 10_000
+    """Completions over which the adaptive controller acts; only with kl_target."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's; k1 has no useful gradient and is refused in the loss."""
     gamma: float = 1.0
@@ -40,25 +44,52 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     """Decay of generalised advantage estimation; only for gae."""
     whiten_advantages: bool = False
-    """Shift and scale advantages over the trained tokens of the step to mean 0 and deviation 1."""
+    """Shift and scale advantages over the trained tokens of the step to mean 0 and deviation 1; reinforce_plus_plus always does."""
     value_clip: float | None = None
     """Range around the old value within which the value loss follows; only for gae."""
 
     def __post_init__(self) -> None:
+        self._check_advantage()
+        self._check_kl()
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"algorithm.dual_clip is {self.dual_clip}, but must be above 1.")
+        if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
+            raise ConfigError(
+                f"algorithm.horizon is {self.horizon} with algorithm.aggregation {self.aggregation}: sequence_mean_token_sum_norm divides "
+                "by it and needs it (the longest completion in tokens), the others take none."
+            )
+
+    def _check_advantage(self) -> None:
         if self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline") and self.group_size < 2:
             raise ConfigError(
                 f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
                 f"{self.group_size}: raise it to 2 or more, or use gae or reinforce_plus_plus."
             )
-        if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
-            raise ConfigError("algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3.")
         if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
             raise ConfigError(
                 f"algorithm.gae_lambda and algorithm.value_clip have no effect with algorithm.advantage {self.advantage}: "
                 "remove them, or use gae."
             )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"algorithm.dual_clip is {self.dual_clip}, but must be above 1.")
+        if self.advantage not in ("gae", "reinforce_plus_plus") and self.gamma != 1.0:
+            raise ConfigError(
+                f"algorithm.gamma has no effect with algorithm.advantage {self.advantage}, which weighs whole completions: remove it, or "
+                "use gae or reinforce_plus_plus."
+            )
+        if self.advantage.startswith("reinforce_plus_plus") and self.whiten_advantages:
+            raise ConfigError(
+                f"algorithm.whiten_advantages has no effect with algorithm.advantage {self.advantage}, which always whitens: remove it."
+            )
+
+    def _check_kl(self) -> None:
+        if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
+            raise ConfigError("algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3.")
+        if self.kl_target is not None and (self.kl_reward_coef <= 0 or self.kl_target <= 0):
+            raise ConfigError(
+                f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is {self.kl_reward_coef}: the target must be above "
+                "0, and steers a coefficient that must begin above 0."
+            )
+        if self.kl_target is None and self.kl_horizon != 10_000:
+            raise ConfigError("algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or set a target.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

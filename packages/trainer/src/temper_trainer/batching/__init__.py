@@ -1,0 +1,1 @@
+"""From rollouts to what workers train on: samples, the step's plan, and each rank's packed share."""
