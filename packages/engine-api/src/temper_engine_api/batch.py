@@ -6,7 +6,6 @@ value of the state before ``tokens[t]``. No padding here and no flags: options t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from temper_engine_api.errors import BatchError
 
 DUMMY_ID = -1
 """Sample, atom and group id of the one-token sequence that stands in an empty micro-batch."""
-
-_EMPTY: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +52,9 @@ class SequenceBatch:
     """[B] int64; sequences that share it (preference pairs) are never split over micro-batches."""
     temperature: Tensor
     """[B] float32, above 0; logits are divided by it before the log-softmax."""
-    columns: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token inputs of an objective by name, [T] or [T, K]."""
-    sequence_columns: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-sequence inputs of an objective by name, [B] or [B, K]."""
     position_ids: Tensor | None = None
     """[T] or [3, T] int64 where they don't simply count from 0 in each sequence."""
@@ -159,10 +156,10 @@ class SequenceBatch:
             media=None if self.media is None else tuple(self.media[i] for i in index.tolist()),
         )
 
-    def with_columns(self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] = _EMPTY) -> Self:
+    def with_columns(self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None) -> Self:
         """This batch with further columns; a name that is already there is replaced."""
         return replace(
-            self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **sequence_columns}
+            self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **(sequence_columns or {})}
         )
 
     def to(self, device: torch.device | str) -> Self:
@@ -272,8 +269,8 @@ def from_sequences(
     group_ids: Sequence[int] | None = None,
     atom_ids: Sequence[int] | None = None,
     temperature: float | Sequence[float] = 1.0,
-    columns: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
-    sequence_columns: Mapping[str, Tensor] = _EMPTY,
+    columns: Mapping[str, Sequence[Tensor]] | None = None,
+    sequence_columns: Mapping[str, Tensor] | None = None,
 ) -> SequenceBatch:
     """A batch from one tensor per sequence.
 
@@ -298,6 +295,6 @@ def from_sequences(
         group_ids=ids.clone() if group_ids is None else torch.as_tensor(group_ids, dtype=torch.int64),
         atom_ids=ids.clone() if atom_ids is None else torch.as_tensor(atom_ids, dtype=torch.int64),
         temperature=heat,
-        columns={name: torch.cat(list(parts)) for name, parts in columns.items()},
-        sequence_columns=dict(sequence_columns),
+        columns={name: torch.cat(list(parts)) for name, parts in (columns or {}).items()},
+        sequence_columns=dict(sequence_columns or {}),
     )

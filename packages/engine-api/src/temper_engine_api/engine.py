@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -650,7 +649,7 @@ class _RfcStep:
         self, engine: BaseEngine, *, packed: PackedBatch, ctx: Context, postprocess: PostprocessFn | None
     ) -> None:
         self.ctx = ctx
-        self.predictions: Predictions = MappingProxyType({})
+        self.predictions: Predictions = {}
         self.total = torch.zeros(())
         self._packed = packed
         self._postprocess = postprocess

@@ -111,7 +111,7 @@ class LossTerms:
     """[T] or [B] float32 without gradient, like loss; None is all ones. Denominators never depend on it."""
     level: Literal["token", "sequence"] = "token"
     """Whether loss is [T] or [B]."""
-    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Detached numbers for the log."""
 
 

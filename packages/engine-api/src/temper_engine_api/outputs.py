@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class StepResult:
 
     outputs: Outputs | None
     """In input order; None where nothing was asked, or where ``topology.returns_outputs`` is False."""
-    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     """This data-parallel rank's part: merge over the ranks that return outputs. ``loss`` is among them, reduced by sum."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
@@ -17,7 +16,7 @@ class ModelSpec:
 
     path: str | None = None
     """Local Hugging Face model directory whose weights and config are loaded; exactly one of path and architecture is set."""
-    architecture: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    architecture: Mapping[str, Scalar] = field(default_factory=dict)
     """Hugging Face config fields, ``model_type`` among them, of a model that starts from seeded random weights."""
     model_type: ModelType = "language_model"
     """The head."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
@@ -87,7 +86,7 @@ class RewardConfig:
 
     function: str = "gsm8k_strict"
     """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), or an import path ``package.module:function``."""
-    arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=lambda: MappingProxyType({}))
+    arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of the function."""
     timeout_s: float = 10.0
     """Longest time of one call."""

@@ -1,0 +1,108 @@
+"""Checkpoints of a whole run: every role writes its part, the trainer its state, and one commit makes them a step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper_engine_api.checkpoint import (
+    ManifestInfo,
+    PartReport,
+    begin,
+    last_complete_step,
+    prune,
+    read_json,
+    report_part,
+    step_directory,
+    verify,
+    write_json,
+)
+from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
+from temper_trainer.checkpoint.state import TrainerState
+
+STATE_FILE = "state.json"
+TRAINER_PART = "trainer"
+WritePart = Callable[[str], Sequence[PartReport]]
+"""Writes a role's files into the directory it is given."""
+ReadPart = Callable[[str], None]
+"""Restores a role from the directory it is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointer:
+    """The checkpoints of one run folder."""
+
+    root: Path
+    """Folder of step directories."""
+    max_to_keep: int | None
+    """Complete steps to keep; None keeps all."""
+
+    def save(self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, object]) -> Path:
+        """One transaction; on any error the earlier steps are untouched and only our own staging directory is removed.
+
+        Args:
+            state: the trainer's part.
+            roles: how each role writes its part.
+            topology: sizes by role, for the manifest.
+
+        Raises:
+            CheckpointError: the disk is full or a file can't be written.
+        """
+        transaction = begin(self.root, state.step)
+        try:
+            reports: dict[str, Sequence[PartReport]] = {}
+            for name, write in roles.items():
+                reports[name] = write(str(transaction.part(name)))
+            own = str(transaction.part(TRAINER_PART))
+            reports[TRAINER_PART] = [report_part(own, [write_json(own, STATE_FILE, state.to_json())])]
+            committed = transaction.commit(reports, info=ManifestInfo(topology=topology, config_hash=state.config_digest))
+        except OSError as error:
+            transaction.abort()
+            raise CheckpointError(f"step {state.step} could not be saved: {error}. Free space; earlier steps are intact.") from error
+        except BaseException:
+            transaction.abort()
+            raise
+        if self.max_to_keep is not None:
+            prune(self.root, max_to_keep=self.max_to_keep)
+        return committed
+
+    def find(self, resume: str) -> Path | None:
+        """The step directory that ``run.resume`` means: none, the last complete one, or the one it names, verified.
+
+        Raises:
+            CheckpointError: it names no complete step directory.
+            DamagedCheckpointError: a file is missing or its checksum differs.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            step = last_complete_step(self.root)
+            if step is None:
+                return None
+            found = step_directory(self.root, step)
+        else:
+            found = Path(resume)
+        try:
+            verify(found)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error} To go on from an earlier complete step, name its directory: run.resume={self.root}/step_..."
+            ) from error
+        return found
+
+    def read_state(self, directory: Path) -> TrainerState:
+        """The trainer's part of a step directory."""
+        return TrainerState.from_json(read_json(str(directory / TRAINER_PART), STATE_FILE))
+
+    def read_roles(self, directory: Path, *, roles: Mapping[str, ReadPart]) -> None:
+        """Restore every role.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a role that this run has.
+        """
+        for name, read in roles.items():
+            part = directory / name
+            if not part.is_dir():
+                raise CheckpointError(
+                    f"{directory} holds no {name}, which this configuration has: resume with the run's own configuration."
+                )
+            read(str(part))

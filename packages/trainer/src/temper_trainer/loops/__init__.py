@@ -1,0 +1,123 @@
+"""Whole runs: RL with an optional warm start, or supervised fine-tuning."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import CheckpointError
+from temper_trainer.checkpoint.save import Checkpointer
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
+from temper_trainer.data.rows import Row
+from temper_trainer.loops.folder import RunFolder, open_folder
+from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.opening import fit_models, load_problems, open_tokenizer, with_training
+from temper_trainer.loops.rl import run_rl
+from temper_trainer.loops.sft import SftStage, run_sft
+from temper_trainer.metrics.log import RunLog
+from temper_trainer.runtime.opening import runtime_session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run leaves."""
+
+    directory: Path
+    """The run folder."""
+    evaluation: dict[str, float]
+    """The last evaluation's numbers by metric name; empty for SFT or without held-out problems."""
+
+
+def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object]) -> RunResult:
+    """Run what the configuration says, from its start or from a checkpoint.
+
+    Args:
+        config: the composed configuration.
+        digest: its hash, which goes into checkpoints.
+        write_config: writes the resolved configuration into a folder.
+
+    Raises:
+        TemperError: of the kinds in ``temper_engine_api.errors``, each with what to do.
+    """
+    folder = open_folder(config.run)
+    checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
+    found = checkpointer.find(config.run.resume)
+    done = 0 if found is None else checkpointer.read_state(found).step
+    if done > config.run.total_steps:
+        raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")
+    problems = load_problems(config)
+    tokenizer = open_tokenizer(config, folder=folder, rows=[row for rows in problems.values() for row in rows])
+    write_config(folder.root)
+    with (
+        runtime_session(config.runtime),
+        StopRequest() as stop,
+        RunLog(folder.root, trackers=config.run.trackers, progress=config.run.progress, resume_step=done if found else None) as log,
+    ):
+        run = _Run(config=config, folder=folder, problems=problems, tokenizer=tokenizer, log=log, digest=digest, stop=stop)
+        evaluation = run.sft() if config.loop == "sft" else run.rl(found)
+        log.draw()
+    return RunResult(directory=folder.root, evaluation=evaluation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What both loops begin with."""
+
+    config: TrainerConfig
+    folder: RunFolder
+    problems: dict[str, list[Row]]
+    tokenizer: PreTrainedTokenizerBase
+    log: RunLog
+    digest: str
+    stop: StopRequest
+
+    def sft(self) -> dict[str, float]:
+        config = fit_models(self.config, self.tokenizer)
+        stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder)
+        run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop)
+        return {}
+
+    def rl(self, found: Path | None) -> dict[str, float]:
+        model = None if self.config.warm_start is None else self._warm_start()
+        config = fit_models(self.config, self.tokenizer, trained_model=model)
+        prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
+        eval_prompts, _ = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
+        if num_dropped:
+            self.log.say(f"dropped {num_dropped} prompts longer than data.max_prompt_tokens = {config.data.max_prompt_tokens}")
+        return run_rl(
+            config,
+            log=self.log,
+            tokenizer=self.tokenizer,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            folder=self.folder,
+            resume_from=found,
+            digest=self.digest,
+            stop=self.stop,
+        )
+
+    def _warm_start(self) -> str:
+        """The warm start's model directory, from an earlier start of this run where it is complete."""
+        folder = self.folder.warm_start
+        if not (folder.model / "config.json").exists():
+            config = fit_models(self.config, self.tokenizer)
+            rows = self.problems.get("warm_start", self.problems["train"])
+            stage = self._stage(config, phase="warm_start", rows=rows, folder=folder)
+            run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop)
+        return str(folder.model)
+
+    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder) -> SftStage:
+        warm_start = config.warm_start
+        demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
+        if num_dropped:
+            self.log.say(f"{phase}: dropped {num_dropped} demonstrations whose prompts are too long")
+        return SftStage(
+            phase=phase,
+            engine=config.actor.engine if warm_start is None else with_training(config.actor.engine, config),
+            demonstrations=demonstrations,
+            total_steps=config.run.total_steps if warm_start is None else warm_start.total_steps,
+            batch_size=config.batching.prompts_per_step if warm_start is None else warm_start.batch_size,
+            folder=folder,
+        )

@@ -1,0 +1,67 @@
+"""From a configuration to open rooms: tokenizer, problems, models that fit the tokenizer, roles, sampler."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.run import RoleConfig, TrainerConfig
+from temper_trainer.data.rows import Row
+from temper_trainer.data.sources import load_rows
+from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.loops.folder import RunFolder
+
+
+def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
+    """Rows of the training, held-out and warm-start sources by those names; the last two may be absent."""
+    sources: dict[str, SourceConfig | None] = {"train": config.data.train, "eval": config.data.eval}
+    if config.warm_start is not None and config.warm_start.data is not None:
+        sources["warm_start"] = config.warm_start.data
+    return {name: load_rows(source) for name, source in sources.items() if source is not None}
+
+
+def open_tokenizer(config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]) -> PreTrainedTokenizerBase:
+    """The run's tokenizer: the one that an earlier start of this run saved, else loaded or trained now."""
+    texts = [text for row in rows for text in row.texts]
+    return build_tokenizer(config.data.tokenizer, model_path=config.actor.engine.model.path, texts=texts, directory=folder.tokenizer)
+
+
+def fit_models(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, trained_model: str | None = None) -> TrainerConfig:
+    """The configuration with every role's model fitted to the tokenizer.
+
+    Args:
+        config: as composed.
+        tokenizer: gives vocabulary and special tokens to models that start from scratch.
+        trained_model: directory of a warm start's result, from which roles that would start from scratch begin instead.
+    """
+
+    def fit(role: RoleConfig | None) -> RoleConfig | None:
+        if role is None or role.engine.model.path is not None:
+            return role
+        if trained_model is not None:
+            model = replace(role.engine.model, path=trained_model, architecture={})
+        else:
+            model = _with_vocabulary(role.engine.model, tokenizer)
+        return replace(role, engine=replace(role.engine, model=model))
+
+    actor = fit(config.actor)
+    assert actor is not None
+    return replace(config, actor=actor, critic=fit(config.critic), ref=fit(config.ref))
+
+
+def with_training(engine: EngineConfig, config: TrainerConfig) -> EngineConfig:
+    """The actor's engine with the warm start's own optimiser and schedule."""
+    assert config.warm_start is not None
+    return replace(engine, optimizer=config.warm_start.optimizer, schedule=config.warm_start.schedule)
+
+
+def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
+    size = len(tokenizer)
+    asked = model.architecture.get("vocab_size", size)
+    if not isinstance(asked, int) or asked < size:
+        raise ConfigError(f"model.architecture.vocab_size is {asked}, but the tokenizer has {size} entries: raise it or leave it out.")
+    special: dict[str, Scalar] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return replace(model, architecture={**special, **model.architecture, "vocab_size": asked})

@@ -1,0 +1,41 @@
+"""The rooms of one run, open at once: what a step reaches into."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.data.order import PromptStream
+from temper_trainer.metrics.log import RunLog
+from temper_trainer.reward.scoring import Scorer
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.runtime.group import WorkerGroup
+from temper_trainer.types import Prompt
+from temper_trainer.weight_sync.publish import Canary, Publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Everything one RL step needs."""
+
+    config: TrainerConfig
+    """Of the run."""
+    log: RunLog
+    """Where numbers go."""
+    tokenizer: PreTrainedTokenizerBase
+    """Of every role."""
+    prompts: PromptStream[Prompt]
+    """Training prompts in their order."""
+    eval_prompts: Sequence[Prompt]
+    """Held-out prompts; may be empty."""
+    sampler: Sampler
+    """Makes completions."""
+    scorer: Scorer
+    """Scores them."""
+    roles: Mapping[str, WorkerGroup]
+    """actor, and critic and ref where the configuration has them."""
+    publisher: Publisher
+    """Actor to sampler."""
+    canary: Canary | None
+    """Compared after every publish, where the configuration wants it."""

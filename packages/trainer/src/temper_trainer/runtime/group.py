@@ -1,0 +1,144 @@
+"""The driver's view of a role: few methods, each over all ranks, data and outputs dispatched by topology."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.checkpoint import PartReport
+from temper_engine_api.errors import EngineStateError, TemperError
+from temper_engine_api.metrics import Metric, merge_metrics
+from temper_engine_api.objective import Objective, Query
+from temper_engine_api.outputs import Outputs, gather_outputs
+from temper_engine_api.specs import EngineConfig
+from temper_engine_api.topology import PlanConstraints, Topology
+from temper_trainer.runtime.worker import TrainingWorker, UpdateResult
+
+T = TypeVar("T")
+
+
+class WorkerError(TemperError, RuntimeError):
+    """A worker died or did not answer in time."""
+
+
+class WorkerGroup(ABC):
+    """All ranks of one role. Implementations differ only in how ``run`` reaches them."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.topologies: tuple[Topology, ...] = ()
+
+    @abstractmethod
+    def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
+        """Call a function of a worker on every rank at once.
+
+        Args:
+            call: ``TrainingWorker.update`` and the like, or any importable function whose first argument is the worker.
+            arguments: one tuple per rank.
+
+        Returns:
+            Results in rank order.
+
+        Raises:
+            WorkerError: a worker died or did not answer in time; names role, rank and method. Errors raised by the method come
+                through as they are.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free every rank."""
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Ranks of the role."""
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel shares that ``update`` and ``forward`` take."""
+        return self.topologies[0].dp.size
+
+    @property
+    def constraints(self) -> PlanConstraints:
+        """What a plan for this role must satisfy."""
+        return self.topologies[0].plan_constraints
+
+    def init(self) -> None:
+        """Build the model on every rank."""
+        self.topologies = tuple(self.run(TrainingWorker.init, [()] * self.num_workers))
+
+    def set_objective(self, objective: Objective) -> None:
+        """What ``update`` minimises from now on."""
+        self.run(TrainingWorker.set_objective, [(objective,)] * self.num_workers)
+
+    def forward(self, parts: Sequence[PackedBatch], *, outputs: Collection[Query], sample_ids: Tensor) -> Outputs:
+        """Answers of one mini-batch in the order of ``sample_ids`` [B].
+
+        Args:
+            parts: one share per data-parallel rank.
+            outputs: what to ask.
+            sample_ids: order of the result.
+        """
+        results = self.run(TrainingWorker.forward, [(part, tuple(outputs)) for part in self._by_rank(parts)])
+        return gather_outputs([result.outputs for result in results], sample_ids=sample_ids)
+
+    def evaluate(self, parts: Sequence[PackedBatch]) -> dict[str, Metric]:
+        """The objective's metrics without gradients, merged over replicas."""
+        results = self.run(TrainingWorker.evaluate, [(part,) for part in self._by_rank(parts)])
+        return self._merge([result.metrics for result in results])
+
+    def update(self, parts: Sequence[PackedBatch], *, is_last_of_step: bool) -> UpdateResult:
+        """One optimiser update of one mini-batch; metrics merged over replicas, times are the slowest rank's."""
+        results = self.run(TrainingWorker.update, [(part, is_last_of_step) for part in self._by_rank(parts)])
+        ids = tuple(sorted({i for result in results for i in result.report.sample_ids}))
+        report = results[0].report
+        if {r.report.outcome for r in results} != {report.outcome}:
+            raise EngineStateError(f"ranks of {self.role} disagree on an update: {[r.report.outcome for r in results]}.")
+        return UpdateResult(
+            report=type(report)(grad_norm=report.grad_norm, outcome=report.outcome, sample_ids=ids),
+            lr=results[0].lr,
+            elapsed_s=max(result.elapsed_s for result in results),
+            metrics=self._merge([result.metrics for result in results]),
+        )
+
+    def write_part(self, directory: str) -> list[PartReport]:
+        """Every rank's files of the role's part of a checkpoint."""
+        return self.run(TrainingWorker.write_part, [(directory,)] * self.num_workers)
+
+    def read_part(self, directory: str) -> None:
+        """Restore what ``write_part`` wrote."""
+        self.run(TrainingWorker.read_part, [(directory,)] * self.num_workers)
+
+    def _by_rank(self, parts: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The same share to every rank of a model-parallel replica."""
+        if len(parts) != self.dp_size:
+            raise EngineStateError(f"{self.role} has {self.dp_size} data-parallel ranks, but {len(parts)} shares were given.")
+        return [parts[topology.dp.rank] for topology in self.topologies]
+
+    def _merge(self, metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+        """One rank of each replica speaks for it."""
+        return merge_metrics(m for m, topology in zip(metrics, self.topologies, strict=True) if topology.returns_outputs)
+
+
+class InlineWorkerGroup(WorkerGroup):
+    """A role of one rank in the driver's own process."""
+
+    def __init__(self, role: str, *, engine_name: str, config: EngineConfig) -> None:
+        super().__init__(role)
+        self._worker = TrainingWorker(engine_name=engine_name, config=config, num_threads=None)
+
+    @property
+    def num_workers(self) -> int:
+        """Always 1."""
+        return 1
+
+    def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
+        """Call the method here."""
+        (only,) = arguments
+        return [call(self._worker, *only)]
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._worker.close()

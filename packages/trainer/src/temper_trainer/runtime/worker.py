@@ -1,0 +1,105 @@
+"""One rank of one role: an engine behind a few methods whose arguments and results are plain values."""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.checkpoint import PartReport
+from temper_engine_api.engine import BaseEngine, UpdateReport
+from temper_engine_api.metrics import Metric
+from temper_engine_api.objective import Objective, Query
+from temper_engine_api.outputs import StepResult
+from temper_engine_api.registry import engine_class
+from temper_engine_api.specs import EngineConfig
+from temper_engine_api.topology import Topology
+from temper_engine_api.weights import WeightStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one optimiser update did on one rank."""
+
+    report: UpdateReport
+    """Norm and outcome, the same on every rank."""
+    lr: float
+    """Rate that this update used."""
+    elapsed_s: float
+    """Wall time of forward, backward and step."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """This rank's part."""
+
+
+class TrainingWorker:
+    """An engine with its objective; ``CriticWorker`` and the reference policy are the same with another head or no optimiser."""
+
+    def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._engine: BaseEngine = engine_class(engine_name)(config)
+        self._advances_per_update = config.schedule.advance == "update"
+
+    def init(self) -> Topology:
+        """Build the model; collective over the role's ranks."""
+        self._engine.init_model()
+        return self._engine.topology
+
+    def set_objective(self, objective: Objective) -> None:
+        """What ``update`` minimises from now on."""
+        self._engine.set_loss_fn(objective)
+
+    def forward(self, part: PackedBatch, outputs: Collection[Query]) -> StepResult:
+        """Answers without gradients, in input order; None as outputs where this rank returns none."""
+        with self._engine.eval_mode():
+            return self._engine.forward_backward_batch(part, forward_only=True, outputs=outputs)
+
+    def evaluate(self, part: PackedBatch) -> StepResult:
+        """The objective's loss and metrics without gradients."""
+        with self._engine.eval_mode():
+            return self._engine.forward_backward_batch(part, forward_only=True)
+
+    def update(self, part: PackedBatch, is_last_of_step: bool) -> UpdateResult:
+        """One optimiser update from this rank's share of a mini-batch.
+
+        Args:
+            part: the share.
+            is_last_of_step: whether a schedule that counts RL steps advances now.
+        """
+        begin = time.perf_counter()
+        engine, lr = self._engine, self._engine.current_lr
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            result = engine.forward_backward_batch(part, forward_only=False)
+        engine.optimizer_step()
+        assert engine.last_update is not None
+        report = engine.last_update
+        if self._advances_per_update or is_last_of_step:
+            engine.lr_scheduler_step()
+        return UpdateResult(report=report, lr=lr, elapsed_s=time.perf_counter() - begin, metrics=result.metrics)
+
+    def export_weights(self) -> WeightStream:
+        """Full tensors under Hugging Face names; collective over the role's ranks."""
+        return self._engine.export_weights()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of its role."""
+        return self._engine.topology.global_rank == 0
+
+    def write_part(self, directory: str) -> PartReport:
+        """This rank's files of the role's part of a checkpoint."""
+        return self._engine.write_part(directory)
+
+    def read_part(self, directory: str) -> None:
+        """Restore what ``write_part`` wrote."""
+        self._engine.read_part(directory)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._engine.close()
+
+
+class CriticWorker(TrainingWorker):
+    """A TrainingWorker whose engine has a value head; its configuration says so."""

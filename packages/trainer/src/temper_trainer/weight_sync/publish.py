@@ -1,0 +1,83 @@
+"""Publishing: the actor's weights become the sampler's, under a number that every completion then carries."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
+
+
+class ReceivesWeights(Protocol):
+    """A sampler, as far as publishing is concerned."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights it holds; -1 before the first set."""
+        ...
+
+    def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
+        """Load a whole set, strict both ways."""
+        ...
+
+    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+        """Log-prob of each token but the first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A token sequence whose log-probs engine and sampler must agree on after every publish."""
+
+    tokens: tuple[int, ...]
+    """Two or more token ids."""
+    engine_logprobs: Callable[[], Sequence[float]]
+    """The engine's log-prob of each token but the first, at temperature 1, under its present weights."""
+    tolerance: float
+    """Largest accepted difference."""
+
+
+class Publisher:
+    """Numbers the sets of weights and hands them over; knows what the sampler must hold."""
+
+    def __init__(self, *, export: Callable[[], Iterable[WeightBucket]], sampler: ReceivesWeights, version: int = 0) -> None:
+        self._export = export
+        self._sampler = sampler
+        self.version = version
+
+    def publish(self, canary: Canary | None = None) -> dict[str, float]:
+        """Hand over the present weights under the next number.
+
+        Args:
+            canary: compared afterwards where given.
+
+        Returns:
+            Metrics: time, version, and the canary's largest difference.
+
+        Raises:
+            WeightError: the set is damaged or does not fit, the sampler reports another version, or the canary differs.
+        """
+        begin = time.perf_counter()
+        version = self.version + 1
+        self._sampler.load_weights(unpack_buckets(self._export()), version=version)
+        if self._sampler.weight_version != version:
+            raise WeightError(f"weights {version} were published, but the sampler holds {self._sampler.weight_version}.")
+        self.version = version
+        metrics = {"weight_sync/time_s": time.perf_counter() - begin, "weight_sync/version": float(version)}
+        if canary is not None:
+            metrics["weight_sync/canary_difference"] = self._compare(canary)
+        return metrics
+
+    def _compare(self, canary: Canary) -> float:
+        (sampled,) = self._sampler.logprobs([canary.tokens], temperature=1.0)
+        trained = canary.engine_logprobs()
+        difference = max(abs(a - b) for a, b in zip(sampled, trained, strict=True))
+        if not difference <= canary.tolerance:
+            raise WeightError(
+                f"after publishing weights {self.version}, engine and sampler differ by {difference:.4g} in a log-prob of the canary "
+                f"prompt (accepted: rollout.canary_tolerance = {canary.tolerance}): the sampler does not hold the engine's weights, or "
+                "their compute dtypes differ more than the tolerance allows."
+            )
+        return difference
