@@ -1,0 +1,89 @@
+"""From rows to token ids: prompts to complete, and demonstrations to imitate."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import DataConfig
+from temper_trainer.data.rows import DataError, Row
+from temper_trainer.types import Demonstration, Prompt
+
+_PLACE = "{prompt}"
+
+
+def encode_prompts(rows: Sequence[Row], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Prompt], int]:
+    """Prompts of the rows in their order, and how many were dropped as longer than ``max_prompt_tokens``.
+
+    Raises:
+        DataError: a prompt is too long and overlong_prompts is error, or it has no tokens, or none is left.
+        ConfigError: prompt_template has no place for the prompt, or chat messages meet a tokenizer without a chat template.
+    """
+    kept = _encode(rows, tokenizer, config)
+    return [prompt for _, prompt in kept], len(rows) - len(kept)
+
+
+def encode_demonstrations(
+    rows: Sequence[Row], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> tuple[list[Demonstration], int]:
+    """Prompts with the solution to imitate and the end token after it, and how many rows were dropped for an overlong prompt.
+
+    Raises:
+        DataError: as encode_prompts.
+        ConfigError: as encode_prompts.
+    """
+    kept = _encode(rows, tokenizer, config)
+    solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)], len(rows) - len(
+        kept
+    )
+
+
+def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """The text that is tokenised: the template around a string, or the chat template over messages with the assistant's turn opened.
+
+    Raises:
+        ConfigError: as encode_prompts.
+    """
+    if isinstance(row.prompt, str):
+        if _PLACE not in config.prompt_template:
+            raise ConfigError(f"data.prompt_template is {config.prompt_template!r}, but must contain {_PLACE} where the prompt goes.")
+        # Not str.format: templates and prompts are full of other braces.
+        return config.prompt_template.replace(_PLACE, row.prompt)
+    template = config.chat_template or tokenizer.chat_template
+    if template is None:
+        raise ConfigError(f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template.")
+    messages = [{"role": message.role, "content": message.content} for message in row.prompt]
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
+    return text
+
+
+def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[tuple[Row, Prompt]]:
+    """Every row that fits with its prompt."""
+    texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
+    # A chat template writes the special tokens itself; around a plain text the tokenizer puts its own (a begin token, if it has one).
+    plain = tokenizer(texts)["input_ids"]
+    bare = tokenizer(texts, add_special_tokens=False)["input_ids"] if any(not isinstance(row.prompt, str) for row in rows) else plain
+    kept = []
+    for row, text, with_special, without in zip(rows, texts, plain, bare, strict=True):
+        ids = _without_end(with_special, tokenizer) if isinstance(row.prompt, str) else without
+        if not ids:
+            raise DataError(f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to complete.")
+        if len(ids) <= config.max_prompt_tokens:
+            prompt = Prompt(prompt_id=row.row_id, text=text, tokens=tuple(ids), answer=row.answer, source=row.source)
+            kept.append((row, prompt))
+        elif config.overlong_prompts == "error":
+            raise DataError(
+                f"{row.source}: the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {config.max_prompt_tokens}: "
+                "raise it, or set data.overlong_prompts to drop."
+            )
+    if not kept:
+        raise DataError(f"none of {len(rows)} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
+    return kept
+
+
+def _without_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """A tokenizer that closes every text with its end token (T5's do) would leave nothing to complete."""
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids

@@ -1,0 +1,83 @@
+"""A problem as its source gives it, before tokenisation, and the check that makes one from a raw record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from temper_engine_api.errors import TemperError
+from temper_trainer.config.data import SourceConfig
+
+
+class DataError(TemperError, ValueError):
+    """A data file, row or prompt is not what the configuration promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+    """What was said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One problem."""
+
+    row_id: int
+    """Counted from 0 over all files of the source, in their order."""
+    prompt: str | tuple[ChatMessage, ...]
+    """The question; chat messages go through a chat template."""
+    answer: str
+    """Reference answer, for scoring."""
+    solution: str
+    """What a demonstration shows: the answer, except in a source that makes deliberately wrong demonstrations."""
+    source: str
+    """Where it stands, for messages: file and line, or the name of the source."""
+
+
+def row_from_record(record: object, *, config: SourceConfig, row_id: int, source: str) -> Row:
+    """The row in one raw record.
+
+    Args:
+        record: what the file held, expected to be a mapping from field to value.
+        config: names the fields.
+        row_id: of the new row.
+        source: file and line or row, for messages.
+
+    Raises:
+        DataError: the record is no mapping, lacks a field, or a field has the wrong type or is empty.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"{source}: expected an object with fields {config.prompt_key!r} and {config.answer_key!r}, but found {record!r:.80}."
+        )
+    for key, setting in ((config.prompt_key, "prompt_key"), (config.answer_key, "answer_key")):
+        if key not in record:
+            raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set {setting}.")
+    answer = record[config.answer_key]
+    if not isinstance(answer, str):
+        raise DataError(f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}.")
+    prompt = _prompt(record[config.prompt_key], where=f"{source}: field {config.prompt_key!r}")
+    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source)
+
+
+def _prompt(value: object, *, where: str) -> str | tuple[ChatMessage, ...]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where} is empty: there is nothing to complete. Remove the row or fill it in.")
+        return value
+    if not isinstance(value, list | tuple):
+        raise DataError(f"{where} must be text or a list of chat messages, but is {type(value).__name__} {value!r:.80}.")
+    if not value:
+        raise DataError(f"{where} is a list of no messages: there is nothing to complete. Remove the row or fill it in.")
+    return tuple(_message(item, where=f"{where}, message {i}") for i, item in enumerate(value))
+
+
+def _message(item: object, *, where: str) -> ChatMessage:
+    if isinstance(item, Mapping):
+        role, content = item.get("role"), item.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return ChatMessage(role=role, content=content)
+    raise DataError(f"{where} must have role and content, both text, but is {item!r:.80}.")

@@ -1,0 +1,122 @@
+"""Rows from files, from the Hugging Face ``datasets`` library, or made by the arithmetic generator."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+from pyarrow import parquet
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.data.arithmetic import arithmetic_rows
+from temper_trainer.data.rows import DataError, Row, row_from_record
+
+_PARQUET_BATCH = 4096
+
+
+def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row]:
+    """All rows of a source, checked, in the order of its files.
+
+    Args:
+        source: which files, fields and how many rows.
+        base_dir: what relative local paths are relative to; None is the working directory.
+
+    Raises:
+        DataError: a file is missing or malformed, a row is not what it should be (named with its line), or there is no row.
+        ConfigError: the ``datasets`` library is needed and not installed.
+    """
+    if source.kind == "arithmetic":
+        return arithmetic_rows(source)
+    located: Iterator[tuple[str, object]]
+    match source.kind:
+        case "jsonl":
+            located = itertools.chain.from_iterable(_jsonl_records(_locate(path, base_dir)) for path in source.paths)
+        case "parquet":
+            located = itertools.chain.from_iterable(_parquet_records(_locate(path, base_dir), source) for path in source.paths)
+        case "datasets":
+            located = _datasets_records(source, base_dir)
+    first = itertools.islice(located, source.max_rows)
+    rows = [row_from_record(record, config=source, row_id=i, source=where) for i, (where, record) in enumerate(first)]
+    if not rows:
+        raise DataError(f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some.")
+    return rows
+
+
+def _locate(path: str, base_dir: Path | None) -> str:
+    """The path itself where it is a URL or absolute, else below base_dir."""
+    if base_dir is None or "://" in path or "::" in path:
+        return path
+    return str(base_dir / path)
+
+
+def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
+    """(file:line, record) of every line that is not blank."""
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield f"{path}:{number}", json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}:{number}: not a JSON object ({error}): expected one object per line.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another kind?") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _parquet_records(path: str, source: SourceConfig) -> Iterator[tuple[str, object]]:
+    """(file row number, record) of every row; only the two fields are read."""
+    try:
+        with fsspec.open(path, "rb") as stream:
+            table = parquet.ParquetFile(stream)
+            present = [key for key in (source.prompt_key, source.answer_key) if key in table.schema_arrow.names]
+            if len(present) < 2:
+                raise DataError(
+                    f"{path}: expected columns {source.prompt_key!r} and {source.answer_key!r}, but it has {table.schema_arrow.names}: "
+                    "set prompt_key and answer_key."
+                )
+            numbers = itertools.count()
+            for batch in table.iter_batches(batch_size=_PARQUET_BATCH, columns=present):
+                for record in batch.to_pylist():
+                    yield f"{path} row {next(numbers)}", record
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[tuple[str, object]]:
+    """(name[split] row number, record) through the Hugging Face library; a local directory may be one written by save_to_disk."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "a source of kind datasets needs the Hugging Face datasets library: pip install 'temper-trainer[datasets]'."
+        ) from error
+    if len(source.paths) != 1:
+        raise ConfigError(f"a source of kind datasets takes one name or directory in paths, but has {len(source.paths)}: {source.paths}.")
+    name = source.paths[0]
+    local = Path(_locate(name, base_dir))
+    try:
+        if (local / "dataset_dict.json").is_file():
+            data = datasets.load_from_disk(str(local))[source.split]
+        elif (local / "state.json").is_file():
+            data = datasets.load_from_disk(str(local))
+        else:
+            data = datasets.load_dataset(str(local) if local.is_dir() else name, split=source.split)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the data set {name!r}, split {source.split!r}, can't be loaded: {type(error).__name__}: {error}") from error
+    for number, record in enumerate(data):
+        yield f"{name}[{source.split}] row {number}", record
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"{path} can't be read ({type(error).__name__}: {error}): expected a file there. "
+        "Relative paths start at the working directory, or at the base directory that was given."
+    )

@@ -1,0 +1,102 @@
+"""The run's tokenizer: loaded, or trained on the training texts; always saved into the run, so that the model can be used without us."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.data.rows import DataError
+
+PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+_WORDS = r"####| ?[^\W\d_]+|\d|\s|_|[^\w\s]"
+"""The answer marker; a word with the space before it; one digit; one space or line break; one sign."""
+
+
+def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str], directory: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer with pad, end and (where it was made here) unknown token, saved into ``directory``.
+
+    Args:
+        config: which kind.
+        model_path: the actor's model directory, taken by kind pretrained where config.path is None.
+        texts: prompts, answers and demonstrations as they will be tokenised; what kinds word_level and bpe learn from.
+        directory: where save_pretrained writes.
+
+    Raises:
+        ConfigError: kind pretrained without a readable directory, or its tokenizer has no end token.
+        DataError: there are no texts to learn from, or one of them does not survive encoding and decoding.
+    """
+    if config.kind == "pretrained":
+        tokenizer = _load(config.path or model_path)
+    else:
+        corpus = list(dict.fromkeys(texts))
+        if not corpus:
+            raise DataError(f"tokenizer.kind {config.kind} learns from the training texts, but there are none.")
+        trained = _word_level(corpus) if config.kind == "word_level" else _byte_pairs(corpus, vocab_size=config.vocab_size)
+        _check_round_trip(trained, corpus)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=trained, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+        )
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def _load(path: str | None) -> PreTrainedTokenizerBase:
+    if path is None:
+        raise ConfigError(
+            "tokenizer.kind is pretrained, but neither tokenizer.path nor the actor's model.path is set: "
+            "set one, or train a tokenizer with tokenizer.kind word_level or bpe."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {path!r} has no end token, so no completion could end: set eos_token in its config.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _word_level(corpus: Sequence[str]) -> Tokenizer:
+    """One entry for every piece of the corpus, sorted, and for every digit, space and line break whether seen or not."""
+    splitter = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    pieces = {piece for text in corpus for piece, _ in splitter.pre_tokenize_str(text)}
+    entries = [PAD, END, UNKNOWN, *sorted(pieces | {*"0123456789", " ", "\n", "####"})]
+    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
+    """Byte-level BPE: any text can be encoded, and single digits are never merged, so that numbers have one spelling."""
+    assert vocab_size is not None
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 3:
+        raise ConfigError(
+            f"tokenizer.vocab_size is {vocab_size}, but byte-level BPE needs {len(alphabet) + 3} for bytes and specials alone."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, END, UNKNOWN], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer=trainer)
+    return tokenizer
+
+
+def _check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
+    encoded = tokenizer.encode_batch_fast(list(corpus), add_special_tokens=False)
+    decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
+    for text, back in zip(corpus, decoded, strict=True):
+        if text != back:
+            raise DataError(
+                f"the tokenizer would change a training text: {text!r:.200} comes back as {back!r:.200}. Use tokenizer.kind bpe."
+            )
