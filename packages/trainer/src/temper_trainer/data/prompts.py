@@ -12,20 +12,18 @@ from temper_trainer.types import Demonstration, Prompt
 _PLACE = "{prompt}"
 
 
-def encode_prompts(rows: Sequence[Row], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Prompt], int]:
+def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Prompt], int]:
     """Prompts of the rows in their order, and how many were dropped as longer than ``max_prompt_tokens``.
 
     Raises:
-        DataError: a prompt is too long and overlong_prompts is error, or it has no tokens, or none is left.
+        DataError: a prompt is too long and overlong_prompts is error, or it has no tokens, or there were rows and none is left.
         ConfigError: prompt_template has no place for the prompt, or chat messages meet a tokenizer without a chat template.
     """
     kept = _encode(rows, tokenizer, config)
     return [prompt for _, prompt in kept], len(rows) - len(kept)
 
 
-def encode_demonstrations(
-    rows: Sequence[Row], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> tuple[list[Demonstration], int]:
+def encode_demonstrations(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Demonstration], int]:
     """Prompts with the solution to imitate and the end token after it, and how many rows were dropped for an overlong prompt.
 
     Raises:
@@ -33,7 +31,7 @@ def encode_demonstrations(
         ConfigError: as encode_prompts.
     """
     kept = _encode(rows, tokenizer, config)
-    solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"]
+    solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"] if kept else []
     end = tokenizer.eos_token_id
     return [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)], len(rows) - len(
         kept
@@ -62,6 +60,8 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
 
 def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[tuple[Row, Prompt]]:
     """Every row that fits with its prompt."""
+    if not rows:
+        return []
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
     # A chat template writes the special tokens itself; around a plain text the tokenizer puts its own (a begin token, if it has one).
     plain = tokenizer(texts)["input_ids"]
@@ -79,7 +79,7 @@ def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: Dat
                 f"{row.source}: the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {config.max_prompt_tokens}: "
                 "raise it, or set data.overlong_prompts to drop."
             )
-    if not kept:
+    if rows and not kept:
         raise DataError(f"none of {len(rows)} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
     return kept
 

@@ -36,6 +36,12 @@ class Row:
     source: str
     """Where it stands, for messages: file and line, or the name of the source."""
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything in it that is ever tokenised; what a tokenizer learns from."""
+        asked = (self.prompt,) if isinstance(self.prompt, str) else tuple(message.content for message in self.prompt)
+        return (*asked, self.answer, self.solution)
+
 
 def row_from_record(record: object, *, config: SourceConfig, row_id: int, source: str) -> Row:
     """The row in one raw record.
