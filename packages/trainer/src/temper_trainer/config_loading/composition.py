@@ -1,0 +1,163 @@
+"""Hydra's part: from group choices, YAML files and command-line overrides to one mapping, and which layer said what.
+
+Only what was chosen goes through here; defaults are laid underneath afterwards, from the dataclasses. Hydra's loader is used without its
+global state, so that loading a configuration in a process leaves nothing behind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config_loading.schema import Plain, leaves_of
+
+OURS = "pkg://temper_trainer.conf"
+"""Where the choices that come with the trainer lie."""
+PRIMARY = "temper"
+"""The file that a composition begins with, unless the user names another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What one file, group choice or override says."""
+
+    origin: str
+    """``group NAME=CHOICE``, ``file PATH`` or ``command line``."""
+    leaves: tuple[str, ...]
+    """Dotted keys it gives a value, in order."""
+    is_deletion: bool = False
+    """Whether it takes its keys away instead, back to their defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """Everything that was chosen."""
+
+    values: dict[str, Plain]
+    """Nested; interpolations are not resolved yet."""
+    layers: tuple[Layer, ...]
+    """Later ones win."""
+
+
+def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Composition:
+    """Compose choices; no key is checked here except for Hydra's own grammar.
+
+    Raises:
+        ConfigError: an override that cannot be parsed, a group without that choice, a missing or malformed file.
+    """
+    version.setbase("1.3")
+    loader = ConfigLoaderImpl(_search_path(config_dir))
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files.")
+    parsed = [_parse(text, loader=loader) for text in overrides]
+    texts = [_forced(override, loader=loader) for override in parsed]
+    try:
+        composed = loader.load_configuration(config_name, texts, run_mode=RunMode.RUN, from_shell=False)
+        layers = _file_layers(loader, config_name=config_name, overrides=texts)
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_sentence(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    values = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    return Composition(values=values, layers=(*layers, *_override_layers(parsed, loader=loader)))
+
+
+def group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
+    """The choices of a config group, the user's own included."""
+    return list(ConfigLoaderImpl(_search_path(config_dir)).repository.get_group_options(group))
+
+
+def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
+    """The user's folder first, so that a file of theirs wins over ours of the same name."""
+    path = create_config_search_path(OURS)
+    if config_dir is not None:
+        path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
+    return path
+
+
+def _parse(text: str, *, loader: ConfigLoaderImpl) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            f"cannot read {text!r} on the command line: {_one_line(error)} Write KEY=VALUE, ~KEY to go back to a default, or "
+            "GROUP=CHOICE; quote texts with special characters, 'key=\"a, b\"'."
+        ) from error
+    if override.is_sweep_override():
+        raise ConfigError(f"{text} gives several values for one run: write a list as [a,b], a text with a comma as 'key=\"a,b\"'.")
+    return override
+
+
+def _is_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
+    return bool(loader.repository.group_exists(override.key_or_group))
+
+
+def _forced(override: Override, *, loader: ConfigLoaderImpl) -> str:
+    """The override as Hydra shall see it: every key may be set, whether or not a file mentions it; keys are checked by us."""
+    text = str(override.input_line)
+    if _is_group(override, loader=loader) or override.is_delete():
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _file_layers(loader: ConfigLoaderImpl, *, config_name: str, overrides: Sequence[str]) -> list[Layer]:
+    layers = []
+    for default in loader.compute_defaults_list(config_name, list(overrides), run_mode=RunMode.RUN).defaults:
+        if default.config_path is None or default.config_path.startswith("hydra/"):
+            continue
+        loaded = loader.repository.load_config(default.config_path)
+        assert isinstance(loaded.config, DictConfig)
+        values = OmegaConf.to_container(loaded.config, resolve=False)
+        assert isinstance(values, dict)
+        prefix = f"{default.package}." if default.package else ""
+        layers.append(Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(values, prefix=prefix))))
+    return layers
+
+
+def _origin(source: str, config_path: str) -> str:
+    group, _, choice = config_path.rpartition("/")
+    if not source.startswith("pkg://"):
+        path = Path(source.removeprefix("file://")) / f"{config_path}"
+        return f"file {path.with_suffix('.yaml')}"
+    return f"group {group}={choice}" if group else "default"
+
+
+def _override_layers(parsed: Sequence[Override], *, loader: ConfigLoaderImpl) -> list[Layer]:
+    layers = []
+    for override in parsed:
+        if _is_group(override, loader=loader):
+            continue
+        key = override.key_or_group
+        value = override.value()
+        leaves = leaves_of({key: value}) if isinstance(value, dict) else {key: value}
+        layers.append(Layer(origin="command line", leaves=tuple(leaves), is_deletion=override.is_delete()))
+    return layers
+
+
+def _yaml_sentence(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        context = f" ({error.context})" if error.context else ""
+        return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}. Mend the YAML there."
+    return f"a configuration file is not YAML: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    """An error and its cause as one paragraph that ends in a full stop."""
+    parts = [" ".join(str(part).split()) for part in (error, error.__cause__) if part is not None]
+    text = ": ".join(part for part in dict.fromkeys(parts) if part)
+    return text if text.endswith((".", "!", "?")) else f"{text}."

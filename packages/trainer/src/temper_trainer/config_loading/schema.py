@@ -1,0 +1,111 @@
+"""The configuration's dataclasses seen as a tree of dotted keys: which exist, which are blocks, and their defaults as plain values."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Union, get_args, get_origin
+
+from temper_engine_api.specs import EngineConfig
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+"""What YAML and JSON can say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One field of one dataclass."""
+
+    name: str
+    """Its name in its block."""
+    annotation: object
+    """Its type, with EngineConfig replaced by the engine's own class."""
+    block: type | None
+    """The dataclass of its sub-keys, where it has any."""
+    is_open: bool
+    """Whether any key may stand below it: a mapping."""
+    has_default: bool
+    """Whether it may be left out."""
+    default: object
+    """The default, made anew; None where there is none."""
+
+
+def entries_of(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
+    """The fields of a dataclass in order of definition."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        annotation = engine_class if hints[field.name] is EngineConfig else hints[field.name]
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        yield Entry(
+            name=field.name,
+            annotation=annotation,
+            block=block_of(annotation),
+            is_open=get_origin(annotation) in (dict, Mapping),
+            has_default=default is not MISSING,
+            default=None if default is MISSING else default,
+        )
+
+
+def block_of(annotation: object) -> type | None:
+    """The dataclass that an annotation names, alone or beside None."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        blocks = [block for argument in get_args(annotation) if (block := block_of(argument)) is not None]
+        return blocks[0] if blocks else None
+    return None
+
+
+def is_optional(annotation: object) -> bool:
+    """Whether None is among the values that an annotation allows."""
+    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+
+
+def keys_of(cls: type, *, engine_class: type[EngineConfig], prefix: str = "") -> dict[str, Entry]:
+    """Every dotted key below a dataclass, blocks included, in order."""
+    found: dict[str, Entry] = {}
+    for entry in entries_of(cls, engine_class=engine_class):
+        found[prefix + entry.name] = entry
+        if entry.block is not None:
+            found |= keys_of(entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}.")
+    return found
+
+
+def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Defaults as plain values; an optional block is filled in only where ``given`` sets something in it.
+
+    Keys without a default are absent.
+    """
+    defaults: dict[str, Plain] = {}
+    for entry in entries_of(cls, engine_class=engine_class):
+        below = given.get(entry.name)
+        if entry.block is None or (is_optional(entry.annotation) and entry.default is None and not isinstance(below, dict)):
+            if entry.has_default:
+                defaults[entry.name] = plain(entry.default)
+        elif below is not None or entry.name not in given:
+            defaults[entry.name] = defaults_of(entry.block, engine_class=engine_class, given=below if isinstance(below, dict) else {})
+    return defaults
+
+
+def plain(value: object) -> Plain:
+    """A setting, or a whole configuration, as plain values: dataclasses and mappings become dicts, tuples become lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    assert value is None or isinstance(value, (bool, int, float, str)), f"{value!r} is no setting"
+    return value
+
+
+def leaves_of(tree: Mapping[str, Plain], *, prefix: str = "") -> dict[str, Plain]:
+    """Dotted keys of the values in a tree; a list and an empty mapping are values."""
+    found: dict[str, Plain] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= leaves_of(value, prefix=f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,171 @@
+"""From plain values to the frozen dataclasses, strictly: cattrs with our own reading of every primitive, and errors that begin with the
+dotted key."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar, Union, get_args, get_origin
+
+from cattrs import AttributeValidationNote, ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.config_loading.schema import Plain, block_of
+
+T = TypeVar("T")
+
+
+def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[EngineConfig]) -> T:
+    """Build a frozen configuration.
+
+    Args:
+        values: nested plain values, defaults included.
+        cls: the dataclass of the root.
+        engine_class: what EngineConfig stands for in this run.
+
+    Raises:
+        ConfigError: one line per problem, each beginning with its dotted key.
+    """
+    try:
+        return _converter(engine_class).structure(values, cls)
+    except ClassValidationError as error:
+        raise ConfigError("\n".join(_sentences(error, path=""))) from error
+
+
+def describe_type(annotation: object) -> str:
+    """A type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
+    words = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+    if annotation in words:
+        return words[annotation]  # type: ignore[index]
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(describe_type(argument) for argument in arguments)
+    if get_origin(annotation) is tuple:
+        inner = describe_type(arguments[0])
+        return f"list of {inner}" if arguments[-1] is Ellipsis else f"list of {len(arguments)}: {inner}"
+    return "mapping" if get_origin(annotation) in (dict, Mapping) else "block"
+
+
+def _converter(engine_class: type[EngineConfig]) -> Converter:
+    converter = Converter(forbid_extra_keys=True, detailed_validation=True)
+    converter.register_structure_hook_func(_is_value, _structure_value)
+    converter.register_structure_hook_func(_is_optional_block, lambda value, kind: _structure_optional(converter, value, kind))
+    converter.register_structure_hook_factory(_is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class))
+    return converter
+
+
+def _block_hook(converter: Converter, kind: type[object], *, engine_class: type[EngineConfig]) -> Callable[[object, type[object]], object]:
+    if kind is EngineConfig and engine_class is not EngineConfig:
+        return lambda value, _: converter.structure(value, engine_class)
+    build = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+
+    def hook(value: object, _: type[object]) -> object:
+        if not isinstance(value, dict):
+            raise ConfigError(f"is {value!r}, but must be a block of keys.")
+        return build(value, kind)
+
+    return hook
+
+
+def _is_block(kind: object) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _is_optional_block(kind: object) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and block_of(kind) is not None
+
+
+def _is_value(kind: object) -> bool:
+    return not _is_block(kind) and block_of(kind) is None
+
+
+def _structure_optional(converter: Converter, value: object, kind: object) -> object:
+    if value is None:
+        return None
+    block = block_of(kind)
+    assert block is not None
+    return converter.structure(value, block)
+
+
+def _structure_value(value: object, kind: object) -> object:
+    read = _read(value, kind)
+    if read is _REFUSED:
+        hint = ""
+        if isinstance(value, str) and describe_type(kind).startswith(("list", "text | list")):
+            hint = f" A list is written [{value}]."
+        raise ConfigError(f"is {_show(value)}, but must be: {describe_type(kind)}.{hint}")
+    return read
+
+
+class _Refused:
+    """Stands for a value that a type does not take; None is a value."""
+
+
+_REFUSED = _Refused()
+
+
+def _read(value: object, kind: object) -> object:
+    """The value as its type has it, or _REFUSED; 1.5 is no int, 1 is a float, "true" is no bool."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is float:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _REFUSED
+    if kind in (bool, int, str, type(None)):
+        return value if type(value) is kind else _REFUSED
+    if origin is Literal:
+        return value if any(type(value) is type(choice) and value == choice for choice in arguments) else _REFUSED
+    if origin in (Union, types.UnionType):
+        exact = [read for argument in arguments if (read := _read(value, argument)) is not _REFUSED]
+        return next((read for read in exact if type(read) is type(value)), exact[0] if exact else _REFUSED)
+    if origin is tuple:
+        return _read_tuple(value, arguments)
+    if origin in (dict, Mapping):
+        if not isinstance(value, dict):
+            return _REFUSED
+        items = {key: _read(item, arguments[1]) for key, item in value.items()}
+        return _REFUSED if any(item is _REFUSED for item in items.values()) else items
+    raise AssertionError(f"{kind!r} is no type of a setting")
+
+
+def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
+    if not isinstance(value, (list, tuple)):
+        return _REFUSED
+    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+    if len(kinds) != len(value):
+        return _REFUSED
+    items = tuple(_read(item, kind) for item, kind in zip(value, kinds, strict=True))
+    return _REFUSED if any(item is _REFUSED for item in items) else items
+
+
+def _show(value: object) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def _sentences(error: BaseException, *, path: str) -> list[str]:
+    """The problems of one block, each with its dotted key in front."""
+    if isinstance(error, (ClassValidationError, IterableValidationError)):
+        found = []
+        for inner in error.exceptions:
+            found += _sentences(inner, path=_path_of(inner, path=path))
+        return found
+    if isinstance(error, ForbiddenExtraKeysError):
+        return [f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)]
+    if isinstance(error, KeyError):
+        return [f"{path} is not set, and has no default: give it a value."]
+    message = str(error)
+    if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
+        return [f"{path} {message}" if message.startswith("is ") else message]
+    return [f"{path}: {message}"]
+
+
+def _path_of(error: BaseException, *, path: str) -> str:
+    for note in error.__notes__ if isinstance(error, BaseException) and "__notes__" in error.__dict__ else []:
+        if isinstance(note, AttributeValidationNote):
+            return _join(path, note.name)
+    return path
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,144 @@
+"""The log of a run: everything that a loop says goes through one object, to files, to trackers and to the terminal."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from temper_trainer.metrics.jsonl import JsonlTracker
+from temper_trainer.metrics.lines import step_line
+from temper_trainer.metrics.picture import draw_curves
+from temper_trainer.metrics.records import Phase, set_aside
+from temper_trainer.metrics.tracker import Tracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One completion in the table of samples."""
+
+    prompt: str
+    """The question as text."""
+    completion: str
+    """What the model wrote."""
+    answer: str
+    """The reference answer."""
+    reward: float
+    """Its score."""
+
+
+class Bar:
+    """A progress bar, or nothing where the output is no terminal."""
+
+    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, num_steps: int = 1) -> None:
+        """Move on."""
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, num_steps)
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """The log of one run folder.
+
+    Files: ``metrics.jsonl`` and ``tensorboard/`` where asked, ``samples.jsonl``, and ``curves.png`` by ``draw``.
+    """
+
+    def __init__(
+        self, directory: Path, *, trackers: Sequence[str], progress: bool, resume_step: int | None = None, console: Console | None = None
+    ) -> None:
+        """Open the files of a run.
+
+        Args:
+            directory: the run folder; made where it is missing.
+            trackers: ``jsonl``, ``tensorboard``, ``wandb``.
+            progress: show bars where the output is a terminal.
+            resume_step: the step a resumed run goes on from: rows of later steps are moved to ``*.superseded-N.jsonl``. None begins anew.
+            console: where lines go; standard output by default.
+
+        Raises:
+            ConfigError: a tracker whose package is not installed.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._console = Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
+        self._has_bars = progress and self._console.is_terminal
+        self._progress: Progress | None = None
+        self._totals: dict[Phase, int] = {}
+        if resume_step is not None:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                set_aside(directory / name, after_step=resume_step)
+        self._trackers = [_tracker(name, directory, resume_step=resume_step) for name in trackers]
+
+    def __enter__(self) -> Self:
+        """The log itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close files and trackers."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def log(self, step: int, metrics: Mapping[str, float], *, phase: Phase) -> None:
+        """Record the numbers of a step and print its line; names and meanings are in docs/metrics.md."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics, phase=phase)
+        self.say(step_line(step, metrics, phase=phase, total=self._totals.get(phase)))
+
+    @contextmanager
+    def bar(self, phase: Phase, total: int, start: int = 0) -> Iterator[Bar]:
+        """A progress bar over the steps of a phase; also tells ``log`` how many there will be.
+
+        Args:
+            phase: what its lines are logged under.
+            total: steps of the phase.
+            start: steps already done.
+        """
+        self._totals[phase] = total
+        if not self._has_bars:
+            yield Bar(None, None)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            yield Bar(progress, progress.add_task(phase, total=total, completed=start))
+
+    def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Print a table of completions, and append them to ``samples.jsonl``."""
+        with (self._directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows)
+        table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
+        for heading in ("prompt", "completion", "answer", "reward"):
+            table.add_column(heading, justify="right" if heading == "reward" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(text.strip()) for text in (row.prompt, row.completion, row.answer, f"{row.reward:g}")))
+        self._console.print(table, soft_wrap=False)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def draw(self) -> Path | None:
+        """Draw ``curves.png`` from ``metrics.jsonl``; returns its path, None where there is nothing to draw."""
+        return draw_curves(self._directory)
+
+
+def _tracker(name: str, directory: Path, *, resume_step: int | None) -> Tracker:
+    if name == "tensorboard":
+        from temper_trainer.metrics.tensorboard import TensorBoardTracker  # noqa: PLC0415  (imports torch)
+
+        return TensorBoardTracker(directory, resume_step=resume_step)
+    if name == "wandb":
+        from temper_trainer.metrics.wandb import WandbTracker  # noqa: PLC0415  (an extra)
+
+        return WandbTracker(directory)
+    assert name == "jsonl", f"{name!r} is no tracker"
+    return JsonlTracker(directory)
