@@ -6,10 +6,11 @@ value of the state before ``tokens[t]``. No padding here and no flags: options t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from temper_engine_api.errors import BatchError
 
@@ -67,13 +68,9 @@ class SequenceBatch:
             return  # values were checked where the batch was made; reading them here would stall the device
         starts = self.sequence_starts.long()
         if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens or bool((starts.diff() < 1).any()):
-            raise BatchError(
-                f"sequence_starts must rise from 0 to {self.num_tokens} without empty sequences, but is {starts.tolist()}."
-            )
+            raise BatchError(f"sequence_starts must rise from 0 to {self.num_tokens} without empty sequences, but is {starts.tolist()}.")
         if bool(self.loss_mask[starts[:-1]].any()):
-            raise BatchError(
-                "loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there."
-            )
+            raise BatchError("loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there.")
 
     def _check_shapes(self) -> None:
         per_token = {"loss_mask": self.loss_mask, **self.columns}
@@ -82,23 +79,15 @@ class SequenceBatch:
         if self.tokens.ndim != 1 or self.tokens.dtype != torch.int64 or self.sequence_starts.numel() < 2:
             raise BatchError("tokens must be [T] int64 and sequence_starts [B + 1] with B >= 1.")
         if self.loss_mask.dtype != torch.bool:
-            raise BatchError(
-                f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column."
-            )
+            raise BatchError(f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column.")
         for name, column in per_token.items():
             if column.shape[:1] != (self.num_tokens,):
-                raise BatchError(
-                    f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_tokens} tokens."
-                )
+                raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_tokens} tokens.")
         for name, column in per_sequence.items():
             if column.shape[:1] != (self.num_sequences,):
-                raise BatchError(
-                    f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_sequences} sequences."
-                )
+                raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_sequences} sequences.")
         if self.position_ids is not None and self.position_ids.shape[-1] != self.num_tokens:
-            raise BatchError(
-                f"position_ids has shape {tuple(self.position_ids.shape)}, but there are {self.num_tokens} tokens."
-            )
+            raise BatchError(f"position_ids has shape {tuple(self.position_ids.shape)}, but there are {self.num_tokens} tokens.")
 
     @property
     def num_tokens(self) -> int:
@@ -138,9 +127,7 @@ class SequenceBatch:
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        within = torch.arange(int(starts[-1]), device=self.tokens.device) - torch.repeat_interleave(
-            starts[:-1], lengths
-        )
+        within = torch.arange(int(starts[-1]), device=self.tokens.device) - torch.repeat_interleave(starts[:-1], lengths)
         source = within + torch.repeat_interleave(self.sequence_starts.long()[:-1][index], lengths)
         return SequenceBatch(
             tokens=self.tokens[source],
@@ -158,9 +145,7 @@ class SequenceBatch:
 
     def with_columns(self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None) -> Self:
         """This batch with further columns; a name that is already there is replaced."""
-        return replace(
-            self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **(sequence_columns or {})}
-        )
+        return replace(self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **(sequence_columns or {})})
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with every tensor on this device."""
@@ -189,14 +174,8 @@ class PackedBatch(SequenceBatch):
         if self.tokens.device.type != "cpu":
             return
         starts = self.micro_batch_starts.tolist()
-        if (
-            starts[0] != 0
-            or starts[-1] != self.num_sequences
-            or any(b <= a for a, b in zip(starts, starts[1:], strict=False))
-        ):
-            raise BatchError(
-                f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}."
-            )
+        if starts[0] != 0 or starts[-1] != self.num_sequences or any(b <= a for a, b in pairwise(starts)):
+            raise BatchError(f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}.")
 
     @property
     def num_micro_batches(self) -> int:
@@ -205,7 +184,7 @@ class PackedBatch(SequenceBatch):
 
     def micro_batches(self) -> Iterator[SequenceBatch]:
         """The micro-batches in the plan's order, as views of this batch's tensors."""
-        for first, last in zip(self.micro_batch_starts.tolist(), self.micro_batch_starts.tolist()[1:], strict=False):
+        for first, last in pairwise(self.micro_batch_starts.tolist()):
             yield slice_sequences(self, first=first, last=last)
 
 
@@ -253,9 +232,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         atom_ids=torch.cat([b.atom_ids for b in batches]),
         temperature=torch.cat([b.temperature for b in batches]),
         columns={name: torch.cat([b.columns[name] for b in batches]) for name in head.columns},
-        sequence_columns={
-            name: torch.cat([b.sequence_columns[name] for b in batches]) for name in head.sequence_columns
-        },
+        sequence_columns={name: torch.cat([b.sequence_columns[name] for b in batches]) for name in head.sequence_columns},
         position_ids=torch.cat([b.positions() for b in batches], dim=-1) if has_positions else None,
         media=None if head.media is None else tuple(item for b in batches for item in b.media or ()),
     )

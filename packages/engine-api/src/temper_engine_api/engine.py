@@ -84,9 +84,7 @@ class BaseEngine(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         if not isinstance(config, self.config_class):
-            raise ConfigError(
-                f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}."
-            )
+            raise ConfigError(f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}.")
         self.config = config
         self.last_update: UpdateReport | None = None
         self.num_nonfinite_updates = 0
@@ -247,9 +245,7 @@ class BaseEngine(ABC):
                 raise ConfigError("needs has no effect with an Objective, which declares its own: remove it.")
             self._objective, self._rfc_loss = loss, None
             return
-        default = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}[
-            self.model_type
-        ]
+        default = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}[self.model_type]
         self._objective, self._rfc_loss = None, loss
         self._rfc_needs = frozenset({default} if needs is None else needs)
 
@@ -361,9 +357,7 @@ class BaseEngine(ABC):
         if self.config.optimizer is None:
             raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't step.")
         if self._gradients in (Gradients.EMPTY, Gradients.SPENT):
-            raise EngineStateError(
-                "there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step()."
-            )
+            raise EngineStateError("there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step().")
         with self._resident("update"):
             if self._gradients is Gradients.PENDING:
                 self._reduce_pending_gradients()
@@ -512,9 +506,7 @@ class BaseEngine(ABC):
             gather=self._gather_objects,
         )
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
         """Load a step directory, or the last complete step of a folder of them. Collective.
 
         Args:
@@ -562,9 +554,7 @@ class BaseEngine(ABC):
             raise EngineStateError("forward_backward_batch() needs an Objective: call set_loss_fn() with one before.")
         missing = self._objective.columns - batch.columns.keys() - batch.sequence_columns.keys()
         if missing:
-            raise EngineStateError(
-                f"objective {self._objective.name!r} reads columns that the batch lacks: {sorted(missing)}."
-            )
+            raise EngineStateError(f"objective {self._objective.name!r} reads columns that the batch lacks: {sorted(missing)}.")
         return self._objective
 
     def _note_training(self, batch: PackedBatch, *, final: bool) -> None:
@@ -630,9 +620,7 @@ class BaseEngine(ABC):
         self.last_update = None
 
 
-def _objective_loss(
-    objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]
-) -> MicroLoss:
+def _objective_loss(objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]) -> MicroLoss:
     def loss_of(answers: Answers, micro: SequenceBatch) -> Tensor:
         terms: LossTerms = objective(answers, micro)
         loss = reduce_loss(terms, micro, denominators=denominators, aggregation=objective.aggregation)
@@ -645,9 +633,7 @@ def _objective_loss(
 class _RfcStep:
     """One call through the RFC's hooks: keeps what passes between them."""
 
-    def __init__(
-        self, engine: BaseEngine, *, packed: PackedBatch, ctx: Context, postprocess: PostprocessFn | None
-    ) -> None:
+    def __init__(self, engine: BaseEngine, *, packed: PackedBatch, ctx: Context, postprocess: PostprocessFn | None) -> None:
         self.ctx = ctx
         self.predictions: Predictions = {}
         self.total = torch.zeros(())
@@ -670,9 +656,7 @@ class _RfcStep:
             predictions, self.ctx = self._postprocess(predictions, self.ctx)
         if self._objective is not None:
             terms = self._objective(answers, micro)
-            loss = reduce_loss(
-                terms, micro, denominators=self._packed.denominators, aggregation=self._objective.aggregation
-            )
+            loss = reduce_loss(terms, micro, denominators=self._packed.denominators, aggregation=self._objective.aggregation)
         else:
             assert self._rfc_loss is not None
             loss, self.ctx = self._rfc_loss(micro, predictions, self.ctx)

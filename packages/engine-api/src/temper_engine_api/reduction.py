@@ -8,9 +8,7 @@ from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import Aggregation, AggregationMode, LossTerms
 
 
-def reduce_loss(
-    terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation
-) -> Tensor:
+def reduce_loss(terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation) -> Tensor:
     """This micro-batch's part of the mini-batch's loss.
 
     The parts of all micro-batches on all data-parallel ranks add up to the loss, so gradients are reduced by sum. A denominator of 0
@@ -40,13 +38,9 @@ def reduce_loss(
     loss = torch.where(mask, loss, 0.0)
     mode = aggregation.mode
     if is_token_level and mode == AggregationMode.GROUP_MEAN:
-        raise BatchError(
-            "aggregation group_mean takes one loss per sequence, but the objective returned one per token."
-        )
+        raise BatchError("aggregation group_mean takes one loss per sequence, but the objective returned one per token.")
     if mode == AggregationMode.TOKEN_MEAN and not is_token_level:
-        raise BatchError(
-            "aggregation token_mean takes one loss per token, but the objective returned one per sequence."
-        )
+        raise BatchError("aggregation token_mean takes one loss per token, but the objective returned one per sequence.")
     if mode == AggregationMode.TOKEN_MEAN:
         return loss.sum() / max(denominators.tokens, 1)
     if mode == AggregationMode.GROUP_MEAN:

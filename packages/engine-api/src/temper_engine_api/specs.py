@@ -32,9 +32,7 @@ class ModelSpec:
                 "a directory to load, or the config of a model to start from scratch."
             )
         if self.architecture and "model_type" not in self.architecture:
-            raise ConfigError(
-                "model.architecture needs model_type, for example {model_type: qwen2, hidden_size: 128, ...}."
-            )
+            raise ConfigError("model.architecture needs model_type, for example {model_type: qwen2, hidden_size: 128, ...}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +54,9 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.eps <= 0 or not all(0 <= b < 1 for b in self.betas):
-            raise ConfigError(
-                f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1)."
-            )
+            raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
-            raise ConfigError(
-                f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off."
-            )
+            raise ConfigError(f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +76,11 @@ class ScheduleSpec:
 
     def __post_init__(self) -> None:
         if self.kind != "constant" and self.total_steps is None:
-            raise ConfigError(
-                f"schedule.kind is {self.kind}, which needs schedule.total_steps: the length of the decay."
-            )
+            raise ConfigError(f"schedule.kind is {self.kind}, which needs schedule.total_steps: the length of the decay.")
         if self.kind == "constant" and (self.total_steps is not None or self.min_lr_ratio != 0.0):
-            raise ConfigError(
-                "schedule.total_steps and schedule.min_lr_ratio have no effect with schedule.kind constant: remove them."
-            )
+            raise ConfigError("schedule.total_steps and schedule.min_lr_ratio have no effect with schedule.kind constant: remove them.")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"schedule.total_steps ({self.total_steps}) must exceed schedule.warmup_steps ({self.warmup_steps})."
-            )
+            raise ConfigError(f"schedule.total_steps ({self.total_steps}) must exceed schedule.warmup_steps ({self.warmup_steps}).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +116,9 @@ class LoraSpec:
 
     def __post_init__(self) -> None:
         if self.rank > 0 and self.alpha is None:
-            raise ConfigError(
-                f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank."
-            )
+            raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
         if self.rank == 0 and self.alpha is not None:
-            raise ConfigError(
-                f"lora.alpha is {self.alpha}, but lora.rank is 0, so it has no effect: set lora.rank or remove lora.alpha."
-            )
+            raise ConfigError(f"lora.alpha is {self.alpha}, but lora.rank is 0, so it has no effect: set lora.rank or remove lora.alpha.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,9 +72,7 @@ class WeightStream:
         self._is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._is_open, self._source = False, None
 
     def __iter__(self) -> Iterator[NamedWeight]:
@@ -94,17 +92,13 @@ def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntr
     """
     want = {entry.name: entry.shape for entry in expected}
     have = {entry.name: entry.shape for entry in arrived}
-    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [
-        f"unexpected {name}" for name in have.keys() - want.keys()
-    ]
+    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [f"unexpected {name}" for name in have.keys() - want.keys()]
     faults += [f"{n}: shape {have[n]}, expected {want[n]}" for n in want.keys() & have.keys() if want[n] != have[n]]
     if len(arrived) != len(have):
         faults.append(f"{len(arrived) - len(have)} names came twice")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise WeightError(
-            f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded."
-        )
+        raise WeightError(f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded.")
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:

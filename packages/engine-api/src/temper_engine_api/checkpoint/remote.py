@@ -1,0 +1,136 @@
+"""Copies of step directories behind any fsspec URL: the manifest goes up last and is the commit there."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from temper_engine_api.checkpoint.layout import STEP_NAME
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, parse_manifest, read_manifest
+from temper_engine_api.checkpoint.parts import fault_of
+from temper_engine_api.checkpoint.transaction import Transaction, begin
+from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+
+
+class FileSystem(Protocol):
+    """What is used of an fsspec file system."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        """Paths in a folder."""
+
+    def find(self, path: str) -> Iterable[str]:
+        """Paths of all files below a folder."""
+
+    def makedirs(self, path: str, exist_ok: bool) -> None:
+        """Make a folder; object stores do nothing."""
+
+    def cat_file(self, path: str) -> bytes:
+        """Content of a file."""
+
+    def put_file(self, lpath: str, rpath: str) -> None:
+        """Upload."""
+
+    def get_file(self, rpath: str, lpath: str) -> None:
+        """Download."""
+
+    def size(self, path: str) -> int:
+        """Bytes."""
+
+
+def upload(directory: Path, url: str) -> str:
+    """Copy a committed step directory below a URL, its manifest last. What an earlier, uncommitted upload left there is replaced.
+
+    Args:
+        directory: a committed step directory.
+        url: of the folder of step directories; copies there are never pruned.
+
+    Returns:
+        URL of the copy.
+
+    Raises:
+        CheckpointError: the step is already committed there, or something else lies in its place; nothing is overwritten.
+    """
+    files, base = _open(url)
+    manifest = read_manifest(directory)
+    target = f"{base}/{directory.name}"
+    copy = f"{url.rstrip('/')}/{directory.name}"
+    if files.exists(f"{target}/{MANIFEST_NAME}"):
+        raise CheckpointError(f"{copy} already exists and is never overwritten: save to another URL. {directory} is whole.")
+    present = {path.removeprefix(f"{target}/") for path in files.find(target)} if files.exists(target) else set()
+    foreign = present - {record.path for record in manifest.files}
+    if foreign:
+        raise CheckpointError(f"{copy} holds {min(foreign)}, which is not of this step: save to another URL.")
+    for record in manifest.files:
+        goal = f"{target}/{record.path}"
+        files.makedirs(goal.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(directory / record.path), goal)
+        if files.size(goal) != record.num_bytes:
+            raise CheckpointError(f"{copy}/{record.path} arrived with {files.size(goal)} bytes instead of {record.num_bytes}.")
+    files.put_file(str(directory / MANIFEST_NAME), f"{target}/{MANIFEST_NAME}")
+    return copy
+
+
+def download(url: str, root: str | Path) -> Path:
+    """Copy a step directory from a URL into a fresh folder below root, verified.
+
+    Args:
+        url: of a step directory, or of a folder of them, whose last complete step is taken.
+        root: folder of step directories on this machine.
+
+    Returns:
+        The step directory.
+
+    Raises:
+        IncompleteCheckpointError: there is no committed step.
+        DamagedCheckpointError: a file is missing there, short or altered; names it.
+        CheckpointError: root already has that step, or the disk is full.
+    """
+    files, base = _open(url)
+    source = _find_step(files, base, url)
+    manifest = parse_manifest(files.cat_file(f"{source}/{MANIFEST_NAME}"), source=f"{url}: {MANIFEST_NAME}")
+    transaction = begin(root, manifest.info.step)
+    try:
+        for record in manifest.files:
+            goal = transaction.staging / record.path
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            _fetch(files, f"{source}/{record.path}", goal, transaction)
+            fault = fault_of(transaction.staging, record, with_content=True)
+            if fault is not None:
+                raise DamagedCheckpointError(f"{record.path} of {url} {fault}: load another step.")
+        return transaction.publish(manifest)
+    finally:
+        transaction.abort()
+
+
+def _fetch(files: FileSystem, source: str, goal: Path, transaction: Transaction) -> None:
+    try:
+        files.get_file(source, str(goal))
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{source} is missing: load another step.") from error
+    except OSError as error:
+        raise transaction.failure(str(error)) from error
+
+
+def _find_step(files: FileSystem, base: str, url: str) -> str:
+    if files.exists(f"{base}/{MANIFEST_NAME}"):
+        return base
+    entries = [path.rstrip("/") for path in files.ls(base, detail=False)] if files.exists(base) else []
+    steps = {int(match[1]): path for path in entries if (match := STEP_NAME.fullmatch(path.rpartition("/")[2]))}
+    for step in sorted(steps, reverse=True):
+        if files.exists(f"{steps[step]}/{MANIFEST_NAME}"):
+            return steps[step]
+    raise IncompleteCheckpointError(f"{url} holds no committed step: there is no {MANIFEST_NAME} in it or in a step below it.")
+
+
+def _open(url: str) -> tuple[FileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise CheckpointError(f"{url} is read and written through fsspec: pip install fsspec.") from error
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} can't be opened: {error}") from error
+    return files, str(path).rstrip("/")

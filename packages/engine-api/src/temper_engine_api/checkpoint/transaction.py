@@ -1,0 +1,158 @@
+"""A step directory as a transaction: staged beside its place, checked, and renamed into it.
+
+``begin``, a part per participant, ``commit`` by the one process that began, once every participant has reported. A crash at any moment
+leaves earlier steps as they were.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from temper_engine_api.checkpoint.layout import (
+    MARKER_NAME,
+    last_complete_step,
+    leftovers,
+    partial_directory,
+    step_directory,
+)
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo, read_manifest
+from temper_engine_api.checkpoint.parts import FileRecord, PartReport, fault_of
+from temper_engine_api.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transaction:
+    """A step that is being written. Only the process that began it commits or aborts it."""
+
+    step: int
+    """Global step."""
+    staging: Path
+    """Where it is written; every participant must see this path."""
+    final: Path
+    """Where it will lie."""
+
+    def part(self, name: str) -> Path:
+        """The directory of one participant, made if need be."""
+        directory = self.staging / name
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def commit(self, reports: Mapping[str, Sequence[PartReport]], *, info: ManifestInfo) -> Path:
+        """Check that what was reported is there and nothing else, write the manifest, and rename.
+
+        Args:
+            reports: by part, one of each rank that wrote.
+            info: what the manifest says beside the files.
+
+        Returns:
+            The committed step directory.
+
+        Raises:
+            CheckpointError: a reported file is missing or short, an unreported one is there, or another save committed this step.
+        """
+        return self.publish(Manifest(info=replace(info, step=self.step), files=_collect(reports)))
+
+    def publish(self, manifest: Manifest) -> Path:
+        """Commit with a manifest that is already made; otherwise like ``commit``."""
+        files = manifest.files
+        self._check(files)
+        for directory in {self.staging, *((self.staging / record.path).parent for record in files)}:
+            sync_directory(directory)
+        write_durably(self.staging / MANIFEST_NAME, manifest.to_json())
+        try:
+            os.rename(self.staging, self.final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(f"{self.final} was committed by another run meanwhile; this one is discarded.") from error
+        (self.final / MARKER_NAME).unlink()
+        sync_directory(self.final.parent)
+        logger.info("saved step %d to %s", self.step, self.final)
+        return self.final
+
+    def abort(self) -> None:
+        """Remove the staging directory, nothing else; after a commit there is none."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def failure(self, reason: str) -> CheckpointError:
+        """The error for a save that failed, with what the disk has to say; to be called before ``abort``."""
+        root = self.final.parent
+        written = sum(path.stat().st_size for path in self.staging.rglob("*") if path.is_file())
+        last = last_complete_step(root)
+        needed = "" if last is None else f"; step {last} takes {_size(read_manifest(step_directory(root, last)).num_bytes)}"
+        return CheckpointError(
+            f"step {self.step} could not be saved: {reason}. {_size(written)} of it were written and "
+            f"{_size(shutil.disk_usage(root).free)} are free at {root}{needed}. Make room there or save elsewhere; "
+            "earlier steps are untouched."
+        )
+
+    def _check(self, files: Sequence[FileRecord]) -> None:
+        for record in files:
+            fault = fault_of(self.staging, record, with_content=False)
+            if fault is not None:
+                raise CheckpointError(
+                    f"{record.path} {fault}, so step {self.step} is not committed: does every participant write to the same file system?"
+                )
+        known = {record.path for record in files} | {MARKER_NAME}
+        present = {path.relative_to(self.staging).as_posix() for path in self.staging.rglob("*") if not path.is_dir()}
+        if present - known:
+            raise CheckpointError(
+                f"no participant reported {min(present - known)}, so step {self.step} is not committed: "
+                "pass every written file to report_part()."
+            )
+
+
+def begin(root: str | Path, step: int) -> Transaction:
+    """Begin to write a step; makes the root where it is missing.
+
+    Raises:
+        CheckpointError: the step's directory already exists; it is never overwritten.
+    """
+    final = step_directory(root, step)
+    if final.exists():
+        raise CheckpointError(f"{final} already exists and is never overwritten: save to another folder or remove it first.")
+    for partial in leftovers(root):
+        logger.warning("%s was never committed: its run died, or is still saving", partial)
+    staging = partial_directory(root, step)
+    staging.mkdir(parents=True)
+    (staging / MARKER_NAME).touch()
+    return Transaction(step=step, staging=staging, final=final)
+
+
+def write_durably(path: Path, content: str) -> None:
+    """Write a small file so that it is either whole and on the disk, or not there."""
+    draft = path.with_name(f"{path.name}.draft")
+    with open(draft, "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Put a directory's entries on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _collect(reports: Mapping[str, Sequence[PartReport]]) -> tuple[FileRecord, ...]:
+    by_path: dict[str, FileRecord] = {}
+    for part, of_ranks in reports.items():
+        for record in (replace(r, path=f"{part}/{r.path}") for report in of_ranks for r in report.files):
+            if by_path.setdefault(record.path, record) != record:
+                raise CheckpointError(f"two ranks wrote {record.path} with different content: give each rank its own files.")
+    return tuple(by_path[path] for path in sorted(by_path))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,180 @@
+"""The border to padded tensors: mappings of [B, L] become sequences laid end to end, and back, exactly.
+
+Nothing inside an engine is padded; what comes from or goes to code that pads is converted here.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import BatchError
+
+_IDS = ("sample_ids", "group_ids", "atom_ids")
+_OWN_FIELDS = frozenset({"input_ids", "attention_mask", "loss_mask", "position_ids", "temperature", *_IDS})
+
+
+def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
+    """Sequences of a padded mapping, padding dropped, in the order of its rows.
+
+    Args:
+        padded: input_ids [B, L] integers and attention_mask [B, L] of 0 and 1 (or bool), padded left, right or on both sides. Optional:
+            loss_mask [B, L] (by default every token but the first of each row), position_ids [B, L] or [3, B, L], temperature [] or [B]
+            (by default 1), sample_ids, group_ids, atom_ids [B] (by default the row's number; groups and atoms by default the sample's
+            id). Any other entry is a per-token column when it is [B, L] or [B, L, K], else a per-sequence column [B] or [B, K].
+
+    Raises:
+        BatchError: an entry is missing, has another shape, or holds something outside the attention mask; a row is empty or has a hole.
+    """
+    tokens, mask = _tokens_and_mask(padded)
+    lengths = mask.sum(1)
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    if "loss_mask" in padded:
+        loss_mask = _loss_mask(padded["loss_mask"], mask)
+    else:
+        loss_mask = torch.ones(int(starts[-1]), dtype=torch.bool, device=mask.device)
+        loss_mask[starts[:-1]] = False
+    sample_ids = _ids(padded, "sample_ids", default=torch.arange(len(mask), device=mask.device))
+    token_columns, sequence_columns = _columns(padded, mask)
+    return SequenceBatch(
+        tokens=tokens[mask].long(),
+        sequence_starts=starts.int(),
+        loss_mask=loss_mask,
+        sample_ids=sample_ids,
+        group_ids=_ids(padded, "group_ids", default=sample_ids),
+        atom_ids=_ids(padded, "atom_ids", default=sample_ids),
+        temperature=_temperature(padded, mask),
+        columns=token_columns,
+        sequence_columns=sequence_columns,
+        position_ids=_position_ids(padded["position_ids"], mask) if "position_ids" in padded else None,
+    )
+
+
+def to_padded(
+    batch: SequenceBatch,
+    *,
+    length: int | None = None,
+    pad_token_id: int = 0,
+    side: Literal["left", "right"] = "right",
+) -> dict[str, Tensor]:
+    """A padded mapping that ``from_padded`` turns into the same batch.
+
+    Args:
+        batch: without media.
+        length: L; by default the longest sequence.
+        pad_token_id: fills input_ids; every other entry is filled with 0 or False.
+        side: where the padding goes.
+
+    Raises:
+        BatchError: length is below the longest sequence; the batch has media; a per-sequence column [B, L] would read as per-token.
+    """
+    longest = int(batch.lengths.max())
+    width = longest if length is None else length
+    if width < longest:
+        raise BatchError(f"length is {width}, but the longest sequence has {longest} tokens: raise length.")
+    if batch.media is not None:
+        raise BatchError("a batch with media can't be padded: drop the media, or keep the batch packed.")
+    for name, column in batch.sequence_columns.items():
+        if column.shape[1:] == (width,):
+            raise BatchError(
+                f"per-sequence column {name!r} has shape {tuple(column.shape)}, which reads as per-token at length {width}: "
+                "choose another length."
+            )
+    mask = _mask_of(batch.lengths, width=width, side=side)
+
+    def pad(column: Tensor, fill: int = 0) -> Tensor:
+        out = column.new_full((*mask.shape, *column.shape[1:]), fill)
+        out[mask] = column
+        return out
+
+    padded = {"input_ids": pad(batch.tokens, pad_token_id), "attention_mask": mask.long(), "loss_mask": pad(batch.loss_mask)}
+    padded |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids, "atom_ids": batch.atom_ids}
+    padded |= {"temperature": batch.temperature, **batch.sequence_columns}
+    padded |= {name: pad(column) for name, column in batch.columns.items()}
+    if batch.position_ids is not None:
+        position_ids = batch.position_ids
+        padded["position_ids"] = pad(position_ids) if position_ids.ndim == 1 else torch.stack([pad(axis) for axis in position_ids])
+    return padded
+
+
+def _mask_of(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:
+    place = torch.arange(width, device=lengths.device)
+    return place < lengths[:, None] if side == "right" else place >= width - lengths[:, None]
+
+
+def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    missing = {"input_ids", "attention_mask"} - padded.keys()
+    if missing:
+        raise BatchError(
+            f"a padded mapping needs input_ids and attention_mask, but has no {' and no '.join(sorted(missing))}; it has {sorted(padded)}."
+        )
+    tokens = padded["input_ids"]
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
+        raise BatchError(f"input_ids must be [B, L] integers with B and L above 0, but is {tuple(tokens.shape)} {tokens.dtype}.")
+    mask = _as_bool(padded["attention_mask"], name="attention_mask", shape=tokens.shape)
+    place = torch.arange(mask.shape[1], device=mask.device)
+    first, lengths = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
+    whole = (mask == ((place >= first) & (place < first + lengths))).all(1) & (lengths[:, 0] > 0)
+    if not bool(whole.all()):
+        row = int(whole.int().argmin())
+        fault = "has a hole: its 1s must be in one run" if bool(mask[row].any()) else "is all 0: a sequence is never empty"
+        raise BatchError(f"row {row} of attention_mask {fault}.")
+    return tokens, mask
+
+
+def _as_bool(value: Tensor, *, name: str, shape: torch.Size) -> Tensor:
+    if value.shape != shape:
+        raise BatchError(f"{name} has shape {tuple(value.shape)}, but input_ids has {tuple(shape)}: they must be equal.")
+    if bool(((value != 0) & (value != 1)).any()):
+        raise BatchError(f"{name} must hold 0 and 1 only; weights are a column of their own.")
+    return value.bool()
+
+
+def _loss_mask(value: Tensor, mask: Tensor) -> Tensor:
+    loss_mask = _as_bool(value, name="loss_mask", shape=mask.shape)
+    outside = (loss_mask & ~mask).any(1)
+    if bool(outside.any()):
+        raise BatchError(f"loss_mask of row {int(outside.int().argmax())} is True on padding: set it to 0 there.")
+    return loss_mask[mask]
+
+
+def _ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
+    value = padded.get(name, default)
+    if value.shape != default.shape or value.is_floating_point():
+        raise BatchError(f"{name} must be [{len(default)}] integers, but is {tuple(value.shape)} {value.dtype}.")
+    return value.long()
+
+
+def _temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+    value = padded.get("temperature", mask.new_ones((), dtype=torch.float32))
+    if value.shape not in (torch.Size([]), torch.Size([len(mask)])):
+        raise BatchError(f"temperature must be [] or [{len(mask)}], one for all or one each, but is {tuple(value.shape)}.")
+    return value.to(torch.float32).expand(len(mask)).clone()
+
+
+def _position_ids(value: Tensor, mask: Tensor) -> Tensor:
+    if value.shape == mask.shape:
+        return value[mask].long()
+    if value.shape == (3, *mask.shape):
+        return value[:, mask].long()
+    raise BatchError(f"position_ids has shape {tuple(value.shape)}; expected {tuple(mask.shape)} or {(3, *mask.shape)}.")
+
+
+def _columns(padded: Mapping[str, Tensor], mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    token_columns: dict[str, Tensor] = {}
+    sequence_columns: dict[str, Tensor] = {}
+    for name in padded.keys() - _OWN_FIELDS:
+        value = padded[name]
+        if value.shape[:2] == mask.shape and value.ndim in (2, 3):
+            token_columns[name] = value[mask]
+        elif value.shape[:1] == mask.shape[:1] and value.ndim in (1, 2):
+            sequence_columns[name] = value
+        else:
+            rows, width = mask.shape
+            raise BatchError(
+                f"column {name!r} has shape {tuple(value.shape)}; expected [{rows}, {width}] or [{rows}, {width}, K] per token, "
+                f"or [{rows}] or [{rows}, K] per sequence."
+            )
+    return dict(sorted(token_columns.items())), dict(sorted(sequence_columns.items()))
