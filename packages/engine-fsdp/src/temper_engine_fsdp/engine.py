@@ -1,0 +1,279 @@
+"""FSDPEngine: the engine contract on PyTorch's fully_shard, for Hugging Face decoder-only language models."""
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.engine import BaseEngine, MicroLoss
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.objective import Answers, Query
+from temper_engine_api.specs import EngineConfig
+from temper_engine_api.topology import Axis, Topology
+from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_fsdp import attention, huggingface, numerics, persistence, process_group, state, weights
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.module import PackedModel, build_head, shard
+from temper_engine_fsdp.optimizer import ShardedAdamW, local
+from temper_engine_fsdp.process_group import Membership
+from temper_engine_fsdp.residency import Residency
+from temper_engine_fsdp.runner import MicroBatchRunner
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_GROUPS: Mapping[str, tuple[str, ...]] = {"train": (MODEL,), "eval": (MODEL,), "update": (MODEL, OPTIMIZER)}
+_FIRST_QUERY = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
+
+ObjectT = TypeVar("ObjectT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What ``init_model`` builds."""
+
+    membership: Membership
+    mesh: DeviceMesh
+    root: PackedModel
+    hf_config: PretrainedConfig
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: ShardedAdamW | None
+    runner: MicroBatchRunner
+    residency: Residency
+    has_fast_matmul: bool
+
+
+class FSDPEngine(BaseEngine):
+    """One rank of an engine whose parameters, gradients and optimiser states are sharded over data-parallel ranks."""
+
+    config: FSDPConfig
+    config_class: ClassVar[type[EngineConfig]] = FSDPConfig
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.LANGUAGE_MODEL,
+            Capability.VALUE_MODEL,
+            Capability.REWARD_MODEL,
+            Capability.LOGPROB_AT,
+            Capability.OFFLOAD,
+            Capability.DATA_PARALLEL,
+            Capability.RESHARD_ON_LOAD,
+            Capability.PORTABLE_STATE,
+        }
+    )
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._built: _Parts | None = None
+
+    def _build(self) -> Topology:
+        config = self.config
+        device = process_group.choose_device(config.device)
+        if config.deterministic:
+            numerics.check_deterministic_environment(device)
+        membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
+        mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
+        kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
+        attention.register()
+        hf = build_model(config.model, attention=kernel)
+        root = PackedModel(hf, head=build_head(hf, config=config))
+        shard(root, config=config, mesh=mesh)
+        runner = MicroBatchRunner(
+            root,
+            device=device,
+            kernel=kernel,
+            reshards=config.reshard_after_forward,
+            dummy_query=_FIRST_QUERY[config.model.model_type],
+        )
+        parameters = weights.named_parameters(root)
+        shards = mesh.get_group(process_group.SHARD_AXIS)
+
+        def sum_over_shards(value: Tensor) -> Tensor:
+            dist.all_reduce(value, group=shards)
+            return value
+
+        optimizer = None
+        if config.optimizer is not None:
+            optimizer = ShardedAdamW(parameters, spec=config.optimizer, sum_over_shards=sum_over_shards)
+        is_plain_cpu = device.type == "cpu" and config.precision.compute == "fp32"
+        self._built = _Parts(
+            membership=membership,
+            mesh=mesh,
+            root=root,
+            hf_config=hf.config,
+            parameters=parameters,
+            optimizer=optimizer,
+            runner=runner,
+            residency=Residency({MODEL: self._model_tensors, OPTIMIZER: self._optimizer_tensors}),
+            has_fast_matmul=is_plain_cpu and config.fast_float32_matmul and numerics.fast_matmul_is_exact(),
+        )
+        self._park_what_is_configured()
+        size, rank = membership.world_size, membership.rank
+        return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._built is None:
+            raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
+        return self._built
+
+    def _park_what_is_configured(self) -> None:
+        if self.config.residency.offload_parameters:
+            self._parts.residency.park(MODEL)
+        if self.config.residency.offload_optimizer:
+            self._parts.residency.park(OPTIMIZER)
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        for parameter in self._parts.parameters.values():
+            yield local(parameter)
+            if parameter.grad is not None:
+                yield local(parameter.grad)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        if self._parts.optimizer is not None:
+            for moments in self._parts.optimizer.moments.values():
+                yield from (moments.first, moments.second)
+
+    def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+        return self._parts.residency.resident(*_GROUPS[mode])
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
+
+        Contexts bring in what they need meanwhile, and put it back. Gradients of calls with ``final=False`` stay on the device.
+
+        Raises:
+            EngineStateError: inside a mode.
+        """
+        if self._mode is not None:
+            raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
+        residency = self._parts.residency
+        for name, is_meant in ((MODEL, model), (OPTIMIZER, optimizer)):
+            if is_meant and device == "cpu":
+                residency.park(name)
+            elif is_meant:
+                residency.bring_in(name)
+
+    @contextmanager
+    def _numerics(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._parts.has_fast_matmul:
+                stack.enter_context(numerics.float32_matmul("medium"))
+            if self.config.deterministic:
+                stack.enter_context(numerics.deterministic())
+            yield
+
+    def _run_schedule(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers] | None:
+        with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
+        with self._numerics():
+            return self._parts.runner.run(
+                batch,
+                queries=queries,
+                with_gradient=with_gradient,
+                micro_loss=micro_loss,
+                forward_only=forward_only,
+                reduce_gradients=reduce_gradients,
+            )
+
+    def _reduce_pending_gradients(self) -> None:
+        if self._parts.runner.has_local_gradients:
+            with self._numerics():
+                self._parts.runner.reduce()
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        optimizer = self._parts.optimizer
+        assert optimizer is not None, "the base class refuses an update without an optimiser"
+        return optimizer.step(lr=lr)
+
+    def _zero_gradients(self) -> None:
+        if self._parts.runner.has_local_gradients:
+            # FSDP keeps them out of reach; once reduced they lie in the parameters, where they can be dropped.
+            with self._resident("train"):
+                self._reduce_pending_gradients()
+        for parameter in self._parts.parameters.values():
+            parameter.grad = None
+
+    def _export_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        return weights.iterate_weights(self._parts.root, dtype=self._export_dtype())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        weights.load_weights(self._parts.root, stream)
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        return state.iterate_state(self._parts.parameters, self._require_optimizer().moments)
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        state.load_state(self._parts.parameters, self._require_optimizer().moments, stream)
+
+    def _require_optimizer(self) -> ShardedAdamW:
+        if self._parts.optimizer is None:
+            raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
+        return self._parts.optimizer
+
+    def _write_state(self, directory: str) -> list[str]:
+        parts, rank = self._parts, self._parts.membership.rank
+        files = persistence.write_tensors(self._tensors_to_keep(), directory=directory, rank=rank)
+        files.append(persistence.write_random_state(directory=directory, rank=rank, device=parts.membership.device))
+        if rank == 0:
+            files += huggingface.write_description(
+                parts.hf_config, directory=directory, source=self.config.model.path, dtype=self._export_dtype()
+            )
+        if self.config.save_huggingface_weights:
+            files += huggingface.write_weights(self._iterate_weights(), directory=directory, is_writer=rank == 0)
+        return files
+
+    def _read_state(self, directory: str) -> None:
+        membership = self._parts.membership
+        persistence.read_tensors(self._tensors_to_keep(), directory=directory)
+        persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
+
+    def _tensors_to_keep(self) -> dict[str, Tensor]:
+        optimizer = self._parts.optimizer
+        return persistence.training_tensors(
+            self._parts.parameters,
+            weights.named_buffers(self._parts.root),
+            {} if optimizer is None else optimizer.moments,
+        )
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        total = value.detach().to(self._parts.membership.device, copy=True)
+        if self._parts.membership.world_size > 1:
+            dist.all_reduce(total)
+        return total.to(value.device)
+
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        world_size = self._parts.membership.world_size
+        if world_size == 1:
+            return [item]
+        gathered = [item] * world_size
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+    def close(self) -> None:
+        """Free the model and the optimiser, and destroy the process group if this engine made it; closing twice is harmless."""
+        if self._built is None:
+            return
+        membership = self._built.membership
+        self._built, self._topology = None, None
+        gc.collect()
+        if membership.device.type == "cuda":
+            torch.cuda.empty_cache()
+        process_group.leave(membership)

@@ -1,0 +1,124 @@
+"""What a head answers from hidden states: a language head through the fused log-prob, a scalar head for values and scores.
+
+The answer about token t is read at the hidden state of token t - 1, so the first position of a sequence holds 0.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import BatchError, CapabilityError
+from temper_engine_api.objective import LOGPROB_AT_IDS, Query
+from temper_engine_fsdp.fused_head import linear_logprob
+
+LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """What is asked about one micro-batch; made on the host, so that nothing has to be read back from a device."""
+
+    queries: frozenset[Query]
+    """The columns wanted."""
+    with_gradient: frozenset[Query]
+    """Those that a loss differentiates."""
+    answered: Tensor
+    """[N] int64 positions that need an answer; never the first of a sequence."""
+    has_unit_temperature: bool
+    """Whether every temperature is 1, so that no logit has to be divided."""
+
+
+def request_head(
+    batch: SequenceBatch, *, queries: Collection[Query], with_gradient: Collection[Query], trained_only: bool, device: torch.device
+) -> HeadRequest:
+    """Ask about the trained positions of a micro-batch on the CPU, or about all that have a predecessor."""
+    wanted = batch.loss_mask
+    if not trained_only:
+        wanted = torch.ones_like(batch.loss_mask)
+        wanted[batch.sequence_starts[:-1].long()] = False
+    return HeadRequest(
+        queries=frozenset(queries),
+        with_gradient=frozenset(with_gradient),
+        answered=torch.nonzero(wanted)[:, 0].to(device, non_blocking=True),
+        has_unit_temperature=bool((batch.temperature == 1.0).all()),
+    )
+
+
+class Head(Protocol):
+    """Turns hidden states into answers."""
+
+    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+        """Answers by query from hidden states [T, D] of the compute dtype."""
+
+
+class LanguageHead:
+    """Answers of a language model's output projection."""
+
+    def __init__(self, linear: nn.Linear, *, chunk_tokens: int | None) -> None:
+        # Held outside torch's registry: the parameters keep the one name they have in the model.
+        self._parts = (linear,)
+        self._chunk_tokens = chunk_tokens
+
+    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+        """See Head."""
+        _refuse_others(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
+        at = request.answered
+        ids = _ids_of(batch)[at] if Query.LOGPROB_AT in request.queries else None
+        columns = linear_logprob(
+            hidden.index_select(0, at - 1),
+            self._parts[0].weight,
+            batch.tokens[at],
+            temperature=None if request.has_unit_temperature else batch.temperature[batch.sequence_index[at]],
+            ids=ids,
+            wants_entropy=Query.ENTROPY in request.queries,
+            entropy_has_gradient=Query.ENTROPY in request.with_gradient,
+            chunk_tokens=self._chunk_tokens,
+        )
+        found = {
+            Query.LOGPROB: columns.logprob,
+            Query.ENTROPY: columns.entropy,
+            Query.LOGSUMEXP_TERMS: columns.logsumexp,
+            Query.LOGPROB_AT: columns.logprob_at,
+        }
+        return {query: _place(found[query], at=at, size=batch.num_tokens) for query in request.queries}
+
+
+class ScalarHead:
+    """Answers of a projection to one number, computed in float32."""
+
+    def __init__(self, linear: nn.Linear, *, query: Query) -> None:
+        self._parts = (linear,)
+        self._query = query
+
+    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+        """See Head."""
+        _refuse_others(request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model")
+        if self._query == Query.SCORE:
+            return {Query.SCORE: self._project(hidden[batch.sequence_starts[1:].long() - 1])}
+        numbers = self._project(hidden.index_select(0, request.answered - 1))
+        return {self._query: _place(numbers, at=request.answered, size=batch.num_tokens)}
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        linear = self._parts[0]
+        bias: Tensor | None = linear.bias
+        return nn.functional.linear(hidden.float(), linear.weight.float(), None if bias is None else bias.float()).sum(1)
+
+
+def _place(column: Tensor, *, at: Tensor, size: int) -> Tensor:
+    """[size, ...] zeros with the column's rows at their positions, with gradient."""
+    return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
+
+
+def _ids_of(batch: SequenceBatch) -> Tensor:
+    if LOGPROB_AT_IDS not in batch.columns:
+        raise BatchError(f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids.")
+    return batch.columns[LOGPROB_AT_IDS]
+
+
+def _refuse_others(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
+    if others := queries - allowed:
+        raise CapabilityError(f"a {head} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}.")

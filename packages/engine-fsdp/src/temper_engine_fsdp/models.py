@@ -1,0 +1,92 @@
+"""Hugging Face models from a ModelSpec: loaded strictly, or from seeded random weights; always float32."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
+
+from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.specs import ModelSpec
+
+NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logit_scale": None,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""Config fields that change logits in ways the fused head or packed attention does not follow, with the value that changes nothing."""
+
+
+def build_model(spec: ModelSpec, *, attention: str) -> PreTrainedModel:
+    """The model on the CPU in float32, with its attention set to a registered kernel.
+
+    Raises:
+        CapabilityError: the model transforms its logits in a way that is not supported.
+        ConfigError: transformers knows no such architecture.
+        WeightError: weights are missing or unexpected.
+    """
+    config = read_config(spec)
+    _refuse_unsupported(config)
+    is_language_model = spec.model_type == "language_model"
+    auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
+    if not is_language_model:
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
+    # Random weights depend on the seed alone, and building leaves the process's own stream of random numbers as it was.
+    with torch.random.fork_rng():
+        torch.manual_seed(spec.seed)
+        if spec.path is None:
+            model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=spec.trust_remote_code)
+        else:
+            model, report = auto.from_pretrained(
+                spec.path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=spec.trust_remote_code,
+                output_loading_info=True,
+            )
+            _check_loaded(
+                spec.path, missing=report["missing_keys"], unexpected=report["unexpected_keys"], has_new_head=not is_language_model
+            )
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def read_config(spec: ModelSpec) -> PretrainedConfig:
+    """The model's own configuration.
+
+    Raises:
+        ConfigError: transformers knows no such architecture.
+    """
+    if spec.path is not None:
+        return AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    fields = dict(spec.architecture)
+    name = str(fields.pop("model_type"))
+    try:
+        return AutoConfig.for_model(name, **fields)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
+            "use a model type such as qwen2, qwen3 or llama."
+        ) from error
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    settings = config.to_dict()
+    for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
+        if settings.get(name, neutral) not in (neutral, None):
+            raise CapabilityError(
+                f"this {config.model_type} model sets {name} to {settings[name]}, which the fused head and packed attention "
+                "do not compute: choose a model without it."
+            )
+
+
+def _check_loaded(path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool) -> None:
+    lacking = {name for name in missing if not (has_new_head and name.startswith("score."))}
+    surplus = {name for name in unexpected if not (has_new_head and name.startswith("lm_head."))}
+    if lacking or surplus:
+        raise WeightError(
+            f"the weights in {path} do not match their config: missing {sorted(lacking)[:5]}, unexpected {sorted(surplus)[:5]}."
+        )

@@ -1,0 +1,63 @@
+"""Process-wide numeric settings of torch, set only while the engine computes: float32 matmul kernels and determinism."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from temper_engine_api.errors import ConfigError
+
+_WORST_RATIO = 2.0
+"""How much larger than the default kernel's the error of the fast one may be."""
+
+
+def fast_matmul_is_exact() -> bool:
+    """Whether oneDNN's float32 matmul, which "medium" precision selects on a CPU, is as exact here as the default one.
+
+    On most processors it computes in float32 and is up to 2.4 times faster; where there are bf16 matrix units it rounds to bf16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(96, 384, generator=generator)
+    b = torch.randn(384, 96, generator=generator)
+    exact = a.double() @ b.double()
+    with float32_matmul("highest"):
+        usual = (a @ b - exact).abs().max()
+    with float32_matmul("medium"):
+        fast = (a @ b - exact).abs().max()
+    return bool(fast <= _WORST_RATIO * usual)
+
+
+@contextmanager
+def float32_matmul(precision: str) -> Iterator[None]:
+    """This matmul precision inside, the caller's again outside."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Only kernels whose result does not depend on timing inside, the caller's setting again outside."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def check_deterministic_environment(device: torch.device) -> None:
+    """Refuse deterministic CUDA without the workspace setting that cuBLAS needs for it.
+
+    Raises:
+        ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
+    """
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
+            "set it before the process starts."
+        )

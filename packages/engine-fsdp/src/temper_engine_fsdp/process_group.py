@@ -1,0 +1,79 @@
+"""The process group and mesh an engine runs on: joins the default group where there is one, else makes it and later unmakes it."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from temper_engine_api.errors import ConfigError
+
+REPLICATE_AXIS = "replicate"
+SHARD_AXIS = "shard"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """This process among the ranks of an engine."""
+
+    rank: int
+    """In [0, world_size)."""
+    world_size: int
+    """Processes of the engine."""
+    device: torch.device
+    """Where this rank computes."""
+    made_group: bool
+    """Whether the engine made the default group, and so must destroy it."""
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of this rank; on CUDA the local rank's, which also becomes the current one.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join(*, device: torch.device, timeout_s: float) -> Membership:
+    """Join the default process group, or make it from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
+    if dist.is_initialized():
+        return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, made_group=False)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # A store in memory: a single process needs no port.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, made_group=True)
+
+
+def leave(membership: Membership) -> None:
+    """Destroy the group if this engine made it."""
+    if membership.made_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_mesh(membership: Membership, *, fsdp_size: int | None) -> DeviceMesh:
+    """The mesh parameters are sharded over: one axis, or replicate x shard.
+
+    Raises:
+        ConfigError: fsdp_size does not divide the world size.
+    """
+    world_size = membership.world_size
+    size = world_size if fsdp_size is None else fsdp_size
+    if world_size % size:
+        raise ConfigError(f"fsdp_size is {size}, but must divide the world size {world_size}.")
+    if size == world_size:
+        return init_device_mesh(membership.device.type, (size,), mesh_dim_names=(SHARD_AXIS,))
+    return init_device_mesh(membership.device.type, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

@@ -1,0 +1,110 @@
+"""Runs the micro-batches of a plan through the sharded module, and back; decides when gradients leave this rank.
+
+Every pass of a training call ends in the same collectives on every rank: empty sums tie each layer and the head to the loss, so that
+a rank without trained tokens takes part with gradients of zero.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.engine import MicroLoss
+from temper_engine_api.objective import Answers, Query
+from temper_engine_fsdp.attention import PackLayout
+from temper_engine_fsdp.heads import request_head
+from temper_engine_fsdp.module import PackedModel, fsdp_modules
+
+_RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+class MicroBatchRunner:
+    """Forward and backward passes over one sharded module."""
+
+    def __init__(self, root: PackedModel, *, device: torch.device, kernel: str, reshards: bool, dummy_query: Query) -> None:
+        self._root = root
+        self._dummy_query = dummy_query
+        self._modules = list(fsdp_modules(root))
+        self._device = device
+        self._kernel = kernel
+        self._reshards = reshards
+        self.has_local_gradients = False
+        """Whether gradients wait on this rank to be reduced."""
+
+    def run(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        with_gradient: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers]:
+        """Detached answers of each micro-batch; see ``BaseEngine._run_schedule``."""
+        micro_batches = list(batch.to("cpu").micro_batches())
+        answers = []
+        with self._pass(trains=not forward_only):
+            for i, micro in enumerate(micro_batches):
+                is_last = i == len(micro_batches) - 1
+                if not forward_only:
+                    self._prepare_backward(reduces=is_last and reduce_gradients, is_last=is_last)
+                columns, tie, on_device = self._forward(
+                    micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only
+                )
+                if micro_loss is not None:
+                    loss = micro_loss(columns, on_device)
+                    if not forward_only:
+                        (loss + tie).backward()
+                        self.has_local_gradients = not (is_last and reduce_gradients)
+                answers.append(columns.detach())
+        return answers
+
+    def reduce(self) -> None:
+        """Reduce what earlier passes left on this rank: one pass over a single token with a loss of zero, gradients leaving."""
+        query = self._dummy_query
+        micro = from_sequences([torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)])
+        with self._pass(trains=True):
+            # Nothing random may be drawn for it.
+            self._root.eval()
+            self._prepare_backward(reduces=True, is_last=True)
+            _, tie, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
+            tie.backward()
+        self.has_local_gradients = False
+
+    def _forward(
+        self, micro: SequenceBatch, *, queries: frozenset[Query], with_gradient: frozenset[Query], trained_only: bool
+    ) -> tuple[Answers, Tensor, SequenceBatch]:
+        request = request_head(micro, queries=queries, with_gradient=with_gradient, trained_only=trained_only, device=self._device)
+        packing = PackLayout(micro.lengths.tolist(), device=self._device, kernel=self._kernel)
+        on_device = micro if self._device.type == "cpu" else micro.to(self._device)
+        *columns, tie = self._root(on_device, request, packing)
+        for column in columns:
+            tie = tie + column[:0].sum()
+        return Answers(columns=dict(zip(sorted(queries), columns, strict=True))), tie, on_device
+
+    def _prepare_backward(self, *, reduces: bool, is_last: bool) -> None:
+        self._modules[0].set_requires_gradient_sync(reduces)
+        self._modules[0].set_reshard_after_backward(self._reshards or is_last)
+
+    @contextmanager
+    def _pass(self, *, trains: bool) -> Iterator[None]:
+        self._root.train(trains)
+        try:
+            with torch.set_grad_enabled(trains):
+                yield
+        except BaseException:
+            self._recover()
+            raise
+        finally:
+            # Gathered parameters are copies: none may outlive a change of their shards.
+            for module in self._modules:
+                module.reshard()
+
+    def _recover(self) -> None:
+        """After an exception in a pass: FSDP begins anew, and what was accumulated on this rank is lost."""
+        if _RESETS_AFTER_ERRORS:
+            self._modules[0].reset_iter_state()
+        self.has_local_gradients = False
