@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
@@ -18,16 +18,13 @@ SHARD_BYTES = 4 << 30
 """Largest safetensors file."""
 
 
-def write_model_directory(
-    weights: Iterable[NamedWeight], *, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, architecture: str, directory: Path
-) -> Path:
+def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:
     """Config, safetensors and tokenizer; the directory appears whole or not at all.
 
     Args:
         weights: full tensors under Hugging Face names; the whole stream is read.
         model: where the config comes from.
         tokenizer: saved beside the weights.
-        architecture: class name that ``transformers`` loads, such as Qwen2ForCausalLM.
         directory: must not exist.
 
     Raises:
@@ -41,7 +38,7 @@ def write_model_directory(
     try:
         dtype = _write_shards(weights, staging)
         config = model_config(model)
-        config.architectures = [architecture]
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.dtype = dtype
         config.use_cache = True
         config.save_pretrained(staging)

@@ -9,12 +9,11 @@ from temper_engine_api.checkpoint import (
     PartReport,
     begin,
     last_complete_step,
+    package_versions,
     prune,
-    read_json,
     report_part,
     step_directory,
     verify,
-    write_json,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_trainer.checkpoint.state import TrainerState
@@ -36,7 +35,7 @@ class Checkpointer:
     max_to_keep: int | None
     """Complete steps to keep; None keeps all."""
 
-    def save(self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, object]) -> Path:
+    def save(self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]) -> Path:
         """One transaction; on any error the earlier steps are untouched and only our own staging directory is removed.
 
         Args:
@@ -47,17 +46,20 @@ class Checkpointer:
         Raises:
             CheckpointError: the disk is full or a file can't be written.
         """
+        info = ManifestInfo(step=state.step, topology=topology, config_hash=state.config_digest, packages=package_versions())
         transaction = begin(self.root, state.step)
         try:
             reports: dict[str, Sequence[PartReport]] = {}
             for name, write in roles.items():
                 reports[name] = write(str(transaction.part(name)))
-            own = str(transaction.part(TRAINER_PART))
-            reports[TRAINER_PART] = [report_part(own, [write_json(own, STATE_FILE, state.to_json())])]
-            committed = transaction.commit(reports, info=ManifestInfo(topology=topology, config_hash=state.config_digest))
+            own = transaction.part(TRAINER_PART)
+            (own / STATE_FILE).write_text(state.to_json())
+            reports[TRAINER_PART] = [report_part(own, [STATE_FILE])]
+            committed = transaction.commit(reports, info=info)
         except OSError as error:
+            failure = transaction.failure(str(error))
             transaction.abort()
-            raise CheckpointError(f"step {state.step} could not be saved: {error}. Free space; earlier steps are intact.") from error
+            raise failure from error
         except BaseException:
             transaction.abort()
             raise
@@ -91,7 +93,7 @@ class Checkpointer:
 
     def read_state(self, directory: Path) -> TrainerState:
         """The trainer's part of a step directory."""
-        return TrainerState.from_json(read_json(str(directory / TRAINER_PART), STATE_FILE))
+        return TrainerState.from_json((directory / TRAINER_PART / STATE_FILE).read_text())
 
     def read_roles(self, directory: Path, *, roles: Mapping[str, ReadPart]) -> None:
         """Restore every role.

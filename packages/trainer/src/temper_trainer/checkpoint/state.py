@@ -1,7 +1,7 @@
 """What the trainer itself must remember. Everything random is a pure function of (run.seed, step, ...), so counters are enough."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass
 
 from temper_engine_api.errors import DamagedCheckpointError
 from temper_trainer.types import DataCursor
@@ -19,28 +19,29 @@ class TrainerState:
     """Last published set of weights."""
     config_digest: str
     """Of the configuration that made it."""
-    totals: Mapping[str, float] = field(default_factory=dict)
-    """Running totals (prompts, tokens, failed rewards, skipped updates)."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty on rewards, which a controller may move."""
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> str:
         """As it is written."""
-        return {**asdict(self), "totals": dict(self.totals)}
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> "TrainerState":
+    def from_json(cls, text: str) -> "TrainerState":
         """As it was written.
 
         Raises:
             DamagedCheckpointError: a field is missing or of another type.
         """
+        values = json.loads(text)
         match values:
             case {
                 "step": int(step),
                 "cursor": {"epoch": int(epoch), "index": int(index)},
                 "weight_version": int(version),
                 "config_digest": str(digest),
-                "totals": dict(totals),
+                "kl_coef": float(kl_coef),
             }:
                 cursor = DataCursor(epoch=epoch, index=index)
-                return cls(step=step, cursor=cursor, weight_version=version, config_digest=digest, totals=totals)
-        raise DamagedCheckpointError(f"the trainer's state has unexpected fields: {sorted(values)}.")
+                return cls(step=step, cursor=cursor, weight_version=version, config_digest=digest, kl_coef=kl_coef)
+        raise DamagedCheckpointError(f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step.")

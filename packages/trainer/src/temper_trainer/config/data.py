@@ -93,4 +93,4 @@ class RewardConfig:
     num_workers: int = 0
     """Processes that score; 0 scores in the driver's process, in which a hanging function is abandoned after timeout_s."""
     max_failure_share: float = 0.1
-    """Share of failed (raised, timed out, not finite) rewards in one step above which the run stops; below, they are counted and left out."""
+    """Share of failed rewards (raised, timed out, not finite) in a step above which the run stops; below it they are left out."""

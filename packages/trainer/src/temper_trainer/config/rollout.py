@@ -39,6 +39,8 @@ class RolloutConfig:
     """Sequences that are decoded together."""
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Of the sampler's weights."""
+    pool: str = "train"
+    """ray only: resource pool of the sampler; the roles' own pool colocates it with them."""
     canary: bool = True
     """After each weight sync, compare a prompt's log-probs in engine and sampler."""
     canary_tolerance: float = 0.05

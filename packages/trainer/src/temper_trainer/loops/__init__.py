@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
 from temper_trainer.checkpoint.save import Checkpointer
+from temper_trainer.config.loaded import LoadedConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
 from temper_trainer.data.rows import Row
@@ -17,7 +18,8 @@ from temper_trainer.loops.opening import fit_models, load_problems, open_tokeniz
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
-from temper_trainer.runtime.opening import runtime_session
+from temper_trainer.metrics.records import Phase
+from temper_trainer.runtime.opening import Runtime, open_runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +32,17 @@ class RunResult:
     """The last evaluation's numbers by metric name; empty for SFT or without held-out problems."""
 
 
-def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object]) -> RunResult:
+def train(loaded: LoadedConfig, *, write_config: Callable[[Path], object]) -> RunResult:
     """Run what the configuration says, from its start or from a checkpoint.
 
     Args:
-        config: the composed configuration.
-        digest: its hash, which goes into checkpoints.
-        write_config: writes the resolved configuration into a folder.
+        loaded: the composed configuration.
+        write_config: writes the resolved configuration, with the origin of every value, into a folder.
 
     Raises:
         TemperError: of the kinds in ``temper_engine_api.errors``, each with what to do.
     """
+    config, digest = loaded.config, loaded.digest
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
@@ -51,11 +53,20 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     tokenizer = open_tokenizer(config, folder=folder, rows=[row for rows in problems.values() for row in rows])
     write_config(folder.root)
     with (
-        runtime_session(config.runtime),
+        open_runtime(config) as runtime,
         StopRequest() as stop,
         RunLog(folder.root, trackers=config.run.trackers, progress=config.run.progress, resume_step=done if found else None) as log,
     ):
-        run = _Run(config=config, folder=folder, problems=problems, tokenizer=tokenizer, log=log, digest=digest, stop=stop)
+        run = _Run(
+            config=config,
+            folder=folder,
+            problems=problems,
+            tokenizer=tokenizer,
+            log=log,
+            digest=digest,
+            stop=stop,
+            runtime=runtime,
+        )
         evaluation = run.sft() if config.loop == "sft" else run.rl(found)
         log.draw()
     return RunResult(directory=folder.root, evaluation=evaluation)
@@ -72,11 +83,12 @@ class _Run:
     log: RunLog
     digest: str
     stop: StopRequest
+    runtime: Runtime
 
     def sft(self) -> dict[str, float]:
         config = fit_models(self.config, self.tokenizer)
         stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder)
-        run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop)
+        run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return {}
 
     def rl(self, found: Path | None) -> dict[str, float]:
@@ -96,6 +108,7 @@ class _Run:
             resume_from=found,
             digest=self.digest,
             stop=self.stop,
+            runtime=self.runtime,
         )
 
     def _warm_start(self) -> str:
@@ -105,10 +118,10 @@ class _Run:
             config = fit_models(self.config, self.tokenizer)
             rows = self.problems.get("warm_start", self.problems["train"])
             stage = self._stage(config, phase="warm_start", rows=rows, folder=folder)
-            run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop)
+            run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return str(folder.model)
 
-    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder) -> SftStage:
+    def _stage(self, config: TrainerConfig, *, phase: Phase, rows: list[Row], folder: RunFolder) -> SftStage:
         warm_start = config.warm_start
         demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
         if num_dropped:

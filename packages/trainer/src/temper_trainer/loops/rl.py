@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.algorithms.policy_loss import policy_objective
-from temper_trainer.algorithms.value_loss import value_objective
+from temper_trainer.algorithms.kl import KlController, kl_controller
+from temper_trainer.algorithms.objectives import needs_old_logprobs, policy_objective, value_objective
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
@@ -22,11 +23,11 @@ from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
-from temper_trainer.loops.step import StepResult, needs_old_logprobs, rl_step
+from temper_trainer.loops.step import StepResult, rl_step
 from temper_trainer.metrics.log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.runtime.opening import open_group, open_sampler
+from temper_trainer.runtime.opening import Runtime
 from temper_trainer.types import DataCursor, Prompt
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, WeightBucket, export_buckets
 from temper_trainer.weight_sync.publish import Canary, Publisher
@@ -43,6 +44,7 @@ def run_rl(
     resume_from: Path | None,
     digest: str,
     stop: StopRequest,
+    runtime: Runtime,
 ) -> dict[str, float]:
     """All steps of a run, from a checkpoint where one is given.
 
@@ -53,17 +55,19 @@ def run_rl(
         RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
     """
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
-    state = TrainerState(step=0, cursor=DataCursor(), weight_version=1, config_digest=digest)
+    state = TrainerState(step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef)
     if resume_from is not None:
-        state = checkpointer.read_state(resume_from)
-    with open_rooms(config, log=log, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, state=state) as rooms:
+        state = replace(checkpointer.read_state(resume_from), config_digest=digest)
+    with open_rooms(
+        config, log=log, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, state=state, runtime=runtime
+    ) as rooms:
         if resume_from is not None:
             checkpointer.read_roles(resume_from, roles={name: role.read_part for name, role in rooms.roles.items()})
             log.say(f"going on from step {state.step} ({resume_from})")
         rooms.publisher.publish(rooms.canary)
         if state.step == 0:
             evaluate_all(rooms, step=0, moment="before RL")
-        _run_steps(rooms, first=state.step + 1, checkpointer=checkpointer, digest=digest, stop=stop)
+        _run_steps(rooms, state=state, checkpointer=checkpointer, stop=stop)
         found = evaluate_all(rooms, step=config.run.total_steps, moment="after RL")
         if config.run.save_model:
             write_model(rooms.roles["actor"], engine=config.actor.engine, tokenizer=tokenizer, directory=folder.model)
@@ -79,6 +83,7 @@ def open_rooms(
     prompts: Sequence[Prompt],
     eval_prompts: Sequence[Prompt],
     state: TrainerState,
+    runtime: Runtime,
 ) -> Iterator[Rooms]:
     """Build every room of a run and close them all, also when the body raises."""
     engines = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
@@ -86,10 +91,10 @@ def open_rooms(
         roles: dict[str, WorkerGroup] = {}
         for name, role in engines.items():
             if role is not None:
-                roles[name] = open_group(name, config=config, engine=role.engine)
+                roles[name] = runtime.open_group(name, engine=role.engine, num_workers=role.num_workers)
                 stack.callback(roles[name].close)
                 roles[name].init()
-        sampler = open_sampler(config, tokenizer=tokenizer)
+        sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
         publisher = Publisher(export=_exporter(roles["actor"]), sampler=sampler, version=state.weight_version - 1)
         yield Rooms(
@@ -106,16 +111,19 @@ def open_rooms(
         )
 
 
-def _run_steps(rooms: Rooms, *, first: int, checkpointer: Checkpointer, digest: str, stop: StopRequest) -> None:
+def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest) -> None:
     config, run, log = rooms.config, rooms.config.run, rooms.log
-    objectives: dict[str, Objective] = {"actor": policy_objective(config.algorithm, old_is_current=not needs_old_logprobs(rooms))}
+    is_annotated = needs_old_logprobs(config.algorithm, config.batching)
+    objectives: dict[str, Objective] = {"actor": policy_objective(config.algorithm, old_is_current=not is_annotated)}
     if "critic" in rooms.roles:
         objectives["critic"] = value_objective(config.algorithm)
     for role, objective in objectives.items():
         rooms.roles[role].set_objective(objective)
-    with log.bar("rl", total=run.total_steps, start=first - 1) as bar:
-        for step in range(first, run.total_steps + 1):
-            result = rl_step(rooms, step=step, objectives=objectives)
+    kl = replace(kl_controller(config.algorithm), coef=state.kl_coef)
+    with log.bar("rl", total=run.total_steps, start=state.step) as bar:
+        for step in range(state.step + 1, run.total_steps + 1):
+            result = rl_step(rooms, step=step, objectives=objectives, kl=kl)
+            kl = result.kl
             log.log(step, result.metrics, phase="rl")
             bar.advance()
             if run.table_every and step % run.table_every == 0:
@@ -124,23 +132,30 @@ def _run_steps(rooms: Rooms, *, first: int, checkpointer: Checkpointer, digest: 
             if run.eval_every and step % run.eval_every == 0 and not is_last:
                 evaluate_all(rooms, step=step, moment=f"step {step}")
             if stop.is_set or is_last or (run.save_every and step % run.save_every == 0):
-                saved = _save(rooms, step=step, checkpointer=checkpointer, digest=digest)
+                saved = _save(rooms, step=step, kl=kl, checkpointer=checkpointer, digest=state.config_digest)
                 if stop.is_set and not is_last:
                     raise RunInterrupted(step=step, checkpoint=str(saved))
 
 
-def _save(rooms: Rooms, *, step: int, checkpointer: Checkpointer, digest: str) -> Path:
-    state = TrainerState(step=step, cursor=rooms.prompts.cursor, weight_version=rooms.publisher.version, config_digest=digest)
+def _save(rooms: Rooms, *, step: int, kl: KlController, checkpointer: Checkpointer, digest: str) -> Path:
+    state = TrainerState(
+        step=step,
+        cursor=rooms.prompts.cursor,
+        weight_version=rooms.publisher.version,
+        config_digest=digest,
+        kl_coef=kl.coef,
+    )
     return checkpointer.save(
         state,
         roles={name: role.write_part for name, role in rooms.roles.items()},
-        topology={name: {"num_workers": role.num_workers, "dp_size": role.dp_size} for name, role in rooms.roles.items()},
+        topology={f"{name}.dp": role.dp_size for name, role in rooms.roles.items()},
     )
 
 
 def _rows(result: StepResult, *, count: int) -> list[SampleRow]:
     """The first completions of different prompts."""
-    seen, rows = set(), []
+    seen: set[int] = set()
+    rows: list[SampleRow] = []
     for rollout in result.rollouts:
         if rollout.group_id not in seen and len(rows) < count:
             seen.add(rollout.group_id)
@@ -156,13 +171,15 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
     """The first training prompt, or its last 64 tokens."""
     tokens = torch.tensor(prompt.tokens[-64:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
     batch = from_sequences([tokens], loss_masks=[torch.zeros(len(tokens), dtype=torch.bool)])
-    plan = plan_mini_batch([len(tokens)], dp_size=actor.dp_size, max_tokens=config.batching.max_tokens, constraints=actor.constraints)
+    plan = plan_mini_batch(
+        [len(tokens)], dp_size=actor.dp_size, max_tokens=config.batching.max_tokens, constraints=actor.topology.plan_constraints
+    )
     denominators = count_denominators(batch)
     parts = [pack_rank(batch, plan=plan, rank=rank, denominators=denominators) for rank in range(actor.dp_size)]
 
     def engine_logprobs() -> list[float]:
         outputs = actor.forward(parts, outputs=[Query.LOGPROB], sample_ids=batch.sample_ids)
-        found: list[float] = outputs.columns[Query.LOGPROB][1:].tolist()
+        found: list[float] = outputs.columns[Query.LOGPROB].tolist()
         return found
 
     return Canary(tokens=tuple(tokens.tolist()), engine_logprobs=engine_logprobs, tolerance=config.rollout.canary_tolerance)

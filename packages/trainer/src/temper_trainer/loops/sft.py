@@ -8,9 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.algorithms.sft_loss import SftLoss
+from temper_trainer.algorithms.objectives import sft_objective
+from temper_trainer.batching.packing import pack
 from temper_trainer.batching.samples import demonstrations_to_samples
-from temper_trainer.batching.step_plan import RoleLayout, pack, plan_step
+from temper_trainer.batching.step_plan import layout_of, plan_step
 from temper_trainer.checkpoint.huggingface import write_model_directory
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
@@ -20,9 +21,11 @@ from temper_trainer.data.order import PromptStream
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.step import update_metrics
 from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.records import Phase
 from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.runtime.opening import open_group
+from temper_trainer.runtime.opening import Runtime
 from temper_trainer.types import DataCursor, Demonstration
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
 
@@ -31,7 +34,7 @@ from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buck
 class SftStage:
     """One supervised stage: what it trains, on what, for how long."""
 
-    phase: str
+    phase: Phase
     """Name in the log: sft or warm_start."""
     engine: EngineConfig
     """Of the actor, with this stage's optimiser and schedule."""
@@ -46,7 +49,14 @@ class SftStage:
 
 
 def run_sft(
-    config: TrainerConfig, stage: SftStage, *, log: RunLog, tokenizer: PreTrainedTokenizerBase, digest: str, stop: StopRequest
+    config: TrainerConfig,
+    stage: SftStage,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: str,
+    stop: StopRequest,
+    runtime: Runtime,
 ) -> Path:
     """Train, save, and write the model directory.
 
@@ -58,10 +68,10 @@ def run_sft(
     """
     checkpointer = Checkpointer(root=stage.folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     stream = PromptStream(stage.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle, cursor=DataCursor())
-    group = open_group("actor", config=config, engine=stage.engine)
+    group = runtime.open_group("actor", engine=stage.engine, num_workers=config.actor.num_workers)
     try:
         group.init()
-        group.set_objective(SftLoss())
+        group.set_objective(sft_objective())
         done = 0
         found = checkpointer.find("auto" if config.run.resume != "never" else "never")
         if found is not None:
@@ -77,7 +87,7 @@ def run_sft(
                 every = config.run.save_every
                 if stop.is_set or step == stage.total_steps or (every and step % every == 0):
                     state = TrainerState(step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
-                    saved = checkpointer.save(state, roles={"actor": group.write_part}, topology={"actor": group.dp_size})
+                    saved = checkpointer.save(state, roles={"actor": group.write_part}, topology={"actor.dp": group.dp_size})
                     if stop.is_set:
                         raise RunInterrupted(step=step, checkpoint=str(saved))
         return write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
@@ -98,17 +108,13 @@ def _sft_update(
 ) -> dict[str, float]:
     begin = time.perf_counter()
     samples = demonstrations_to_samples(stream.take(stage.batch_size))
-    layout = RoleLayout(dp_size=group.dp_size, constraints=group.constraints)
     batching = BatchingConfig(prompts_per_step=stage.batch_size, max_tokens=config.batching.max_tokens)
     seed = derive_seed(config.run.seed, stage.phase, step)
-    (mini_batch,) = plan_step(samples, batching, topologies={"actor": layout}, seed=seed).mini_batches
-    result = group.update(pack(samples, mini_batch, role="actor"), is_last_of_step=True)
+    (mini_batch,) = plan_step(samples, batching, topologies={"actor": layout_of(group.topology)}, seed=seed).mini_batches
+    result = group.update(pack(samples, mini_batch, "actor", objective=sft_objective()), is_last_of_step=True)
     seconds = time.perf_counter() - begin
     return {
-        **{f"actor/{name}": metric.result for name, metric in result.metrics.items()},
-        "actor/grad_norm": result.report.grad_norm,
-        "actor/skipped_updates": float(result.report.outcome != "stepped"),
-        "actor/lr": result.lr,
+        **{name if "/" in name else f"actor/{name}": metric.result for name, metric in update_metrics(result).items()},
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
         "time/step_s": seconds,

@@ -14,12 +14,16 @@ from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.kl import kl_divergence
+from temper_trainer.algorithms.kl import KlController, estimate_kl, sequence_kl
 from temper_trainer.algorithms.mismatch import mismatch_metrics
+from temper_trainer.algorithms.objectives import needs_old_logprobs
+from temper_trainer.batching.packing import pack
+from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import to_samples
-from temper_trainer.batching.step_plan import RoleLayout, StepPlan, pack, plan_step
+from temper_trainer.batching.step_plan import StepPlan, layout_of, plan_forward, plan_step
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.runtime.worker import UpdateResult
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
 
@@ -47,31 +51,42 @@ class StepResult:
     """Numbers for the log."""
     rollouts: Sequence[Rollout]
     """In the order of their sample ids."""
+    kl: KlController
+    """Weight of the KL penalty of the next step."""
 
 
-def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective]) -> StepResult:
-    """One RL step over the rooms; ``objectives`` are those of the trained roles by role."""
+def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], kl: KlController) -> StepResult:
+    """One RL step over the rooms.
+
+    Args:
+        rooms: open ones.
+        step: its number, from 1.
+        objectives: of the trained roles, by role.
+        kl: weight of the KL penalty on rewards.
+    """
     clock, config = StepClock(), rooms.config
     begin = time.perf_counter()
     with clock.phase("rollout"):
         prompts = rooms.prompts.take(config.batching.prompts_per_step)
         rollouts, metrics = sample_rollouts(rooms, prompts, step=step, clock=clock)
     samples = to_samples(rollouts, temperature=config.sampling.temperature)
-    layouts = {name: RoleLayout(dp_size=role.dp_size, constraints=role.constraints) for name, role in rooms.roles.items()}
+    layouts = {name: layout_of(role.topology) for name, role in rooms.roles.items()}
     plan = plan_step(samples, config.batching, topologies=layouts, seed=derive_seed(config.run.seed, "mini-batches", step))
+    if step == 1:
+        rooms.log.say(describe(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
-    samples, advantage_metrics = add_advantages(rooms, samples, rewards=rewards)
+    samples, advantage_metrics, kl = add_advantages(rooms, samples, rewards=rewards, kl=kl)
     with clock.phase("update"):
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
-    metrics |= advantage_metrics | merged
+    metrics |= plan_metrics(plan, samples, role="actor") | advantage_metrics | merged
     with clock.phase("weight_sync"):
         metrics |= rooms.publisher.publish(rooms.canary)
     clock.seconds["time/step_s"] = time.perf_counter() - begin
     metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(clock.seconds["time/rollout_s"], 1e-9)
     metrics["data/epoch"] = float(rooms.prompts.cursor.epoch)
-    return StepResult(metrics={**metrics, **clock.seconds}, rollouts=rollouts)
+    return StepResult(metrics={**metrics, **clock.seconds}, rollouts=rollouts, kl=kl)
 
 
 def sample_rollouts(rooms: Rooms, prompts: Sequence[Prompt], *, step: int, clock: StepClock) -> tuple[list[Rollout], dict[str, float]]:
@@ -118,7 +133,7 @@ def sample_rollouts(rooms: Rooms, prompts: Sequence[Prompt], *, step: int, clock
 def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBatch:
     """Add old_logprobs, ref_logprobs and values, each by the micro-batches that the update will use."""
     algorithm, columns = rooms.config.algorithm, {}
-    if needs_old_logprobs(rooms):
+    if needs_old_logprobs(algorithm, rooms.config.batching):
         columns["old_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB)
     if "ref" in rooms.roles:
         columns["ref_logprobs"] = _forward(rooms, samples, plan, role="ref", query=Query.LOGPROB)
@@ -127,35 +142,36 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
     return samples.with_columns(columns)
 
 
-def needs_old_logprobs(rooms: Rooms) -> bool:
-    """Whether the policy moves between a step's first and last update, or the reward needs its log-probs beforehand."""
-    config = rooms.config
-    return config.batching.num_mini_batches * config.batching.num_passes > 1 or config.algorithm.kl_reward_coef > 0
-
-
 def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query) -> Tensor:
     """[T] answers of one role over the mini-batches of the first pass."""
     group, parts = rooms.roles[role], []
-    for mini_batch in plan.first_pass:
+    for mini_batch in plan_forward(plan):
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
-        parts.append(group.forward(pack(samples, mini_batch, role=role), outputs=[query], sample_ids=ids))
+        parts.append(group.forward(pack(samples, mini_batch, role), outputs=[query], sample_ids=ids))
     return gather_outputs(parts, sample_ids=samples.sample_ids).columns[query]
 
 
-def add_advantages(rooms: Rooms, samples: SequenceBatch, *, rewards: Tensor) -> tuple[SequenceBatch, dict[str, float]]:
-    """Advantages, and for gae returns, as columns; with their metrics and those that compare sampler and engine."""
+def add_advantages(
+    rooms: Rooms, samples: SequenceBatch, *, rewards: Tensor, kl: KlController
+) -> tuple[SequenceBatch, dict[str, float], KlController]:
+    """Advantages, and for gae returns, as columns; their metrics; the KL controller of the next step."""
     algorithm, columns = rooms.config.algorithm, samples.columns
     metrics: dict[str, float] = {}
-    kl = None
-    if algorithm.kl_reward_coef > 0:
-        kl = kl_divergence(columns["old_logprobs"], columns["ref_logprobs"], estimator=algorithm.kl_estimator)
     if "old_logprobs" in columns:
-        metrics |= mismatch_metrics(samples)
-    estimated = estimate_advantages(algorithm, samples=samples, rewards=rewards, values=columns.get("values"), kl=kl)
+        found = mismatch_metrics(columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"], loss_mask=samples.loss_mask)
+        metrics |= {name: metric.result for name, metric in found.items()}
+    token_kl = None
+    if algorithm.kl_reward_coef > 0:
+        token_kl = estimate_kl(columns["old_logprobs"], ref_logprobs=columns["ref_logprobs"], estimator=algorithm.kl_estimator)
+    estimated = estimate_advantages(algorithm, samples=samples, rewards=rewards, values=columns.get("values"), kl=token_kl, kl_coef=kl.coef)
+    if token_kl is not None:
+        per_completion = sequence_kl(token_kl, samples=samples)
+        metrics |= {"ref/kl": per_completion, "ref/kl_coef": kl.coef}
+        kl = kl.updated(kl=per_completion, num_samples=samples.num_sequences)
     added = {"advantages": estimated.advantages}
     if estimated.returns is not None:
         added["returns"] = estimated.returns
-    return samples.with_columns(added), metrics | estimated.metrics
+    return samples.with_columns(added), metrics | estimated.metrics, kl
 
 
 def update_roles(
@@ -164,26 +180,27 @@ def update_roles(
     """Every mini-batch of every pass, for every trained role."""
     found: dict[str, float] = {}
     for role, objective in objectives.items():
-        group = rooms.roles[role]
         metrics: list[Mapping[str, Metric]] = []
         for i, mini_batch in enumerate(plan.mini_batches):
-            seed = derive_seed(rooms.config.run.seed, f"prepare-{role}", step, i)
-            parts = pack(samples, mini_batch, role=role, objective=objective, seed=seed)
-            result = group.update(parts, is_last_of_step=i == len(plan.mini_batches) - 1)
-            if i == 0 and "ratio" in result.metrics:
-                found[f"{role}/first_ratio"] = result.metrics["ratio"].result
-            skipped = result.report.outcome == "nonfinite"
-            if skipped:
+            is_last = i == len(plan.mini_batches) - 1
+            result = rooms.roles[role].update(pack(samples, mini_batch, role, objective=objective), is_last_of_step=is_last)
+            if i == 0 and "policy/ratio_error_max" in result.metrics:
+                found["policy/first_ratio_error_max"] = result.metrics["policy/ratio_error_max"].result
+            if result.report.outcome == "nonfinite":
                 rooms.log.say(f"step {step}: {role} skipped a non-finite update; samples {result.report.sample_ids[:8]}")
-            norm = Metric(value=0.0 if skipped else result.report.grad_norm, weight=0.0 if skipped else 1.0)
-            metrics.append(
-                {
-                    **result.metrics,
-                    "loss": Metric(value=result.metrics["loss"].result, weight=1.0),
-                    "grad_norm": norm,
-                    "skipped_updates": Metric(value=float(result.report.outcome != "stepped"), reduction="sum"),
-                    "lr": Metric(value=result.lr, weight=1.0),
-                }
-            )
-        found |= {f"{role}/{name}": metric.result for name, metric in merge_metrics(metrics).items()}
+            metrics.append(update_metrics(result))
+        merged = merge_metrics(metrics)
+        found |= {name if "/" in name else f"{role}/{name}": metric.result for name, metric in merged.items()}
     return found
+
+
+def update_metrics(result: UpdateResult) -> dict[str, Metric]:
+    """An update's metrics with loss, norm, rate and outcome in a form that merges over updates."""
+    is_skipped = result.report.outcome == "nonfinite"
+    return {
+        **result.metrics,
+        "loss": Metric(value=result.metrics["loss"].result),
+        "grad_norm": Metric(value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)),
+        "skipped_updates": Metric(value=float(result.report.outcome != "stepped"), reduction="sum"),
+        "lr": Metric(value=result.lr),
+    }

@@ -13,7 +13,7 @@ from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.outputs import Outputs, gather_outputs
 from temper_engine_api.specs import EngineConfig
-from temper_engine_api.topology import PlanConstraints, Topology
+from temper_engine_api.topology import Topology
 from temper_trainer.runtime.worker import TrainingWorker, UpdateResult
 
 T = TypeVar("T")
@@ -56,14 +56,14 @@ class WorkerGroup(ABC):
         """Ranks of the role."""
 
     @property
-    def dp_size(self) -> int:
-        """Data-parallel shares that ``update`` and ``forward`` take."""
-        return self.topologies[0].dp.size
+    def topology(self) -> Topology:
+        """Of rank 0; sizes and constraints are the same on every rank."""
+        return self.topologies[0]
 
     @property
-    def constraints(self) -> PlanConstraints:
-        """What a plan for this role must satisfy."""
-        return self.topologies[0].plan_constraints
+    def dp_size(self) -> int:
+        """Data-parallel shares that ``update`` and ``forward`` take."""
+        return self.topology.dp.size
 
     def init(self) -> None:
         """Build the model on every rank."""

@@ -2,31 +2,74 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import RuntimeConfig, TrainerConfig
+from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
+from temper_trainer.runtime.placement import RoleRequest
+
+
+class Runtime(Protocol):
+    """Makes the roles and the sampler of a run."""
+
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
+        """The ranks of one role, not yet initialised."""
+        ...
+
+    def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        """The sampler, without weights until the first publish."""
+        ...
+
+
+class InlineRuntime:
+    """Everything in the driver's process."""
+
+    def __init__(self, engine_name: str) -> None:
+        self._engine_name = engine_name
+
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
+        """One rank."""
+        assert num_workers == 1
+        return InlineWorkerGroup(role, engine_name=self._engine_name, config=engine)
+
+    def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        """In this process."""
+        return HfSampler(model=config.actor.engine.model, tokenizer=tokenizer, config=config.rollout)
 
 
 @contextmanager
-def runtime_session(runtime: RuntimeConfig) -> Iterator[None]:
-    """The cluster of a run, where it has one."""
-    del runtime
-    yield
+def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
+    """The runtime that ``runtime.kind`` names.
 
-
-def open_group(role: str, *, config: TrainerConfig, engine: EngineConfig) -> WorkerGroup:
-    """The ranks of one role, not yet initialised."""
+    Raises:
+        ConfigError: Ray is asked for and not installed, or the cluster is too small.
+    """
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
-    return InlineWorkerGroup(role, engine_name=config.model_engine, config=engine)
+    if config.runtime.kind == "inline":
+        yield InlineRuntime(config.model_engine)
+        return
+    try:
+        from temper_trainer.runtime.ray_runtime import open_ray_runtime
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.") from error
+    with open_ray_runtime(config, roles=role_requests(config)) as runtime:
+        yield runtime
 
 
-def open_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-    """The sampler, without weights until the first publish."""
-    return HfSampler(model=config.actor.engine.model, tokenizer=tokenizer, config=config.rollout)
+def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
+    """What every role of a run needs, the sampler as ``rollout``."""
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
+    if config.loop == "rl":
+        requests["rollout"] = RoleRequest(num_workers=1, pool=config.rollout.pool)
+    return requests

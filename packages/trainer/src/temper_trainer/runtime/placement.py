@@ -1,0 +1,94 @@
+"""Which process goes where: a pure function of the cluster and the roles, printed, then executed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run import RuntimeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRequest:
+    """What one role needs."""
+
+    num_workers: int
+    """Processes."""
+    pool: str
+    """Resource pool; the workers of equal rank of one pool's roles share a bundle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Resources that the workers of one rank of one pool share."""
+
+    pool: str
+    """Its pool."""
+    rank: int
+    """Rank of the workers in it."""
+    roles: tuple[str, ...]
+    """Who shares it."""
+    cpus: float
+    """CPU cores of the bundle."""
+    gpus: float
+    """GPUs of the bundle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Every bundle of a run."""
+
+    bundles: tuple[Bundle, ...]
+    """In the order of pool and rank."""
+
+    def bundle_of(self, role: str, rank: int) -> int:
+        """Index of the bundle of one worker."""
+        return next(i for i, bundle in enumerate(self.bundles) if role in bundle.roles and bundle.rank == rank)
+
+    def share_of(self, role: str, rank: int) -> tuple[float, float]:
+        """(CPU cores, GPUs) of one worker: an equal share of its bundle."""
+        bundle = self.bundles[self.bundle_of(role, rank)]
+        return bundle.cpus / len(bundle.roles), bundle.gpus / len(bundle.roles)
+
+    def describe(self) -> str:
+        """One line a bundle."""
+        return "\n".join(f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU" for b in self.bundles)
+
+
+def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, cpus: float, gpus: float) -> Placement:
+    """Bundles for every role.
+
+    Args:
+        roles: by name, in the order in which they share a bundle.
+        runtime: resources of one bundle.
+        cpus: of the whole cluster.
+        gpus: of the whole cluster.
+
+    Raises:
+        ConfigError: the cluster is too small; says what is missing and which keys ask for it.
+    """
+    pools: dict[str, dict[str, RoleRequest]] = {}
+    for name, request in roles.items():
+        pools.setdefault(request.pool, {})[name] = request
+    bundles = [
+        Bundle(
+            pool=pool,
+            rank=rank,
+            roles=tuple(name for name, request in members.items() if rank < request.num_workers),
+            cpus=runtime.cpus_per_worker,
+            gpus=runtime.gpus_per_worker,
+        )
+        for pool, members in pools.items()
+        for rank in range(max(request.num_workers for request in members.values()))
+    ]
+    _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
+    return Placement(bundles=tuple(bundles))
+
+
+def _check_fits(bundles: Sequence[Bundle], roles: Mapping[str, RoleRequest], *, cpus: float, gpus: float) -> None:
+    asked_cpus, asked_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
+    if asked_cpus > cpus or asked_gpus > gpus:
+        sizes = ", ".join(f"{name}: {request.num_workers} in pool {request.pool!r}" for name, request in roles.items())
+        raise ConfigError(
+            f"the roles ({sizes}) need {asked_cpus:g} CPU and {asked_gpus:g} GPU, but the cluster has {cpus:g} and {gpus:g}: lower "
+            "runtime.cpus_per_worker, runtime.gpus_per_worker or a role's num_workers, or give roles the same pool."
+        )

@@ -1,0 +1,86 @@
+"""Ray for one run: a placement group, the roles' actors in it, and the sampler's."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.runtime.group import WorkerError, WorkerGroup
+from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement
+from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
+
+logger = logging.getLogger(__name__)
+
+
+class RayRuntime:
+    """Ray and one placement group, from the start of a run to its end."""
+
+    def __init__(self, config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> None:
+        self._config = config
+        runtime = config.runtime
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            ray.init(address=runtime.address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        resources = ray.cluster_resources()
+        self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
+        logger.info("placement:\n%s", self.placement.describe())
+        bundles = [_resources(bundle.cpus, bundle.gpus) for bundle in self.placement.bundles]
+        self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
+            raise WorkerError(f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s.")
+
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
+        """One actor a rank."""
+        return RayWorkerGroup(
+            role,
+            actors=[self._start(RoleActor, role=role, rank=rank) for rank in range(num_workers)],
+            engine_name=self._config.model_engine,
+            config=engine,
+            num_threads=self._config.run.num_threads,
+            timeout_s=self._config.runtime.worker_timeout_s,
+        )
+
+    def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        """An actor of its own."""
+        arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
+        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0)
+        return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
+
+    def close(self) -> None:
+        """Give resources back, and stop Ray if this run started it."""
+        remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _start(self, actor_class: type[object], *arguments: object, role: str, rank: int) -> ActorHandle:
+        """One actor in the bundle of its role and rank."""
+        cpus, gpus = self.placement.share_of(role, rank)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self.placement.bundle_of(role, rank)
+        )
+        remote = ray.remote(actor_class).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0)
+        return cast("ActorHandle", remote.remote(*arguments))
+
+
+@contextmanager
+def open_ray_runtime(config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> Iterator[RayRuntime]:
+    """Ray for the body; closed also when it raises."""
+    runtime = RayRuntime(config, roles=roles)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}

@@ -1,0 +1,209 @@
+"""Roles and sampler as Ray actors, and the driver's handles on them."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar, cast
+
+import ray
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.specs import EngineConfig, ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.config.rollout import RolloutConfig
+from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.runtime.group import WorkerError, WorkerGroup
+from temper_trainer.runtime.worker import TrainingWorker
+from temper_trainer.types import Completion, SamplingRequest
+
+T = TypeVar("T")
+BUCKET_TENSORS = 256
+"""Tensors that travel to a sampler actor in one call."""
+
+
+class ActorHandle(Protocol):
+    """What a Ray handle to one of the classes below offers."""
+
+    call: "_Method"
+    rendezvous: "_Method"
+    configure: "_Method"
+    hold: "_Method"
+    commit: "_Method"
+
+
+class _Method(Protocol):
+    def remote(self, *arguments: object) -> "ray.ObjectRef[object]": ...
+
+
+class RoleActor:
+    """One rank in its own process; makes its worker once it knows its place."""
+
+    def __init__(self) -> None:
+        self._worker: TrainingWorker | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address of this node and a free port on it, for rank 0."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port: int = probe.getsockname()[1]
+        return address, port
+
+    def configure(
+        self, engine_name: str, config: EngineConfig, num_threads: int | None, rank: int, world_size: int, address: str, port: int
+    ) -> int:
+        """Take a place in the role's process group; returns this process's id."""
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+        self._worker = TrainingWorker(engine_name=engine_name, config=config, num_threads=num_threads)
+        return os.getpid()
+
+    def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
+        """Run a function on the worker."""
+        assert self._worker is not None
+        return function(self._worker, *arguments)
+
+
+class SamplerActor:
+    """The sampler in its own process."""
+
+    def __init__(self, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, num_threads: int | None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._sampler = HfSampler(model=model, tokenizer=tokenizer, config=config)
+        self._held: list[NamedWeight] = []
+
+    def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
+        """Run a function on the sampler."""
+        return function(self._sampler, *arguments)
+
+    def hold(self, weights: list[NamedWeight]) -> None:
+        """Keep a part of a set until it is complete."""
+        self._held += weights
+
+    def commit(self, count: int, version: int) -> int:
+        """Load the set that was held; returns the version the sampler now has."""
+        held, self._held = self._held, []
+        if len(held) != count:
+            raise WeightError(f"the sampler received {len(held)} of {count} weights: publish the weights again.")
+        self._sampler.load_weights(iter(held), version=version)
+        return self._sampler.weight_version
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A role as Ray actors, each one rank of a process group of its own."""
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        actors: Sequence[ActorHandle],
+        engine_name: str,
+        config: EngineConfig,
+        num_threads: int | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(role)
+        self._timeout_s = timeout_s
+        self._actors = list(actors)
+        (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{role} rank 0: rendezvous")
+        address, port = cast("tuple[str, int]", place)
+        refs = [
+            actor.configure.remote(engine_name, config, num_threads, rank, len(self._actors), address, port)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self.process_ids = cast("list[int]", _wait_all(refs, timeout_s=self._timeout_s, what=f"{role}: configure"))
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of the role."""
+        return len(self._actors)
+
+    def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
+        """Call the function on every actor at once; the first failure ends the wait."""
+        refs = [actor.call.remote(call, given) for actor, given in zip(self._actors, arguments, strict=True)]
+        return cast("list[T]", _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: {call.__qualname__}"))
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+class RaySampler:
+    """A ``Sampler`` whose work happens in an actor; weights travel through the object store."""
+
+    def __init__(self, actor: ActorHandle, *, timeout_s: float) -> None:
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._version = -1
+
+    @property
+    def weight_version(self) -> int:
+        """As the actor reported it after the last set."""
+        return self._version
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """One completion for each request, in their order."""
+        return cast("list[Completion]", self._call(HfSampler.sample, list(requests)))
+
+    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+        """Log-prob of each token but the first."""
+        return cast("list[list[float]]", self._call(_sampler_logprobs, [tuple(row) for row in tokens], temperature))
+
+    def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
+        """Send a set in parts; the actor loads it only when it is complete."""
+        count = 0
+        for part in _parts(stream):
+            count += len(part)
+            _wait_all([self._actor.hold.remote(part)], timeout_s=self._timeout_s, what="rollout: receive weights")
+        ref = self._actor.commit.remote(count, version)
+        (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load weights")
+        self._version = cast("int", held)
+
+    def close(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> object:
+        (result,) = _wait_all(
+            [self._actor.call.remote(function, arguments)], timeout_s=self._timeout_s, what=f"rollout: {function.__qualname__}"
+        )
+        return result
+
+
+def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what: str) -> list[object]:
+    """Results in order; raises as soon as one of them failed, though others still wait in a collective."""
+    pending, deadline = list(refs), time.monotonic() + timeout_s
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [i for i, ref in enumerate(refs) if ref in pending]
+            raise WorkerError(f"{what}: ranks {late} did not answer within runtime.worker_timeout_s = {timeout_s} s.")
+        try:
+            ray.get(ready)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from error
+        except ray.exceptions.RayActorError as error:
+            rank = list(refs).index(ready[0])
+            raise WorkerError(
+                f"{what}: the worker of rank {rank} died ({error}). Completed steps are safe: go on with run.resume=auto."
+            ) from error
+    return list(ray.get(list(refs)))
+
+
+def _parts(stream: Iterable[NamedWeight]) -> Iterator[list[NamedWeight]]:
+    held: list[NamedWeight] = []
+    for weight in stream:
+        held.append(weight)
+        if len(held) == BUCKET_TENSORS:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _sampler_logprobs(sampler: HfSampler, tokens: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    return sampler.logprobs(tokens, temperature=temperature)
