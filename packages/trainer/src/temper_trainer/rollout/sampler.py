@@ -33,7 +33,7 @@ class Sampler(Protocol):
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Log-prob of every token given the earlier ones of its sequence, float32, after temperature; 0.0 for the first of each."""
+        """Log-probs of every token but the first of each sequence, given the earlier ones; float32, after temperature (above 0)."""
         ...
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class ScriptedSampler:
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """The constant for every token but the first of each sequence, whatever the temperature."""
-        return [[0.0, *[self._logprob] * (len(sequence) - 1)] for sequence in tokens]
+        return [[self._logprob] * (len(sequence) - 1) for sequence in tokens]
 
     def close(self) -> None:
         """Forget the weights."""

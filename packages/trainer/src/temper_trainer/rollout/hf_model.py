@@ -1,0 +1,80 @@
+"""The sampler's own transformers model: built from a ModelSpec, and given weights whole or not at all."""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
+from temper_trainer.rollout.slot_memory import SLOT_ATTENTION
+
+
+def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model in eval mode whose attention goes through the slot memory.
+
+    Raises:
+        ConfigError: nothing can be loaded from model.path, or transformers does not know model.architecture.
+    """
+    try:
+        if spec.path is not None:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.path,
+                dtype=dtype,
+                attn_implementation=SLOT_ATTENTION,
+                local_files_only=True,
+                trust_remote_code=spec.trust_remote_code,
+            )
+        else:
+            config = AutoConfig.for_model(**spec.architecture)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(spec.seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=SLOT_ATTENTION)
+    except (OSError, ValueError) as error:
+        origin = spec.path or dict(spec.architecture)
+        raise ConfigError(f"the sampler can't build a model from {origin!r}: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def end_token_ids(model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
+    """The tokenizer's end token, and those that a loaded model's own generation config names.
+
+    A model from scratch has no say: the end token in its architecture's defaults belongs to another tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    ends = set() if tokenizer_end is None else {tokenizer_end}
+    if spec.path is not None and model.generation_config is not None:
+        named = model.generation_config.eos_token_id
+        ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
+    if not ends:
+        raise ConfigError("neither the tokenizer nor the model's generation config has an end token, so no completion could end.")
+    return frozenset(ends)
+
+
+def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
+    """Copy a complete set of weights into the model; tied tensors arrive once, under the first of their names.
+
+    The tensors are held until the set is known to be complete, so that a bad set changes nothing.
+
+    Raises:
+        WeightError: a name is missing, unexpected or repeated, or a shape differs.
+    """
+    places: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, place in model.state_dict().items():
+        if place.data_ptr() not in seen:
+            seen.add(place.data_ptr())
+            places[name] = place
+    arrived = list(stream)
+    check_complete((_entry(name, place) for name, place in places.items()), [_entry(w.name, w.tensor) for w in arrived])
+    with torch.no_grad():
+        for weight in arrived:
+            places[weight.name].copy_(weight.tensor)
+
+
+def _entry(name: str, tensor: torch.Tensor) -> WeightEntry:
+    return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
