@@ -1,0 +1,29 @@
+"""Leave-one-out advantages, by hand and against a slow loop."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_trainer.algorithms.rloo import leave_one_out_advantage
+
+
+def test_the_baseline_is_the_mean_of_the_others() -> None:
+    # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
+    found = leave_one_out_advantage(torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4]))
+    assert found.tolist() == pytest.approx([1.5, -1.5, 0.0])
+
+
+def test_a_group_of_one_has_no_others_and_gets_zero() -> None:
+    assert leave_one_out_advantage(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [0.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=12))
+def test_rloo_equals_a_loop_over_the_others(pairs: list[tuple[int, float]]) -> None:
+    expected = []
+    for i, (group, reward) in enumerate(pairs):
+        others = [r for j, (g, r) in enumerate(pairs) if g == group and j != i]
+        expected.append(reward - sum(others) / len(others) if others else 0.0)
+    rewards = torch.tensor([r for _, r in pairs], dtype=torch.float64)
+    found = leave_one_out_advantage(rewards, group_ids=torch.tensor([g for g, _ in pairs]))
+    assert found.tolist() == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,86 @@
+"""Law: the gradient of a registered objective does not depend on how the mini-batch is split over ranks and micro-batches.
+
+No engine here: log-probs, entropies and values are linear in three parameters, so a gradient is three numbers.
+"""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.metrics import Metric, merge_metrics
+from temper_engine_api.objective import Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
+from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.sft_loss import SftObjective
+from temper_trainer.algorithms.value_loss import ValueObjective
+
+TOKEN_LEVEL = (
+    Aggregation(mode=AggregationMode.TOKEN_MEAN),
+    Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN),
+    Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM),
+    Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM, horizon=9),
+)
+OBJECTIVES: tuple[Objective, ...] = (
+    *(SftObjective(aggregation=a) for a in TOKEN_LEVEL),
+    *(ValueObjective(clip=0.2, aggregation=a) for a in TOKEN_LEVEL),
+    *(PolicyObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a) for a in TOKEN_LEVEL),
+    ValueObjective(),
+    PolicyObjective(old_is_current=True),
+    PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
+)
+LENGTHS = (7, 2, 11, 4, 9, 3, 5)
+
+
+def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
+    ours = {cls for cls in registered_objectives().values() if cls.__module__.startswith("temper_trainer.")}
+    assert {type(objective) for objective in OBJECTIVES} == ours
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 11), (1, 20), (2, 41), (3, 12)])
+def test_gradient_and_metrics_are_independent_of_the_split(objective: Objective, dp_size: int, max_tokens: int) -> None:
+    whole, metrics = run(objective, dp_size=1, max_tokens=sum(LENGTHS))
+    split, split_metrics = run(objective, dp_size=dp_size, max_tokens=max_tokens)
+    assert float(whole.abs().max()) > 1e-3
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
+    assert {name: m.result for name, m in split_metrics.items()} == pytest.approx({name: m.result for name, m in metrics.items()}, rel=1e-5)
+
+
+def run(objective: Objective, *, dp_size: int, max_tokens: int) -> tuple[Tensor, Mapping[str, Metric]]:
+    batch, theta = mini_batch(), torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    denominators = count_denominators(batch)
+    plan = plan_mini_batch(batch.lengths.tolist(), dp_size=dp_size, max_tokens=max_tokens)
+    gradient, metrics = torch.zeros(3), []
+    for rank in range(dp_size):
+        share: PackedBatch = pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+        for micro in share.micro_batches():
+            terms = objective(answers_of(theta, micro), micro)
+            loss = reduce_loss(terms, micro, denominators=denominators, aggregation=objective.aggregation)
+            gradient += torch.autograd.grad(loss, theta)[0]
+            metrics.append(terms.metrics)
+    return gradient, merge_metrics(metrics)
+
+
+def answers_of(theta: Tensor, micro: SequenceBatch) -> Answers:
+    columns = {q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)}
+    return Answers(columns={q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()})
+
+
+def mini_batch() -> SequenceBatch:
+    draw = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    names = ("advantages", "returns", "base_value", "base_entropy")
+    columns = {name: torch.randn(total, generator=draw) for name in names}
+    columns["base_logprob"] = -torch.rand(total, generator=draw)
+    for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        columns[name] = columns["base_logprob"] + 0.3 * torch.randn(total, generator=draw)
+    columns["values"] = columns["base_value"] + 0.3 * torch.randn(total, generator=draw)
+    columns["features"] = 0.3 * torch.randn(total, 3, generator=draw)
+    masks = [(torch.arange(n) >= 1) & (torch.arange(n) % 4 != 3) for n in LENGTHS]
+    return from_sequences(
+        [torch.arange(n) for n in LENGTHS], loss_masks=masks, columns={name: column.split(LENGTHS) for name, column in columns.items()}
+    )

@@ -1,0 +1,106 @@
+"""Which sample goes where, for every role."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.errors import PlanError
+from temper_engine_api.topology import Axis, PlanConstraints, Topology
+from temper_trainer.batching.step_plan import RoleLayout, StepPlan, layout_of, plan_forward, plan_step
+from temper_trainer.config.algorithm import BatchingConfig
+
+ONE = {"actor": RoleLayout()}
+
+
+def samples_of(lengths: list[int], group_ids: list[int]) -> SequenceBatch:
+    masks = [torch.arange(n) >= 1 for n in lengths]
+    return from_sequences([torch.arange(n) for n in lengths], loss_masks=masks, group_ids=group_ids)
+
+
+def plan_of(samples: SequenceBatch, *, mini_batches: int = 1, passes: int = 1, max_tokens: int = 64, seed: int = 0) -> StepPlan:
+    config = BatchingConfig(num_mini_batches=mini_batches, num_passes=passes, max_tokens=max_tokens)
+    return plan_step(samples, config, topologies=ONE, seed=seed)
+
+
+@given(
+    group_ids=st.lists(st.integers(0, 5), min_size=1, max_size=24),
+    mini_batches=st.integers(1, 4),
+    passes=st.integers(1, 3),
+    seed=st.integers(0, 2**40),
+)
+def test_every_pass_holds_every_sample_once_and_never_splits_a_group(
+    group_ids: list[int], mini_batches: int, passes: int, seed: int
+) -> None:
+    mini_batches = min(mini_batches, len(set(group_ids)))
+    plan = plan_of(samples_of([3] * len(group_ids), group_ids), mini_batches=mini_batches, passes=passes, seed=seed)
+    assert len(plan.mini_batches) == passes * mini_batches
+    for first in range(0, len(plan.mini_batches), mini_batches):
+        of_pass = plan.mini_batches[first : first + mini_batches]
+        assert sorted(i for m in of_pass for i in m.indices) == list(range(len(group_ids)))
+        assert sum(m.denominators.groups for m in of_pass) == len(set(group_ids))
+
+
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20), dp_size=st.integers(1, 4), max_tokens=st.integers(40, 90))
+def test_no_micro_batch_exceeds_the_cap_and_every_rank_has_as_many(lengths: list[int], dp_size: int, max_tokens: int) -> None:
+    samples = samples_of(lengths, list(range(len(lengths))))
+    config = BatchingConfig(max_tokens=max_tokens)
+    (mini_batch,) = plan_step(samples, config, topologies={"actor": RoleLayout(dp_size=dp_size)}, seed=0).mini_batches
+    ranks = mini_batch.plans["actor"].ranks
+    assert len({len(rank.micro_batches) for rank in ranks}) == 1
+    assert all(sum(lengths[mini_batch.indices[i]] for i in micro) <= max_tokens for rank in ranks for micro in rank.micro_batches)
+
+
+def test_denominators_are_counted_over_the_mini_batch_after_masking() -> None:
+    # Lengths 4, 3, 2, each without its first token: 3 + 2 + 1 trained tokens, 3 sequences, 2 groups.
+    (mini_batch,) = plan_of(samples_of([4, 3, 2], [0, 0, 1])).mini_batches
+    counted = mini_batch.denominators
+    assert (counted.tokens, counted.sequences, counted.groups) == (6, 3, 2)
+
+
+def test_roles_share_membership_and_equal_layouts_share_the_plan_object() -> None:
+    samples = samples_of([9, 8, 7, 6, 5, 4], [0, 0, 1, 1, 2, 2])
+    topologies = {
+        "actor": RoleLayout(dp_size=2),
+        "ref": RoleLayout(dp_size=2),
+        "critic": RoleLayout(constraints=PlanConstraints(min_micro_batches=2)),
+    }
+    plan = plan_step(samples, BatchingConfig(num_mini_batches=3, max_tokens=64), topologies=topologies, seed=1)
+    for mini_batch in plan.mini_batches:
+        assert mini_batch.plans["actor"] is mini_batch.plans["ref"]
+        assert len(mini_batch.plans["actor"].ranks) == 2
+        assert mini_batch.plans["critic"].num_micro_batches == 2
+        placed = [sorted(i for r in p.ranks for m in r.micro_batches for i in m) for p in mini_batch.plans.values()]
+        assert placed == [list(range(len(mini_batch.indices)))] * 3
+
+
+def test_a_plan_is_a_function_of_the_seed_and_passes_deal_anew() -> None:
+    samples = samples_of([3] * 16, list(range(16)))
+    first = plan_of(samples, mini_batches=4, passes=2, seed=5)
+    assert first == plan_of(samples, mini_batches=4, passes=2, seed=5)
+    assert first != plan_of(samples, mini_batches=4, passes=2, seed=6)
+    members = [m.indices for m in first.mini_batches]
+    assert sorted(members[:4]) != sorted(members[4:])
+    assert len({m.seed for m in first.mini_batches}) == 8
+
+
+def test_forward_passes_run_the_very_split_of_the_first_pass() -> None:
+    plan = plan_of(samples_of([3] * 8, list(range(8))), mini_batches=2, passes=3)
+    assert plan_forward(plan) == plan.mini_batches[:2]
+
+
+def test_a_layout_is_what_of_a_topology_the_plan_depends_on() -> None:
+    constraints = PlanConstraints(token_multiple=8)
+    topology = Topology(world_size=4, global_rank=3, dp=Axis(size=2, rank=1), tp=Axis(size=2, rank=1), plan_constraints=constraints)
+    assert layout_of(topology) == RoleLayout(dp_size=2, constraints=constraints)
+
+
+def test_a_sample_longer_than_the_cap_names_the_keys() -> None:
+    with pytest.raises(PlanError, match=r"65 tokens.*64.*raise batching\.max_tokens or lower sampling\.max_tokens"):
+        plan_of(samples_of([3, 65], [0, 1]), max_tokens=64)
+
+
+def test_fewer_groups_than_mini_batches_names_the_keys() -> None:
+    with pytest.raises(PlanError, match=r"batching\.num_mini_batches is 3, but this step has 2 groups"):
+        plan_of(samples_of([3] * 8, [0] * 4 + [1] * 4), mini_batches=3)

@@ -1,0 +1,62 @@
+"""Settings of the algorithm that contradict each other, or have no effect together, are refused."""
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.algorithm import AdvantageName, AlgorithmConfig, BatchingConfig
+
+
+def test_the_defaults_stand() -> None:
+    config = AlgorithmConfig()
+    assert (config.advantage, config.aggregation, config.kl_target) == ("grpo", "token_mean", None)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_comparing_completions_needs_two_of_a_prompt(name: AdvantageName) -> None:
+    with pytest.raises(ConfigError, match="raise it to 2"):
+        AlgorithmConfig(advantage=name, group_size=1)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_other_estimators_take_one_completion_and_a_discount(name: AdvantageName) -> None:
+    assert AlgorithmConfig(advantage=name, group_size=1, gamma=0.99).gamma == 0.99
+
+
+def test_a_discount_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma has no effect"):
+        AlgorithmConfig(advantage="rloo", gamma=0.99)
+
+
+def test_whitening_what_is_always_whitened_is_refused() -> None:
+    with pytest.raises(ConfigError, match="always whitens"):
+        AlgorithmConfig(advantage="reinforce_plus_plus", whiten_advantages=True)
+
+
+def test_k1_in_the_loss_is_refused_and_in_the_reward_is_not() -> None:
+    with pytest.raises(ConfigError, match="zero expected gradient"):
+        AlgorithmConfig(kl_loss_coef=0.1, kl_estimator="k1")
+    assert AlgorithmConfig(kl_reward_coef=0.1, kl_estimator="k1").kl_estimator == "k1"
+
+
+def test_a_horizon_belongs_to_the_one_aggregation_that_divides_by_it() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.horizon is None"):
+        AlgorithmConfig(aggregation="sequence_mean_token_sum_norm")
+    with pytest.raises(ConfigError, match=r"algorithm\.horizon is 64"):
+        AlgorithmConfig(horizon=64)
+
+
+def test_an_adaptive_kl_needs_a_coefficient_to_begin_with() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_target is 6\.0 and algorithm\.kl_reward_coef is 0\.0"):
+        AlgorithmConfig(kl_target=6.0)
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_horizon has no effect"):
+        AlgorithmConfig(kl_reward_coef=0.1, kl_horizon=100)
+
+
+def test_dual_clip_bounds_from_above_one() -> None:
+    with pytest.raises(ConfigError, match="above 1"):
+        AlgorithmConfig(dual_clip=1.0)
+
+
+def test_sizes_of_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        BatchingConfig(num_passes=0)
