@@ -34,13 +34,15 @@ GUESTS = (
     ),
     Guest(module="peft", hosts=(*(f"{engine}.adapter" for engine in ENGINES), KIT)),
     Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
+    # torch itself requires fsspec; only copies of checkpoints go through it.
+    Guest(module="fsspec", hosts=("temper_engine_api.checkpoint.remote", KIT, "temper_trainer", "temper_legacy_shim")),
     Guest(module="vllm", hosts=("temper_trainer.rollout.vllm",)),
 )
 
 _GUEST_MODULES = frozenset(guest.module for guest in GUESTS)
 
 CORE = "temper_engine_api"
-CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions")
+CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions", "fsspec")
 
 
 def complaints(module: str, source: str) -> list[str]:

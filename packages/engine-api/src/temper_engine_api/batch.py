@@ -5,7 +5,7 @@ value of the state before ``tokens[t]``. No padding here and no flags: options t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Self
 
@@ -149,15 +149,19 @@ class SequenceBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with every tensor on this device."""
-
-        def move(value: object) -> object:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            if isinstance(value, Mapping):
-                return {name: move(column) for name, column in value.items()}
-            return value
-
-        return type(self)(**{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        return replace(
+            self,
+            tokens=_moved(self.tokens, device),
+            sequence_starts=_moved(self.sequence_starts, device),
+            loss_mask=_moved(self.loss_mask, device),
+            sample_ids=_moved(self.sample_ids, device),
+            group_ids=_moved(self.group_ids, device),
+            atom_ids=_moved(self.atom_ids, device),
+            temperature=_moved(self.temperature, device),
+            columns={name: _moved(column, device) for name, column in self.columns.items()},
+            sequence_columns={name: _moved(column, device) for name, column in self.sequence_columns.items()},
+            position_ids=None if self.position_ids is None else _moved(self.position_ids, device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +181,10 @@ class PackedBatch(SequenceBatch):
         if starts[0] != 0 or starts[-1] != self.num_sequences or any(b <= a for a, b in pairwise(starts)):
             raise BatchError(f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}.")
 
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with every tensor on this device."""
+        return replace(SequenceBatch.to(self, device), micro_batch_starts=_moved(self.micro_batch_starts, device))
+
     @property
     def num_micro_batches(self) -> int:
         """M."""
@@ -186,6 +194,11 @@ class PackedBatch(SequenceBatch):
         """The micro-batches in the plan's order, as views of this batch's tensors."""
         for first, last in pairwise(self.micro_batch_starts.tolist()):
             yield slice_sequences(self, first=first, last=last)
+
+
+def _moved(column: Tensor, device: torch.device | str) -> Tensor:
+    # A copy to the host that nobody waits for would be read before it has arrived.
+    return column.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def slice_sequences(batch: SequenceBatch, *, first: int, last: int) -> SequenceBatch:

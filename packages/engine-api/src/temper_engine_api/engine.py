@@ -19,7 +19,7 @@ from torch import Tensor
 from temper_engine_api import checkpoint
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
+from temper_engine_api.errors import CapabilityError, ConfigError, DamagedCheckpointError, EngineStateError
 from temper_engine_api.metrics import Metric, merge_metrics, settle_metrics
 from temper_engine_api.objective import Answers, LossTerms, Objective, Query
 from temper_engine_api.outputs import Outputs, StepResult, gather_outputs, outputs_of
@@ -604,7 +604,7 @@ class BaseEngine(ABC):
         with self._resident("eval"):
             yield from self._iterate_weights()
 
-    def _progress(self) -> Mapping[str, int]:
+    def _progress(self) -> Mapping[str, object]:
         return {
             "num_updates": self.num_updates,
             "num_schedule_steps": self.num_schedule_steps,
@@ -612,11 +612,12 @@ class BaseEngine(ABC):
             "consecutive_skips": self._consecutive_skips,
         }
 
-    def _restore_progress(self, progress: Mapping[str, int]) -> None:
-        self.num_updates = progress["num_updates"]
-        self.num_schedule_steps = progress["num_schedule_steps"]
-        self.num_nonfinite_updates = progress["num_nonfinite_updates"]
-        self._consecutive_skips = progress["consecutive_skips"]
+    def _restore_progress(self, progress: Mapping[str, object]) -> None:
+        names = list(self._progress())
+        counts = [count for count in map(progress.get, names) if isinstance(count, int)]
+        if len(counts) < len(names):
+            raise DamagedCheckpointError(f"progress.json should hold the counters {names}, but holds {dict(progress)}.")
+        self.num_updates, self.num_schedule_steps, self.num_nonfinite_updates, self._consecutive_skips = counts
         self.last_update = None
 
 

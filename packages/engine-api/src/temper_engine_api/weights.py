@@ -105,5 +105,5 @@ def checksum(tensors: Iterable[Tensor]) -> str:
     """SHA-256 over the bytes of tensors, in order, whatever their dtype."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -15,7 +15,6 @@ from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     ManifestInfo,
     config_hash,
-    package_versions,
     read_manifest,
     topology_sizes,
     verify,
@@ -99,7 +98,7 @@ def save_alone(
     transaction = _on_rank_zero(lambda: begin(local_path, step), rank=rank, gather=gather)
     with ExitStack() as undo:
         if rank == 0:
-            undo.callback(transaction.abort)  # after a commit it finds nothing to remove
+            undo.enter_context(transaction)
         _check_seen(transaction.staging / MARKER_NAME, gather)
         reports = _write(engine, transaction, gather)
         final = _on_rank_zero(lambda: _commit(engine, transaction, reports), rank=rank, gather=gather)
@@ -172,10 +171,8 @@ def _write(engine: Participant, transaction: Transaction, gather: Gather) -> lis
 
 def _commit(engine: Participant, transaction: Transaction, reports: list[PartReport]) -> Path:
     info = ManifestInfo(
-        step=transaction.step,
         topology=topology_sizes(engine.topology),
         config_hash=config_hash(engine.config),
-        packages=package_versions(),
     )
     try:
         return transaction.commit({ENGINE_PART: reports}, info=info)

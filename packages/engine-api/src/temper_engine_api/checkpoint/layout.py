@@ -108,7 +108,7 @@ def prune(root: str | Path, *, max_to_keep: int) -> list[int]:
 def remove_step(directory: Path, manifest: Manifest) -> None:
     """Remove a step directory: out of sight in one move, then file by file, so that a crash never leaves half a step."""
     (directory / MARKER_NAME).touch()
-    hidden = partial_directory(directory.parent, manifest.info.step)
+    hidden = partial_directory(directory.parent, manifest.step)
     os.rename(directory, hidden)
     shutil.rmtree(hidden)
 

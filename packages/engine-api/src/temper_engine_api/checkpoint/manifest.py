@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -17,24 +17,31 @@ SCHEMA_VERSION = 1
 """Of the manifest and of the layout beside it; a higher one is refused."""
 
 
+def package_versions(also: Iterable[str] = ("torch", "transformers", "megatron-core")) -> dict[str, str]:
+    """Versions of every installed distribution of Temper, and of these others where they are installed."""
+    wanted = set(also)
+    found = ((str(d.metadata["Name"]), d.version) for d in distributions())
+    return {name: version for name, version in sorted(found) if name.startswith("temper-") or name in wanted}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestInfo:
     """What a manifest says beside its files."""
 
-    step: int
-    """Global step, >= 0."""
-    topology: Mapping[str, int]
-    """Sizes of the axes that the state was written at; for people, loading does not depend on it."""
+    topology: Mapping[str, object]
+    """Sizes that the state was written at, by axis or by role and axis; for people, loading does not depend on it."""
     config_hash: str
     """SHA-256 of the configuration; see ``config_hash``."""
-    packages: Mapping[str, str]
-    """Versions by distribution; see ``package_versions``."""
+    packages: Mapping[str, str] = field(default_factory=package_versions)
+    """Versions by distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What a committed step directory holds."""
 
+    step: int
+    """Global step, >= 0."""
     info: ManifestInfo
     """See ManifestInfo."""
     files: tuple[FileRecord, ...]
@@ -82,6 +89,7 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
                 f"{SCHEMA_VERSION}: install a newer one."
             )
         manifest = Manifest(
+            step=body["step"],
             info=ManifestInfo(**body["info"]),
             files=tuple(FileRecord(**record) for record in body["files"]),
             schema_version=body["schema_version"],
@@ -136,10 +144,3 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(f"a configuration holds mappings, sequences and scalars, not a {type(value).__name__}.")
-
-
-def package_versions(also: Iterable[str] = ("torch", "transformers", "megatron-core")) -> dict[str, str]:
-    """Versions of every installed distribution of Temper, and of these others where they are installed."""
-    wanted = set(also)
-    found = ((str(d.metadata["Name"]), d.version) for d in distributions())
-    return {name: version for name, version in sorted(found) if name.startswith("temper-") or name in wanted}

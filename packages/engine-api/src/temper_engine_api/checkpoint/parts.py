@@ -68,8 +68,8 @@ def fault_of(directory: Path, record: FileRecord, *, with_content: bool) -> str 
     return None
 
 
-def write_json(directory: str | Path, name: str, content: Mapping[str, int]) -> str:
-    """Write a small mapping beside a part's tensors.
+def write_json(directory: str | Path, name: str, content: Mapping[str, object]) -> str:
+    """Write a small mapping of JSON values beside a part's tensors.
 
     Returns:
         The name, for ``report_part``.
@@ -78,7 +78,7 @@ def write_json(directory: str | Path, name: str, content: Mapping[str, int]) -> 
     return name
 
 
-def read_json(directory: str | Path, name: str) -> dict[str, int]:
+def read_json(directory: str | Path, name: str) -> dict[str, object]:
     """Read what ``write_json`` wrote.
 
     Raises:
@@ -91,6 +91,6 @@ def read_json(directory: str | Path, name: str) -> dict[str, int]:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise DamagedCheckpointError(f"{path} is not JSON ({error}): load a step that is whole.") from error
-    if not isinstance(content, dict) or not all(isinstance(value, int) for value in content.values()):
-        raise DamagedCheckpointError(f"{path} should map names to integers, but holds {str(content)[:80]}.")
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(f"{path} should hold a JSON object, but holds {str(content)[:80]}: load a step that is whole.")
     return content

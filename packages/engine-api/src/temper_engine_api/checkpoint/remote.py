@@ -7,7 +7,7 @@ from typing import Protocol
 from temper_engine_api.checkpoint.layout import STEP_NAME
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from temper_engine_api.checkpoint.parts import fault_of
-from temper_engine_api.checkpoint.transaction import Transaction, begin
+from temper_engine_api.checkpoint.transaction import begin
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 
 
@@ -90,27 +90,18 @@ def download(url: str, root: str | Path) -> Path:
     files, base = _open(url)
     source = _find_step(files, base, url)
     manifest = parse_manifest(files.cat_file(f"{source}/{MANIFEST_NAME}"), source=f"{url}: {MANIFEST_NAME}")
-    transaction = begin(root, manifest.info.step)
-    try:
+    with begin(root, manifest.step) as transaction:
         for record in manifest.files:
             goal = transaction.staging / record.path
             goal.parent.mkdir(parents=True, exist_ok=True)
-            _fetch(files, f"{source}/{record.path}", goal, transaction)
+            try:
+                files.get_file(f"{source}/{record.path}", str(goal))
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError(f"{record.path} of {url} is missing: load another step.") from error
             fault = fault_of(transaction.staging, record, with_content=True)
             if fault is not None:
                 raise DamagedCheckpointError(f"{record.path} of {url} {fault}: load another step.")
         return transaction.publish(manifest)
-    finally:
-        transaction.abort()
-
-
-def _fetch(files: FileSystem, source: str, goal: Path, transaction: Transaction) -> None:
-    try:
-        files.get_file(source, str(goal))
-    except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{source} is missing: load another step.") from error
-    except OSError as error:
-        raise transaction.failure(str(error)) from error
 
 
 def _find_step(files: FileSystem, base: str, url: str) -> str:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
 from temper_engine_api.checkpoint.layout import (
     MARKER_NAME,
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transaction:
-    """A step that is being written. Only the process that began it commits or aborts it."""
+    """A step that is being written. Only the process that began it commits or aborts it; leaving its ``with`` uncommitted aborts it."""
 
     step: int
     """Global step."""
@@ -36,6 +37,17 @@ class Transaction:
     """Where it is written; every participant must see this path."""
     final: Path
     """Where it will lie."""
+
+    def __enter__(self) -> "Transaction":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Abort what is not committed; an OSError (a full disk) becomes a CheckpointError that says what the disk has to say."""
+        try:
+            if isinstance(error, OSError):
+                raise self.failure(str(error)) from error
+        finally:
+            self.abort()
 
     def part(self, name: str) -> Path:
         """The directory of one participant, made if need be."""
@@ -56,7 +68,7 @@ class Transaction:
         Raises:
             CheckpointError: a reported file is missing or short, an unreported one is there, or another save committed this step.
         """
-        return self.publish(Manifest(info=replace(info, step=self.step), files=_collect(reports)))
+        return self.publish(Manifest(step=self.step, info=info, files=_collect(reports)))
 
     def publish(self, manifest: Manifest) -> Path:
         """Commit with a manifest that is already made; otherwise like ``commit``."""
