@@ -101,6 +101,7 @@ def test_a_sample_longer_than_the_cap_names_the_keys() -> None:
         plan_of(samples_of([3, 65], [0, 1]), max_tokens=64)
 
 
-def test_fewer_groups_than_mini_batches_names_the_keys() -> None:
-    with pytest.raises(PlanError, match=r"batching\.num_mini_batches is 3, but this step has 2 groups"):
-        plan_of(samples_of([3] * 8, [0] * 4 + [1] * 4), mini_batches=3)
+def test_a_step_with_fewer_groups_than_mini_batches_makes_fewer_updates() -> None:
+    plan = plan_of(samples_of([3] * 8, [0] * 4 + [1] * 4), mini_batches=3, passes=2)
+    assert [sorted(m.indices) in ([0, 1, 2, 3], [4, 5, 6, 7]) for m in plan.mini_batches] == [True] * 4
+    assert len(plan.first_pass) == 2

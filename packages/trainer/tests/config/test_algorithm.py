@@ -60,3 +60,8 @@ def test_dual_clip_bounds_from_above_one() -> None:
 def test_sizes_of_zero_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         BatchingConfig(num_passes=0)
+
+
+def test_more_mini_batches_than_prompts_name_both_keys() -> None:
+    with pytest.raises(ConfigError, match=r"batching\.num_mini_batches is 5, but batching\.prompts_per_step is 4"):
+        BatchingConfig(prompts_per_step=4, num_mini_batches=5)

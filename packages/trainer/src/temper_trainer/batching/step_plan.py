@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from temper_engine_api.batch import Denominators, SequenceBatch
-from temper_engine_api.errors import PlanError
 from temper_engine_api.plan import MiniBatchPlan, plan_mini_batch, split_mini_batches
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.topology import PlanConstraints, Topology
@@ -45,7 +44,7 @@ class StepPlan:
     """Every update of a step, in order."""
 
     mini_batches: tuple[MiniBatch, ...]
-    """num_passes x num_mini_batches; those of one pass hold every sample once."""
+    """num_passes x num_mini_batches, less where there are fewer groups; those of one pass hold every sample once."""
     num_passes: int
     """Passes over the samples."""
 
@@ -70,7 +69,7 @@ def plan_step(samples: SequenceBatch, config: BatchingConfig, *, topologies: Map
         seed: a step's own; every pass deals the groups anew.
 
     Raises:
-        PlanError: fewer groups than mini-batches, or a sample longer than the cap; names the keys.
+        PlanError: a sample is longer than the cap; names the keys.
     """
     draw = random.Random(seed)
     mini_batches = [
@@ -90,16 +89,16 @@ def plan_forward(plan: StepPlan) -> tuple[MiniBatch, ...]:
 
 
 def _split(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
+    """Members of each mini-batch of one pass.
+
+    A step whose rewards failed for whole groups may hold fewer groups than mini-batches: it makes that many fewer updates, and a run goes
+    on; ``batch/updates`` shows it.
+    """
     groups, atoms = samples.group_ids.tolist(), samples.atom_ids.tolist()
     if config.num_mini_batches == 1:
         return [list(range(samples.num_sequences))]
-    try:
-        return split_mini_batches(groups, num_mini_batches=config.num_mini_batches, seed=seed, atom_ids=atoms)
-    except PlanError as error:
-        raise PlanError(
-            f"batching.num_mini_batches is {config.num_mini_batches}, but this step has {len(set(groups))} groups (prompts with at least "
-            "one scored completion), which are never split: lower batching.num_mini_batches or raise batching.prompts_per_step."
-        ) from error
+    count = min(config.num_mini_batches, len(set(groups)))
+    return split_mini_batches(groups, num_mini_batches=count, seed=seed, atom_ids=atoms)
 
 
 def _plan_members(

@@ -108,3 +108,8 @@ class BatchingConfig:
     def __post_init__(self) -> None:
         if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
             raise ConfigError(f"batching: every size must be at least 1, but they are {self}.")
+        if self.num_mini_batches > self.prompts_per_step:
+            raise ConfigError(
+                f"batching.num_mini_batches is {self.num_mini_batches}, but batching.prompts_per_step is {self.prompts_per_step}, and "
+                "completions of one prompt are never split over mini-batches: lower the first or raise the second."
+            )
