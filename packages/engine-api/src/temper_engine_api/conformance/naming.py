@@ -1,0 +1,27 @@
+"""Engines by name: an entry point of the group ``temper.engines``, or ``module:Class`` for one that has none yet."""
+
+from importlib import import_module
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.registry import engine_class
+
+
+def engine_named(name: str) -> type[BaseEngine]:
+    """The engine class of that name; it is imported.
+
+    Raises:
+        EngineNotFoundError: there is none, or it is not an engine.
+    """
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        return engine_class(name)
+    try:
+        found = vars(import_module(module)).get(attribute)
+    except ModuleNotFoundError as error:
+        raise EngineNotFoundError(f"--engine {name!r} names a module that can't be imported: {error}.") from error
+    if not isinstance(found, type) or not issubclass(found, BaseEngine):
+        raise EngineNotFoundError(
+            f"--engine {name!r} names {found!r}, expected a class that derives from temper_engine_api.engine.BaseEngine."
+        )
+    return found

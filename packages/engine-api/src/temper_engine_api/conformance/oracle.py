@@ -1,0 +1,226 @@
+"""The oracle: an engine in plain torch, float32, one process, one sequence at a time, written to be read.
+
+It is what other engines are compared with, so nothing here is fast, packed, chunked, sharded or fused. Given a whole mini-batch it is
+also the reference for any number of data-parallel ranks: a plan for one rank gives the gradients that many must add up to.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
+from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Answers, Query
+from temper_engine_api.specs import EngineConfig, OptimizerSpec
+from temper_engine_api.topology import Topology
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+
+STATE_FILE = "oracle.pt"
+
+
+class OracleEngine(BaseEngine):
+    """Every method the shortest way that is right."""
+
+    config_class: ClassVar[type[EngineConfig]] = EngineConfig
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.LANGUAGE_MODEL,
+            Capability.VALUE_MODEL,
+            Capability.REWARD_MODEL,
+            Capability.LOGPROB_AT,
+            Capability.PORTABLE_STATE,
+        }
+    )
+
+    def _build(self) -> Topology:
+        self.model = load_model(self.config)
+        self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
+        self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
+        self.update_counts = dict.fromkeys(self.parameters(), 0)
+        return Topology()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By Hugging Face name; a tied head appears once, under the name of the embedding."""
+        return dict(self.model.named_parameters())
+
+    def _run_schedule(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers] | None:
+        is_training = micro_loss is not None and not forward_only
+        results = []
+        with torch.set_grad_enabled(not forward_only):
+            for micro in batch.micro_batches():
+                answers = self._answer(micro, queries=queries, only_trained=is_training)
+                if micro_loss is not None:
+                    loss = micro_loss(answers, micro)
+                    if is_training:
+                        loss.backward()
+                results.append(answers.detach())
+        return results
+
+    def _answer(self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool) -> Answers:
+        """One sequence after the other, each alone."""
+        with self._autocast():
+            parts = [answers_of_sequence(self.model, micro.select([b]), queries=queries) for b in range(micro.num_sequences)]
+        return join_answers(parts, mask=micro.loss_mask if only_trained else None)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.config.precision.compute == "bf16":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _reduce_pending_gradients(self) -> None:
+        """One process: local gradients are the global ones."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What backward has added up so far, zeros where nothing arrived."""
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.parameters().items()}
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        assert self.config.optimizer is not None
+        gradients = self.gradients()
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        if not math.isfinite(norm):
+            return norm
+        limit = self.config.optimizer.clip_grad_norm
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                self._adamw(name, parameter, gradients[name] * scale, lr=lr, spec=self.config.optimizer)
+        return norm
+
+    def _adamw(self, name: str, parameter: nn.Parameter, gradient: Tensor, *, lr: float, spec: OptimizerSpec) -> None:
+        """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are not decayed."""
+        beta1, beta2 = spec.betas
+        self.update_counts[name] += 1
+        t = self.update_counts[name]
+        m = beta1 * self.first_moments[name] + (1 - beta1) * gradient
+        v = beta2 * self.second_moments[name] + (1 - beta2) * gradient.square()
+        self.first_moments[name], self.second_moments[name] = m, v
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        if parameter.ndim >= 2:
+            parameter.mul_(1 - lr * spec.weight_decay)
+        parameter.sub_(lr * m_hat / (v_hat.sqrt() + spec.eps))
+
+    def _zero_gradients(self) -> None:
+        for parameter in self.parameters().values():
+            parameter.grad = None
+
+    @contextmanager
+    def _resident(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+        """Everything is always in host memory; only the module's mode changes."""
+        was_training = self.model.training
+        if mode != "update":
+            self.model.train(mode == "train")
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        for name, parameter in self.parameters().items():
+            yield NamedWeight(name=name, tensor=parameter.detach().clone())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        arrived = list(stream)
+        check_complete(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
+        with torch.no_grad():
+            for name, tensor in arrived:
+                self.parameters()[name].copy_(tensor)
+
+    def _entries(self) -> list[WeightEntry]:
+        return [_entry(name, parameter) for name, parameter in self.parameters().items()]
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        for name, parameter in self.parameters().items():
+            yield TrainingState(
+                name=name,
+                master=parameter.detach().clone(),
+                first_moment=self.first_moments[name].clone(),
+                second_moment=self.second_moments[name].clone(),
+                update_count=self.update_counts[name],
+            )
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        arrived = list(stream)
+        check_complete(self._entries(), [_entry(state.name, state.master) for state in arrived])
+        with torch.no_grad():
+            for state in arrived:
+                self.parameters()[state.name].copy_(state.master)
+                self.first_moments[state.name] = state.first_moment.clone()
+                self.second_moments[state.name] = state.second_moment.clone()
+                self.update_counts[state.name] = state.update_count
+
+    def _write_state(self, directory: str) -> list[str]:
+        state = {
+            "masters": {name: p.detach() for name, p in self.parameters().items()},
+            "first_moments": self.first_moments,
+            "second_moments": self.second_moments,
+            "update_counts": self.update_counts,
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, Path(directory) / STATE_FILE)
+        return [STATE_FILE]
+
+    def _read_state(self, directory: str) -> None:
+        state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                parameter.copy_(state["masters"][name])
+        self.first_moments, self.second_moments = state["first_moments"], state["second_moments"]
+        self.update_counts = state["update_counts"]
+        torch.set_rng_state(state["random"])
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        return value
+
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        return [item]
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Its device is the CPU: there is nowhere else to go."""
+
+    def close(self) -> None:
+        """Drop the model and the moments."""
+        del self.model
+        self.first_moments, self.second_moments, self.update_counts = {}, {}, {}
+
+
+def load_model(config: EngineConfig) -> nn.Module:
+    """The transformers model of a configuration, float32, eager attention, with the head of its model type.
+
+    Raises:
+        ConfigError: trust_remote_code was asked for.
+    """
+    spec = config.model
+    if spec.trust_remote_code:
+        raise ConfigError("model.trust_remote_code is True, but the oracle runs no foreign code: set it to False.")
+    auto = AutoModelForCausalLM if spec.model_type == "language_model" else AutoModelForTokenClassification
+    head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
+    torch.manual_seed(spec.seed)
+    if spec.path is not None:
+        model: nn.Module = auto.from_pretrained(spec.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **head)
+    else:
+        settings = dict(spec.architecture)
+        hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
+        model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def _entry(name: str, tensor: Tensor) -> WeightEntry:
+    return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -1,0 +1,115 @@
+"""What a job sees on a rank: which rank it is, and engines built from recipes, kept for the next job where that is safe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Concatenate, Literal, ParamSpec, TypeVar
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.specs import (
+    EngineConfig,
+    LoraSpec,
+    ModelSpec,
+    ModelType,
+    OptimizerSpec,
+    PrecisionSpec,
+    ResidencySpec,
+    ScheduleSpec,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Job = Callable[Concatenate["Rank", P], T]
+"""A module-level function that every rank runs: its first argument is the rank, the others travel by pickle."""
+
+READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, clip_grad_norm=None)
+"""Updates nothing and, with a first decay of 0, leaves exactly the last gradient as first moment: how the kit reads gradients."""
+
+COLLECTIVE_TIMEOUT_S = 20.0
+"""Longest wait of a collective: a rank that waits in vain fails with its own traceback before the fleet loses patience."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How an engine is configured: fields that every engine's configuration has. Hashable, so that built engines can be kept."""
+
+    model_path: str
+    """Hugging Face directory."""
+    model_type: ModelType = "language_model"
+    """The head."""
+    optimizer: OptimizerSpec | None = READ_GRADIENTS
+    """See OptimizerSpec."""
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    """See ScheduleSpec."""
+    compute: Literal["bf16", "fp32"] = "fp32"
+    """Of matmuls and activations; laws are checked in fp32, where a wrong number can't hide behind rounding."""
+    residency: ResidencySpec = field(default_factory=ResidencySpec)
+    """See ResidencySpec."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    """See LoraSpec."""
+
+    def config_for(self, engine_class: type[BaseEngine], *, device: Literal["cpu", "cuda"]) -> EngineConfig:
+        """The engine's own configuration class, filled with base fields only."""
+        return engine_class.config_class(
+            model=ModelSpec(path=self.model_path, model_type=self.model_type),
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            precision=PrecisionSpec(compute=self.compute),
+            residency=self.residency,
+            lora=self.lora,
+            device=device,
+            deterministic=True,
+            collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
+
+
+class Rank:
+    """One rank of the engine under test, or the oracle in the test's own process."""
+
+    def __init__(
+        self,
+        engine_class: type[BaseEngine],
+        *,
+        index: int = 0,
+        world_size: int = 1,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        self.engine_class = engine_class
+        self.index = index
+        self.world_size = world_size
+        self._device: Literal["cpu", "cuda"] = device
+        self._kept: dict[Recipe, BaseEngine] = {}
+        self._passing: list[BaseEngine] = []
+
+    def kept_engine(self, recipe: Recipe) -> BaseEngine:
+        """An engine that later jobs will meet again: for jobs that leave its weights as they were."""
+        if recipe not in self._kept:
+            self._kept[recipe] = self._initialised(recipe)
+        engine = self._kept[recipe]
+        engine.optimizer_zero_grad()
+        return engine
+
+    def engine(self, recipe: Recipe) -> BaseEngine:
+        """An engine of this job's own, closed when the job ends."""
+        engine = self._initialised(recipe)
+        self._passing.append(engine)
+        return engine
+
+    def unbuilt_engine(self, recipe: Recipe) -> BaseEngine:
+        """Constructed, ``init_model`` not called; never closed."""
+        return self.engine_class(recipe.config_for(self.engine_class, device=self._device))
+
+    def close_passing(self) -> None:
+        """At the end of a job."""
+        while self._passing:
+            self._passing.pop().close()
+
+    def close_all(self) -> None:
+        """At the end of a process group, or after a job that failed."""
+        self.close_passing()
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+    def _initialised(self, recipe: Recipe) -> BaseEngine:
+        engine = self.unbuilt_engine(recipe)
+        engine.init_model()
+        return engine

@@ -1,0 +1,70 @@
+"""The oracle's side of every comparison, in the test's own process: models, batches, and what the oracle makes of them, computed once."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.batches import ragged_batch, with_training_columns
+from temper_engine_api.conformance.measure import Update, measure_outputs, measure_update
+from temper_engine_api.conformance.models import QWEN2_GROUPED, VALUE, TinyModel, write_model
+from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance.rank import Job, P, Rank, Recipe, T
+from temper_engine_api.objective import Objective, Query
+
+
+@dataclass
+class Reference:
+    """Caches by what was asked; nothing in it depends on the engine under test."""
+
+    folder: Path
+    """Where models are written."""
+    rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
+    """Holds the oracle."""
+    _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
+    _updates: dict[tuple[Recipe, str, int], tuple[Update, SequenceBatch]] = field(default_factory=dict)
+    """With the batch, so that no other one takes its identity."""
+
+    def recipe(self, model: TinyModel, **fields: Any) -> Recipe:
+        """A recipe for one of the tiny models; fields are those of Recipe."""
+        path = write_model(model, folder=self.folder)
+        return Recipe(model_path=str(path), model_type=model.model_type, **fields)
+
+    def batch(self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED) -> SequenceBatch:
+        """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""
+        key = (model.name, num_sequences, seed)
+        if key not in self._batches:
+            bare = ragged_batch(num_sequences=num_sequences, seed=seed)
+            self._batches[key] = with_training_columns(
+                bare,
+                logprobs=self.outputs(self.recipe(model), bare, Query.LOGPROB),
+                values=self.outputs(self.recipe(VALUE), bare, Query.VALUE),
+                seed=seed,
+            )
+        return self._batches[key]
+
+    def outputs(self, recipe: Recipe, batch: SequenceBatch, query: Query) -> Tensor:
+        """One column of a forward pass."""
+        return measure_outputs(self.rank, recipe=recipe, batch=batch, queries=[query]).columns[query]
+
+    def update(self, recipe: Recipe, objective: Objective, batch: SequenceBatch) -> Update:
+        """One update over the whole mini-batch in one micro-batch."""
+        key = (recipe, repr(objective), id(batch))
+        if key not in self._updates:
+            update = measure_update(self.rank, recipe=recipe, objective=objective, batch=batch)
+            self._updates[key] = update, batch
+        return self._updates[key][0]
+
+    def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Any job on the oracle."""
+        try:
+            return job(self.rank, *args, **kwargs)
+        finally:
+            self.rank.close_passing()
+
+
+def model_for(objective: Objective) -> TinyModel:
+    """A model with the head that an objective asks."""
+    return VALUE if Query.VALUE in objective.needs else QWEN2_GROUPED
