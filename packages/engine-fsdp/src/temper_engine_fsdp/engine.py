@@ -88,7 +88,7 @@ class FSDPEngine(BaseEngine):
         runner = MicroBatchRunner(
             root,
             device=device,
-            kernel=kernel,
+            needs_buckets=kernel == attention.SDPA_VARLEN,
             reshards=config.reshard_after_forward,
             dummy_query=_FIRST_QUERY[config.model.model_type],
         )

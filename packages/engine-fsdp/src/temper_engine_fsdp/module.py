@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
-from temper_engine_fsdp.attention import PackLayout
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.heads import Head, HeadRequest, LanguageHead, ScalarHead
+from temper_engine_fsdp.packing import PackLayout
 
 PREFIX = "hf."
 """What our module puts before every Hugging Face name."""

@@ -8,8 +8,8 @@ import torch
 
 from temper_engine_api.errors import ConfigError
 
-_WORST_RATIO = 2.0
-"""How much larger than the default kernel's the error of the fast one may be."""
+_WORST_RATIO = 4.0
+"""Root mean square error of the fast kernel over that of the default one: 1 to 2 for another order of summation, 1000 for bf16."""
 
 
 def fast_matmul_is_exact() -> bool:
@@ -22,9 +22,9 @@ def fast_matmul_is_exact() -> bool:
     b = torch.randn(384, 96, generator=generator)
     exact = a.double() @ b.double()
     with float32_matmul("highest"):
-        usual = (a @ b - exact).abs().max()
+        usual = (a @ b - exact).square().mean().sqrt()
     with float32_matmul("medium"):
-        fast = (a @ b - exact).abs().max()
+        fast = (a @ b - exact).square().mean().sqrt()
     return bool(fast <= _WORST_RATIO * usual)
 
 

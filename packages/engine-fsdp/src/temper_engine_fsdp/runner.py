@@ -13,9 +13,9 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.engine import MicroLoss
 from temper_engine_api.objective import Answers, Query
-from temper_engine_fsdp.attention import PackLayout
 from temper_engine_fsdp.heads import request_head
 from temper_engine_fsdp.module import PackedModel, fsdp_modules
+from temper_engine_fsdp.packing import PackLayout
 
 _RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
@@ -23,12 +23,12 @@ _RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[
 class MicroBatchRunner:
     """Forward and backward passes over one sharded module."""
 
-    def __init__(self, root: PackedModel, *, device: torch.device, kernel: str, reshards: bool, dummy_query: Query) -> None:
+    def __init__(self, root: PackedModel, *, device: torch.device, needs_buckets: bool, reshards: bool, dummy_query: Query) -> None:
         self._root = root
         self._dummy_query = dummy_query
         self._modules = list(fsdp_modules(root))
         self._device = device
-        self._kernel = kernel
+        self._needs_buckets = needs_buckets
         self._reshards = reshards
         self.has_local_gradients = False
         """Whether gradients wait on this rank to be reduced."""
@@ -78,7 +78,7 @@ class MicroBatchRunner:
         self, micro: SequenceBatch, *, queries: frozenset[Query], with_gradient: frozenset[Query], trained_only: bool
     ) -> tuple[Answers, Tensor, SequenceBatch]:
         request = request_head(micro, queries=queries, with_gradient=with_gradient, trained_only=trained_only, device=self._device)
-        packing = PackLayout(micro.lengths.tolist(), device=self._device, kernel=self._kernel)
+        packing = PackLayout(micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets)
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
         *columns, tie = self._root(on_device, request, packing)
         for column in columns:

@@ -1,0 +1,153 @@
+"""The layout of one micro-batch, computed once and used by every attention layer, and the two steps between tokens and padded rows.
+
+Sequences of similar length share a bucket and are padded on the right to its longest. Under causal attention that is exact: no token
+looks at what follows it, and padding receives no gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+MIN_BUCKET_TOKENS = 1024
+"""A bucket with fewer tokens takes sequences of any length, since a call costs more than the padding it avoids."""
+SHORTEST_SHARE = 0.75
+"""A sequence shorter than this share of a bucket's longest begins a new bucket."""
+
+
+class Bucket:
+    """Sequences that run as one attention call."""
+
+    def __init__(self, *, num_sequences: int, length: int) -> None:
+        self.num_sequences = num_sequences
+        self.length = length
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with padding."""
+        return self.num_sequences * self.length
+
+
+class PackLayout:
+    """Where the sequences of one micro-batch lie. A plain class: FSDP takes dataclasses apart on the way into a module."""
+
+    def __init__(self, lengths: Sequence[int], *, device: torch.device, needs_buckets: bool = True) -> None:
+        self.max_length = max(lengths)
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.buckets: list[Bucket] = []
+        self.is_padded = False
+        self._bands: dict[tuple[int, int], Tensor] = {}
+        self._outer_precision = "highest"
+        if not needs_buckets:
+            return
+        order, self.buckets = _make_buckets(lengths)
+        self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
+        if self.is_padded:
+            maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
+            self.source, self.place = (index.to(device) for index in maps)
+
+    def band(self, length: int, *, window: int | None) -> Tensor | None:
+        """[length, length] bool for causal attention over the last ``window`` positions; None where that is all of them."""
+        if window is None or length <= window:
+            return None
+        if (length, window) not in self._bands:
+            at = torch.arange(length, device=self.starts.device)
+            distance = at[:, None] - at
+            self._bands[length, window] = (distance >= 0) & (distance < window)
+        return self._bands[length, window]
+
+    def enter_attention(self) -> None:
+        """Torch's own attention on a CPU is several times slower with the fast matmul kernels that help everything else."""
+        self._outer_precision = torch.get_float32_matmul_precision()
+        if self._outer_precision != "highest":
+            torch.set_float32_matmul_precision("highest")
+
+    def leave_attention(self) -> None:
+        """The precision of before ``enter_attention`` again."""
+        if self._outer_precision != "highest":
+            torch.set_float32_matmul_precision(self._outer_precision)
+
+
+def spread(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T, H, D] as padded rows [P, H, D]."""
+    rows: tuple[Tensor, Tensor, Tensor] = _Spread.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def collect(rows: Tensor, layout: PackLayout) -> Tensor:
+    """Padded rows [P, H, D] as tokens [T, H, D]."""
+    tokens: Tensor = _Collect.apply(rows, layout)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, ...]:
+        ctx.layout = layout  # type: ignore[attr-defined]
+        layout.enter_attention()
+        if not layout.is_padded:
+            return tuple(x.view_as(x) for x in (query, key, value))
+        return tuple(x.index_select(0, layout.source) for x in (query, key, value))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout: PackLayout = ctx.layout  # type: ignore[attr-defined]
+        layout.leave_attention()
+        if not layout.is_padded:
+            return (*grads, None)
+        # Only a token's own row has a gradient.
+        return (*(grad.index_select(0, layout.place) for grad in grads), None)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, layout: PackLayout) -> Tensor:
+        ctx.layout = layout  # type: ignore[attr-defined]
+        layout.leave_attention()
+        return rows.index_select(0, layout.place) if layout.is_padded else rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        layout: PackLayout = ctx.layout  # type: ignore[attr-defined]
+        layout.enter_attention()
+        if not layout.is_padded:
+            return grad, None
+        rows = grad.new_zeros((layout.source.shape[0], *grad.shape[1:]))
+        return rows.index_copy_(0, layout.place, grad), None
+
+
+def _make_buckets(lengths: Sequence[int]) -> tuple[list[int], list[Bucket]]:
+    """The order of sequences in padded rows, longest first, and the buckets they fill."""
+    if min(lengths) == max(lengths):
+        return list(range(len(lengths))), [Bucket(num_sequences=len(lengths), length=lengths[0])]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets = [Bucket(num_sequences=0, length=lengths[order[0]])]
+    for i in order:
+        last = buckets[-1]
+        if lengths[i] < SHORTEST_SHARE * last.length and last.num_rows >= MIN_BUCKET_TOKENS:
+            buckets.append(Bucket(num_sequences=1, length=lengths[i]))
+        else:
+            last.num_sequences += 1
+    return order, buckets
+
+
+def _padding_maps(
+    lengths: Sequence[int], *, starts: Sequence[int], order: Sequence[int], buckets: Sequence[Bucket]
+) -> tuple[Tensor, Tensor]:
+    """Source token of each padded row [P], a sequence's last token standing for its padding, and the row of each token [T]."""
+    ordered = torch.tensor(order)
+    size = torch.tensor(lengths)[ordered]
+    first = torch.tensor(starts[:-1])[ordered]
+    padded = torch.tensor([bucket.length for bucket in buckets for _ in range(bucket.num_sequences)])
+    row_start = padded.cumsum(0) - padded
+    within = torch.arange(int(padded.sum())) - torch.repeat_interleave(row_start, padded)
+    last = torch.repeat_interleave(size - 1, padded)
+    source = torch.repeat_interleave(first, padded) + torch.minimum(within, last)
+    is_real = within <= last
+    place = torch.empty(sum(lengths), dtype=torch.int64)
+    place[source[is_real]] = torch.nonzero(is_real)[:, 0]
+    return source, place
