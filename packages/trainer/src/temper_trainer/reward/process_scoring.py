@@ -1,0 +1,148 @@
+"""Scoring in worker processes, which are killed and replaced when a call takes too long or takes them down."""
+
+import contextlib
+import multiprocessing
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+
+from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timed_out
+
+_SHARE = 16
+"""Items a worker is given at once: few enough that none idles at the end of a batch."""
+_START_TIMEOUT_S = 120.0
+"""Longest wait for a new process: it imports this package first, which is no part of the time of a call."""
+
+Task = tuple[int, Item]
+
+
+class WorkerStartError(TemperError, RuntimeError):
+    """A reward worker did not come up."""
+
+
+class ProcessScoring:
+    """Runs calls in ``num_workers`` spawned processes; the results come one by one, so that each call has its own time."""
+
+    def __init__(self, call: Call, *, timeout_s: float, num_workers: int) -> None:
+        """Start the workers.
+
+        Raises:
+            ConfigError: the function can't be sent to another process.
+            WorkerStartError: a worker did not come up.
+        """
+        try:
+            pickle.dumps(call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"the reward function can't be sent to worker processes ({error}): define it at the top of a module, or set "
+                "reward.num_workers to 0."
+            ) from error
+        self._call = call
+        self._timeout_s = timeout_s
+        self._workers = [_Worker(call) for _ in range(num_workers)]
+        for worker in self._workers:
+            worker.wait_until_ready()
+
+    def run(self, items: Sequence[Item]) -> list[Outcome]:
+        """One outcome per item, in order."""
+        waiting = deque(enumerate(items))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(items):
+            for worker in self._workers:
+                if not worker.tasks and waiting:
+                    worker.give([waiting.popleft() for _ in range(min(_SHARE, len(waiting)))])
+            busy = [worker for worker in self._workers if worker.tasks]
+            patience = min(worker.since + self._timeout_s for worker in busy) - time.monotonic()
+            ready = wait([worker.connection for worker in busy], timeout=max(0.0, patience))
+            for worker in busy:
+                if worker.connection in ready:
+                    self._collect(worker, outcomes)
+                elif time.monotonic() - worker.since >= self._timeout_s:
+                    index, item = worker.tasks.popleft()
+                    outcomes[index] = timed_out(item, timeout_s=self._timeout_s)
+                    self._replace(worker)
+        return [outcomes[index] for index in range(len(items))]
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _collect(self, worker: "_Worker", outcomes: dict[int, Outcome]) -> None:
+        """Every result that has arrived; a closed connection means that the process died in its current call."""
+        try:
+            while worker.tasks and worker.connection.poll():
+                outcome = worker.connection.recv()
+                assert isinstance(outcome, Outcome)
+                index, _ = worker.tasks.popleft()
+                outcomes[index] = outcome
+                worker.since = time.monotonic()
+        except (EOFError, ConnectionError):
+            worker.kill()
+            index, (prompt, _) = worker.tasks.popleft()
+            message = f"the worker process died with exit code {worker.process.exitcode} (prompt {prompt.prompt_id}, {prompt.source})"
+            outcomes[index] = Outcome(kind=FailureKind.RAISED, message=message)
+            self._replace(worker)
+
+    def _replace(self, worker: "_Worker") -> None:
+        """A new process in place of this one, with what it had not come to."""
+        worker.kill()
+        successor = _Worker(self._call)
+        self._workers[self._workers.index(worker)] = successor
+        successor.wait_until_ready()
+        if worker.tasks:
+            successor.give(list(worker.tasks))
+
+
+class _Worker:
+    """One process and what it has been given."""
+
+    def __init__(self, call: Call) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, call), name="temper-reward", daemon=True)
+        self.process.start()
+        theirs.close()
+        self.tasks: deque[Task] = deque()
+        self.since = 0.0
+
+    def wait_until_ready(self) -> None:
+        """Wait for the first sign of life."""
+        try:
+            is_up = self.connection.poll(_START_TIMEOUT_S) and self.connection.recv() == "ready"
+        except EOFError:
+            is_up = False
+        if not is_up:
+            self.kill()
+            raise WorkerStartError(
+                f"a reward worker did not start (exit code {self.process.exitcode}): its own message is above. A script that starts "
+                "workers needs `if __name__ == '__main__':` around its beginning."
+            )
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        """Send tasks; the time of the first begins now."""
+        self.tasks = deque(tasks)
+        self.since = time.monotonic()
+        # A process that is already dead is noticed when its results are collected.
+        with contextlib.suppress(ConnectionError):
+            self.connection.send([item for _, item in tasks])
+
+    def kill(self) -> None:
+        """End the process and wait for its end."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection, call: Call) -> None:
+    """A worker's life: lists of items in, one outcome after the other out, until the other side is gone."""
+    try:
+        connection.send("ready")
+        while True:
+            for item in connection.recv():
+                connection.send(call(item))
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return
