@@ -80,18 +80,18 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning: the whole run of loop sft, or the warm start before RL."""
+    """The warm start: supervised fine-tuning before RL. Loop sft takes its settings from data, batching, run and the actor."""
 
     data: SourceConfig | None = None
     """Demonstrations; None takes data.train."""
     total_steps: int = 100
-    """Updates; ignored by loop sft, whose length is run.total_steps, where it must stay at its default."""
+    """Updates."""
     batch_size: int = 64
     """Demonstrations of one update."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    """Of a warm start; loop sft takes the actor's."""
+    """Of the warm start; the actor's own begins anew after it."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """Of a warm start; loop sft takes the actor's."""
+    """Of the warm start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class TrainerConfig:
     """Length, place and habits."""
 
     def __post_init__(self) -> None:
-        for problem in _conflicts(self):
-            raise ConfigError(problem)
+        if problems := _conflicts(self):
+            raise ConfigError("\n".join(problems))
 
 
 def _conflicts(config: TrainerConfig) -> list[str]:
@@ -158,6 +158,11 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     for name, role in roles.items():
         if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
             found.append(f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray.")
+        if role is not None and role.engine.lora.rank > 0:
+            found.append(
+                f"{name}.engine.lora.rank is {role.engine.lora.rank}, but this release trains whole models only, no adapters yet: "
+                f"set {name}.engine.lora.rank=0."
+            )
     if config.actor.engine.model.model_type != "language_model":
         found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a language_model.")
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":

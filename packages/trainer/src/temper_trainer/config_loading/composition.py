@@ -4,6 +4,7 @@ Only what was chosen goes through here; defaults are laid underneath afterwards,
 global state, so that loading a configuration in a process leaves nothing behind.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,22 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config_loading.schema import Plain, leaves_of
+from temper_trainer.config_loading.schema import Plain, leaves_of, plain
 
 OURS = "pkg://temper_trainer.conf"
 """Where the choices that come with the trainer lie."""
+ENGINE_GROUP = "model_engine"
+"""The group whose choices need no file: any installed engine is one."""
 PRIMARY = "temper"
 """The file that a composition begins with, unless the user names another."""
+COMMAND_LINE = "command line"
+"""Origin of an override."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +66,33 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     loader = ConfigLoaderImpl(_search_path(config_dir))
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files.")
-    parsed = [_parse(text, loader=loader) for text in overrides]
-    texts = [_forced(override, loader=loader) for override in parsed]
+    parsed = [_parse(text) for text in overrides]
+    texts = [text for override in parsed for text in _forced(override, loader=loader)]
     try:
         composed = loader.load_configuration(config_name, texts, run_mode=RunMode.RUN, from_shell=False)
         layers = _file_layers(loader, config_name=config_name, overrides=texts)
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_sentence(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
-    values = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(values, dict)
+        raise ConfigError(_sentence(error, loader=loader)) from error
+    values = tree_of(composed)
     values.pop("hydra", None)
+    for override in parsed:
+        if _is_bare_engine(override, loader=loader):
+            values[ENGINE_GROUP] = str(override.value())
     return Composition(values=values, layers=(*layers, *_override_layers(parsed, loader=loader)))
 
 
 def group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
     """The choices of a config group, the user's own included."""
     return list(ConfigLoaderImpl(_search_path(config_dir)).repository.get_group_options(group))
+
+
+def tree_of(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
+    """A composed mapping as plain values, with or without its interpolations resolved."""
+    tree = plain(OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve))
+    assert isinstance(tree, dict)
+    return tree
 
 
 def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
@@ -89,7 +103,7 @@ def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
     return path
 
 
-def _parse(text: str, *, loader: ConfigLoaderImpl) -> Override:
+def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -106,12 +120,22 @@ def _is_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
     return bool(loader.repository.group_exists(override.key_or_group))
 
 
-def _forced(override: Override, *, loader: ConfigLoaderImpl) -> str:
+def _forced(override: Override, *, loader: ConfigLoaderImpl) -> list[str]:
     """The override as Hydra shall see it: every key may be set, whether or not a file mentions it; keys are checked by us."""
-    text = str(override.input_line)
-    if _is_group(override, loader=loader) or override.is_delete():
-        return text
-    return "++" + text.lstrip("+")
+    text, key = str(override.input_line), str(override.key_or_group)
+    if override.is_delete():
+        return [text]
+    if not _is_group(override, loader=loader):
+        return ["++" + text.lstrip("+")]
+    if override.value() is None:
+        return [f"{key}=none"]
+    return [f"~{key}"] if _is_bare_engine(override, loader=loader) else [text]
+
+
+def _is_bare_engine(override: Override, *, loader: ConfigLoaderImpl) -> bool:
+    """Whether it names an engine that has no file of choices: one that brings nothing but its entry point."""
+    group = str(override.key_or_group)
+    return group == ENGINE_GROUP and not override.is_delete() and override.value() not in loader.repository.get_group_options(group)
 
 
 def _file_layers(loader: ConfigLoaderImpl, *, config_name: str, overrides: Sequence[str]) -> list[Layer]:
@@ -121,10 +145,10 @@ def _file_layers(loader: ConfigLoaderImpl, *, config_name: str, overrides: Seque
             continue
         loaded = loader.repository.load_config(default.config_path)
         assert isinstance(loaded.config, DictConfig)
-        values = OmegaConf.to_container(loaded.config, resolve=False)
-        assert isinstance(values, dict)
         prefix = f"{default.package}." if default.package else ""
-        layers.append(Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(values, prefix=prefix))))
+        layers.append(
+            Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree_of(loaded.config), prefix=prefix)))
+        )
     return layers
 
 
@@ -139,13 +163,30 @@ def _origin(source: str, config_path: str) -> str:
 def _override_layers(parsed: Sequence[Override], *, loader: ConfigLoaderImpl) -> list[Layer]:
     layers = []
     for override in parsed:
-        if _is_group(override, loader=loader):
+        if _is_group(override, loader=loader) and not _is_bare_engine(override, loader=loader):
             continue
         key = override.key_or_group
         value = override.value()
         leaves = leaves_of({key: value}) if isinstance(value, dict) else {key: value}
-        layers.append(Layer(origin="command line", leaves=tuple(leaves), is_deletion=override.is_delete()))
+        layers.append(Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete()))
     return layers
+
+
+def _sentence(error: Exception, *, loader: ConfigLoaderImpl) -> str:
+    """Hydra's complaint in our words, where it is one that users meet."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if not group:
+            return f"there is no file {choice}.yaml: look at --config-name and --config-dir."
+        choices = ", ".join(loader.repository.get_group_options(group))
+        return f"there is no choice {choice} of the group {group}: " + (
+            f"choose one of {choices}." if choices else "there is no such group."
+        )
+    text = _one_line(error)
+    deleted = re.search(r"Could not delete from config. '(.+)' does not exist", text)
+    if deleted is not None:
+        return f"~{deleted[1]} takes back what a file or a group set, but none sets {deleted[1]}: remove it."
+    return text
 
 
 def _yaml_sentence(error: yaml.YAMLError) -> str:

@@ -1,22 +1,24 @@
-"""From the command line to a LoadedConfig: compose, check every key, lay the defaults underneath, structure, and note where values are
-from."""
+"""From the command line to a LoadedConfig: compose, check every key, lay defaults underneath, structure, note where values came from."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.loaded import LoadedConfig
 from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.composition import PRIMARY, Composition, compose
-from temper_trainer.config_loading.origins import origins_of
-from temper_trainer.config_loading.schema import Plain, defaults_of, leaves_of, plain
+from temper_trainer.config_loading.composition import PRIMARY, Composition, compose, tree_of
+from temper_trainer.config_loading.deprecated_workers import check_worker_switch
+from temper_trainer.config_loading.ineffective import check_effects
+from temper_trainer.config_loading.loaded import LoadedConfig
+from temper_trainer.config_loading.origins import is_users, origins_of
+from temper_trainer.config_loading.schema import Plain, defaults_of, keys_of, leaves_of, plain
 from temper_trainer.config_loading.structuring import structure
+from temper_trainer.config_loading.unknown_keys import check_keys
 
 WITHOUT_INFLUENCE = (
     "run.dir",
@@ -50,23 +52,45 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
         ConfigError: an unknown, removed, conflicting or ineffective key, a value of the wrong type, a missing or malformed file.
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
-    engine_class = engine_config_class(str(composition.values.get("model_engine", "fsdp")))
+    engine_class = _engine_config(composition.values.get("model_engine"))
+    check_keys(composition.layers, known=keys_of(TrainerConfig, engine_class=engine_class))
+    _check_optional_roles(composition)
     values = _with_defaults(composition, engine_class=engine_class)
     config = structure(values, TrainerConfig, engine_class=engine_class)
     resolved = plain(config)
     assert isinstance(resolved, dict)
-    return LoadedConfig(
-        config=config,
-        resolved=resolved,
-        origins=origins_of(leaves_of(resolved), layers=composition.layers),
-        digest=digest_of(resolved),
-    )
+    origins = origins_of(leaves_of(resolved), layers=composition.layers)
+    check_effects(config, set_by_user={key: origin for key, origin in origins.items() if is_users(origin)})
+    check_worker_switch(config)
+    return LoadedConfig(config=config, resolved=resolved, origins=origins, digest=digest_of(resolved))
 
 
 def digest_of(resolved: Mapping[str, Plain]) -> str:
     """SHA-256 of everything that is not WITHOUT_INFLUENCE, in an order that does not matter."""
     kept = {key: value for key, value in leaves_of(resolved).items() if not any(_is_within(key, name) for name in WITHOUT_INFLUENCE)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _engine_config(name: Plain) -> type[EngineConfig]:
+    if name is None:
+        raise ConfigError("model_engine is not set: a file of yours begins with defaults: [temper, _self_], which sets it.")
+    try:
+        return engine_config_class(str(name))
+    except EngineNotFoundError as error:
+        if name == "megatron":
+            raise ConfigError(
+                "model_engine is megatron, but temper-engine-megatron 0.1 holds no engine yet: choose model_engine=fsdp."
+            ) from error
+        raise ConfigError(f"model_engine is {name}, but {error}") from error
+
+
+def _check_optional_roles(composition: Composition) -> None:
+    """A role that a lone override brought to life has no model: say which group does it."""
+    for role, choice in {"critic": "critic=value_model (or algorithm=ppo)", "ref": "ref=frozen"}.items():
+        block = composition.values.get(role)
+        if isinstance(block, dict) and not any(key.startswith("engine.model.") for key in leaves_of(block)):
+            keys = ", ".join(leaves_of(block, prefix=f"{role}."))
+            raise ConfigError(f"{keys} has no effect without a {role}: add {choice}, or remove it.")
 
 
 def _is_within(key: str, name: str) -> bool:
@@ -77,8 +101,7 @@ def _with_defaults(composition: Composition, *, engine_class: type[EngineConfig]
     defaults = defaults_of(TrainerConfig, engine_class=engine_class, given=composition.values)
     try:
         merged = OmegaConf.merge(defaults, composition.values)
-        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        assert isinstance(merged, DictConfig)
+        return tree_of(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {' '.join(str(error).split())}") from error
-    assert isinstance(values, dict)
-    return values
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from temper_trainer.config_loading.composition import Layer
+from temper_trainer.config_loading.composition import COMMAND_LINE, Layer
 
 DEFAULT = "default"
 """Origin of a value that nobody set."""
@@ -25,6 +25,11 @@ def origins_of(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> dict
                 origin = DEFAULT if layer.is_deletion else layer.origin
         origins[key] = origin
     return origins
+
+
+def is_users(origin: str) -> bool:
+    """Whether the user wrote it, on the command line or in a file of theirs."""
+    return origin == COMMAND_LINE or origin.startswith("file ")
 
 
 def _concerns(said: str, key: str) -> bool:

@@ -80,10 +80,11 @@ def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[s
     defaults: dict[str, Plain] = {}
     for entry in entries_of(cls, engine_class=engine_class):
         below = given.get(entry.name)
-        if entry.block is None or (is_optional(entry.annotation) and entry.default is None and not isinstance(below, dict)):
-            if entry.has_default:
-                defaults[entry.name] = plain(entry.default)
-        elif below is not None or entry.name not in given:
+        is_off = entry.name in given and below is None
+        is_unasked = is_optional(entry.annotation) and not isinstance(below, dict)
+        if entry.has_default and (entry.default is not None or entry.block is None or is_unasked):
+            defaults[entry.name] = None if is_off else plain(entry.default)
+        elif entry.block is not None and not is_off:
             defaults[entry.name] = defaults_of(entry.block, engine_class=engine_class, given=below if isinstance(below, dict) else {})
     return defaults
 

@@ -1,5 +1,4 @@
-"""From plain values to the frozen dataclasses, strictly: cattrs with our own reading of every primitive, and errors that begin with the
-dotted key."""
+"""From plain values to the frozen dataclasses, strictly: cattrs, with our own reading of values and errors that begin with the key."""
 
 import dataclasses
 import types
@@ -37,7 +36,7 @@ def describe_type(annotation: object) -> str:
     """A type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
     words = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
     if annotation in words:
-        return words[annotation]  # type: ignore[index]
+        return words[annotation]
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return " | ".join(str(argument) for argument in arguments)
@@ -52,6 +51,8 @@ def describe_type(annotation: object) -> str:
 def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook_func(_is_value, _structure_value)
+    for primitive in (bool, int, float, str):  # cattrs asks its own hooks for these before it asks a predicate
+        converter.register_structure_hook(primitive, _structure_value)
     converter.register_structure_hook_func(_is_optional_block, lambda value, kind: _structure_optional(converter, value, kind))
     converter.register_structure_hook_factory(_is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class))
     return converter
@@ -161,10 +162,8 @@ def _sentences(error: BaseException, *, path: str) -> list[str]:
 
 
 def _path_of(error: BaseException, *, path: str) -> str:
-    for note in error.__notes__ if isinstance(error, BaseException) and "__notes__" in error.__dict__ else []:
-        if isinstance(note, AttributeValidationNote):
-            return _join(path, note.name)
-    return path
+    notes = error.__dict__.get("__notes__", [])
+    return next((_join(path, note.name) for note in notes if isinstance(note, AttributeValidationNote)), path)
 
 
 def _join(path: str, name: str) -> str:

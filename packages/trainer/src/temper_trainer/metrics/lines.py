@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from temper_trainer.metrics.records import Phase
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telling:
@@ -28,8 +26,8 @@ def _rate(value: float) -> str:
 
 
 TELLING = (
-    Telling(metric="eval/greedy/accuracy", label="greedy", show=_digits(3)),
-    Telling(metric="eval/sampled/accuracy", label="sampled", show=_digits(3)),
+    Telling(metric="eval/greedy/reward", label="greedy", show=_digits(3)),
+    Telling(metric="eval/sampled/reward", label="sampled", show=_digits(3)),
     Telling(metric="reward/mean", label="reward", show=_digits(3)),
     Telling(metric="actor/loss", label="loss", show=_digits(4)),
     Telling(metric="critic/loss", label="value loss", show=_digits(4)),
@@ -43,7 +41,7 @@ TELLING = (
 """In the order of the line."""
 
 
-def step_line(step: int, metrics: Mapping[str, float], *, phase: Phase, total: int | None) -> str:
+def step_line(step: int, metrics: Mapping[str, float], *, phase: str, total: int | None) -> str:
     """For example ``rl 12/220  reward 0.453  loss 0.0123  grad 1.231  ratio 1.0000  tokens/s 5.1k  s 1.20``.
 
     Args:

@@ -16,7 +16,7 @@ from rich.text import Text
 from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
 from temper_trainer.metrics.picture import draw_curves
-from temper_trainer.metrics.records import Phase, set_aside
+from temper_trainer.metrics.records import set_aside
 from temper_trainer.metrics.tracker import Tracker
 
 
@@ -62,7 +62,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             directory: the run folder; made where it is missing.
             trackers: ``jsonl``, ``tensorboard``, ``wandb``.
             progress: show bars where the output is a terminal.
-            resume_step: the step a resumed run goes on from: rows of later steps are moved to ``*.superseded-N.jsonl``. None begins anew.
+            resume_step: the last step that is done; rows of later steps are moved to ``*.superseded-N.jsonl``. None begins anew: all rows
+                that lie there are moved, except those of a warm start, of which ``bar`` moves what is done again.
             console: where lines go; standard output by default.
 
         Raises:
@@ -72,12 +73,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._directory = directory
         self._console = Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
         self._has_bars = progress and self._console.is_terminal
-        self._progress: Progress | None = None
-        self._totals: dict[Phase, int] = {}
-        if resume_step is not None:
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                set_aside(directory / name, after_step=resume_step)
-        self._trackers = [_tracker(name, directory, resume_step=resume_step) for name in trackers]
+        self._totals: dict[str, int] = {}
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            set_aside(directory / name, after_step=-1 if resume_step is None else resume_step)
+        self._trackers = [_tracker(name, directory) for name in trackers]
 
     def __enter__(self) -> Self:
         """The log itself."""
@@ -88,15 +87,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         for tracker in self._trackers:
             tracker.close()
 
-    def log(self, step: int, metrics: Mapping[str, float], *, phase: Phase) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Record the numbers of a step and print its line; names and meanings are in docs/metrics.md."""
         for tracker in self._trackers:
             tracker.log(step, metrics, phase=phase)
         self.say(step_line(step, metrics, phase=phase, total=self._totals.get(phase)))
 
     @contextmanager
-    def bar(self, phase: Phase, total: int, start: int = 0) -> Iterator[Bar]:
-        """A progress bar over the steps of a phase; also tells ``log`` how many there will be.
+    def bar(self, phase: str, total: int, start: int = 0) -> Iterator[Bar]:
+        """The steps of a phase: a progress bar, their number for the line of a step, and rows of steps done again moved aside.
 
         Args:
             phase: what its lines are logged under.
@@ -104,6 +103,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             start: steps already done.
         """
         self._totals[phase] = total
+        set_aside(self._directory / "metrics.jsonl", after_step=start, phase=phase)
         if not self._has_bars:
             yield Bar(None, None)
             return
@@ -131,13 +131,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         return draw_curves(self._directory)
 
 
-def _tracker(name: str, directory: Path, *, resume_step: int | None) -> Tracker:
+def _tracker(name: str, directory: Path) -> Tracker:
     if name == "tensorboard":
-        from temper_trainer.metrics.tensorboard import TensorBoardTracker  # noqa: PLC0415  (imports torch)
+        from temper_trainer.metrics.tensorboard import TensorBoardTracker  # imports torch
 
-        return TensorBoardTracker(directory, resume_step=resume_step)
+        return TensorBoardTracker(directory)
     if name == "wandb":
-        from temper_trainer.metrics.wandb import WandbTracker  # noqa: PLC0415  (an extra)
+        from temper_trainer.metrics.wandb import WandbTracker  # an extra
 
         return WandbTracker(directory)
     assert name == "jsonl", f"{name!r} is no tracker"

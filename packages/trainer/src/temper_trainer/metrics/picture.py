@@ -4,5 +4,5 @@ from pathlib import Path
 
 
 def draw_curves(directory: Path) -> Path | None:
-    """x."""
+    """X."""
     return None

@@ -5,12 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-Phase = Literal["warm_start", "rl", "sft", "eval"]
-"""warm_start counts its own updates; rl, sft and eval count the run's steps."""
-
-PHASES: tuple[Phase, ...] = get_args(Phase)
+OWN_COUNT = "warm_start"
+"""The phase that counts its own updates; rl, sft and eval count the run's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +16,7 @@ class Row:
 
     step: int
     """Of its phase; 0 is before the first."""
-    phase: Phase
+    phase: str
     """What was going on."""
     time_s: float
     """Seconds since the epoch."""
@@ -49,20 +46,19 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from_json(line)
 
 
-def set_aside(path: Path, *, after_step: int) -> int:
+def set_aside(path: Path, *, after_step: int, phase: str | None = None) -> int:
     """Move rows of later steps to ``NAME.superseded-N.jsonl``, so that no step appears twice and nothing is lost.
 
-    Rows of the warm start stay: it is over before the first step.
-
     Args:
-        path: a file of JSON lines with ``step``, and ``phase`` where it is not a run's step that is counted.
+        path: a file of JSON lines with ``step``, and ``phase`` where it is not a run's step that is counted; it may be missing.
         after_step: the last step that stays.
+        phase: whose rows are meant; None means every phase that counts the run's steps, and so not the warm start.
 
     Returns:
         How many rows were moved.
     """
     lines = list(_whole_lines(path)) if path.exists() else []
-    is_kept = [_is_kept(json.loads(line), after_step=after_step) for line in lines]
+    is_kept = [_is_kept(json.loads(line), after_step=after_step, phase=phase) for line in lines]
     moved = [line for line, kept in zip(lines, is_kept, strict=True) if not kept]
     if moved:
         _write_lines(_unused_name(path), moved)
@@ -71,10 +67,11 @@ def set_aside(path: Path, *, after_step: int) -> int:
     return len(moved)
 
 
-def _is_kept(fields: Mapping[str, object], *, after_step: int) -> bool:
-    step = fields["step"]
+def _is_kept(fields: Mapping[str, object], *, after_step: int, phase: str | None) -> bool:
+    step, of = fields["step"], fields.get("phase")
     assert isinstance(step, int)
-    return fields.get("phase") == "warm_start" or step <= after_step
+    is_meant = of != OWN_COUNT if phase is None else of == phase
+    return step <= after_step or not is_meant
 
 
 def _whole_lines(path: Path) -> Iterator[str]:

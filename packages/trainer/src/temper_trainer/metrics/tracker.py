@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from temper_trainer.metrics.records import Phase
-
 
 class Tracker(Protocol):
     """A place where metrics go, beside ``metrics.jsonl``."""
 
-    def log(self, step: int, metrics: Mapping[str, float], *, phase: Phase) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Record the numbers of one step of a phase."""
 
     def close(self) -> None:

@@ -1,0 +1,130 @@
+"""Settings that a user wrote and that have no effect in this combination: an error, not silence.
+
+Only what stands on the command line or in a user's own file counts: a group choice of ours may say more than one run needs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Keys that do nothing under a condition."""
+
+    keys: tuple[str, ...]
+    """Dotted keys and blocks."""
+    applies: Callable[[TrainerConfig], bool]
+    """Whether they do nothing in this configuration."""
+    reason: str
+    """Completes the sentence ``KEY has no effect ...``, naming the other key and what to do."""
+
+
+RULES = (
+    Rule(
+        keys=("runtime.cpus_per_worker", "runtime.gpus_per_worker", "runtime.address", "runtime.worker_timeout_s"),
+        applies=lambda config: config.runtime.kind == "inline",
+        reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
+    ),
+    Rule(
+        keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool"),
+        applies=lambda config: config.runtime.kind == "inline",
+        reason="with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+    ),
+    Rule(
+        keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        applies=lambda config: config.loop == "sft",
+        reason="with loop sft, which only imitates: remove it, or set loop=rl",
+    ),
+    Rule(
+        keys=("sampling", "rollout", "reward", "data.eval", "run.table_every", "run.num_table_rows"),
+        applies=lambda config: config.loop == "sft",
+        reason="with loop sft, which samples nothing: remove it, or set loop=rl",
+    ),
+    Rule(
+        keys=("run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        applies=lambda config: config.loop == "rl" and config.data.eval is None,
+        reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
+    ),
+    Rule(
+        keys=("algorithm.kl_estimator",),
+        applies=lambda config: config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0,
+        reason="with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or remove it",
+    ),
+    Rule(
+        keys=("algorithm.gamma",),
+        applies=lambda config: config.algorithm.advantage not in ("gae", "reinforce_plus_plus"),
+        reason="with an algorithm.advantage that weighs whole completions: remove it, or use gae or reinforce_plus_plus",
+    ),
+    Rule(
+        keys=("algorithm.gae_lambda", "algorithm.value_clip"),
+        applies=lambda config: config.algorithm.advantage != "gae",
+        reason="with an algorithm.advantage other than gae: remove it, or use gae",
+    ),
+    Rule(
+        keys=("rollout.canary_tolerance",),
+        applies=lambda config: not config.rollout.canary,
+        reason="with rollout.canary false: remove it, or turn the canary on",
+    ),
+    Rule(
+        keys=("run.num_table_rows",),
+        applies=lambda config: config.loop == "rl" and config.run.table_every == 0 and config.data.eval is None,
+        reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
+    ),
+)
+
+
+def check_effects(config: TrainerConfig, *, set_by_user: Mapping[str, str]) -> None:
+    """Refuse what does nothing.
+
+    Args:
+        config: the whole configuration.
+        set_by_user: origins of the keys that stand on the command line or in a user's file.
+
+    Raises:
+        ConfigError: one line per key, naming it and the key that makes it idle.
+    """
+    found: dict[str, str] = {}
+    for rule in (*RULES, *_role_rules(config), *_source_rules(config)):
+        if rule.applies(config):
+            for key, origin in set_by_user.items():
+                if any(key == block or key.startswith(f"{block}.") for block in rule.keys):
+                    found.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
+    if found:
+        raise ConfigError("\n".join(found.values()))
+
+
+def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
+    for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
+        if role is None:
+            continue
+        model = role.engine.model
+        if role.engine.optimizer is None:
+            keys: tuple[str, ...] = (f"{name}.engine.schedule", f"{name}.engine.residency.offload_optimizer")
+            yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
+        if model.path is not None and model.model_type == "language_model":
+            yield _always((f"{name}.engine.model.seed",), f"with {name}.engine.model.path, whose weights are loaded: remove it")
+        if model.path is None:
+            keys = (f"{name}.engine.model.trust_remote_code",)
+            yield _always(keys, f"with {name}.engine.model.architecture, beside which no code lies: remove it")
+
+
+def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
+    warm_start = None if config.warm_start is None else config.warm_start.data
+    for name, source in {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}.items():
+        if source is None:
+            continue
+        if source.kind in ("jsonl", "parquet"):
+            yield _always((f"{name}.split",), f"with {name}.kind {source.kind}, whose files are named in paths: remove it")
+        if source.kind == "arithmetic":
+            keys = (f"{name}.prompt_key", f"{name}.answer_key")
+            yield _always(keys, f"with {name}.kind arithmetic, which generates its problems: remove it")
+        else:
+            keys = (f"{name}.seed", f"{name}.wrong_first_operation")
+            yield _always(keys, f"with {name}.kind {source.kind}, which reads its problems: remove it")
+
+
+def _always(keys: tuple[str, ...], reason: str) -> Rule:
+    return Rule(keys=keys, applies=lambda _: True, reason=reason)

@@ -1,0 +1,65 @@
+"""Every key that was set must exist: a removed one says what replaced it, an unknown one names the nearest."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.removed import removal_of
+from temper_trainer.config_loading.composition import Layer
+from temper_trainer.config_loading.schema import Entry
+
+SHOWN = 12
+"""Problems that are listed; a file of another program has hundreds."""
+
+
+def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
+    """Refuse what does not exist.
+
+    Args:
+        layers: what was said, and where.
+        known: every dotted key.
+
+    Raises:
+        ConfigError: one line per key, with its origin.
+    """
+    wrong = {key: layer.origin for layer in layers for key in layer.leaves if not exists(key, known=known)}
+    problems = [
+        f"{removal_of(key) or f'there is no key {key}: {suggestion(key, known=known)}'} (set by: {origin})" for key, origin in wrong.items()
+    ]
+    if len(problems) > SHOWN:
+        problems[SHOWN:] = [f"and {len(problems) - SHOWN} more."]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
+    """Whether a key is in the schema, or lies in a mapping whose keys are the user's own."""
+    parts = key.split(".")
+    above = (known.get(".".join(parts[:length])) for length in range(1, len(parts)))
+    return key in known or any(entry is not None and entry.is_open for entry in above)
+
+
+def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
+    """A sentence with the nearest valid keys; a key of the right name in another block comes first."""
+    block, _, name = key.rpartition(".")
+    same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    same_name.sort(key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True)
+    found = (
+        same_name
+        or _siblings_like(name, block=block, known=known)
+        or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+        or _namesakes_like(name, known=known)
+    )
+    return f"did you mean {' or '.join(found[:3])}?" if found else "`temper-train --help` lists them all."
+
+
+def _siblings_like(name: str, *, block: str, known: Mapping[str, Entry]) -> list[str]:
+    prefix = f"{block}." if block else ""
+    names = [key.removeprefix(prefix) for key in known if key.startswith(prefix)]
+    siblings = [sibling for sibling in names if "." not in sibling]
+    return [f"{prefix}{match}" for match in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
+
+
+def _namesakes_like(name: str, *, known: Mapping[str, Entry]) -> list[str]:
+    by_name = {key.rpartition(".")[2]: key for key in reversed(list(known))}
+    return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=2, cutoff=0.75)]
