@@ -27,7 +27,7 @@ def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: I
 
     Raises:
         ConfigError: kind pretrained without a readable directory, or its tokenizer has no end token.
-        DataError: there are no texts to learn from, or one of them does not survive encoding and decoding.
+        DataError: there are no texts to learn from, one holds a special token, or does not survive encoding and decoding.
     """
     if config.kind == "pretrained":
         tokenizer = _load(config.path or model_path)
@@ -36,7 +36,7 @@ def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: I
         if not corpus:
             raise DataError(f"tokenizer.kind {config.kind} learns from the training texts, but there are none.")
         trained = _word_level(corpus) if config.kind == "word_level" else _byte_pairs(corpus, vocab_size=config.vocab_size)
-        _check_round_trip(trained, corpus)
+        check_round_trip(trained, corpus)
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=trained, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
         )
@@ -92,10 +92,17 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
     return tokenizer
 
 
-def _check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
+def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
+    """Decoding gives every text back.
+
+    Raises:
+        DataError: naming the first text that holds a special token, or that comes back changed.
+    """
     encoded = tokenizer.encode_batch_fast(list(corpus), add_special_tokens=False)
     decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
     for text, back in zip(corpus, decoded, strict=True):
+        if any(special in text for special in (PAD, END, UNKNOWN)):
+            raise DataError(f"a training text holds one of the special tokens {PAD}, {END} and {UNKNOWN}: {text!r:.200}. Mend it.")
         if text != back:
             raise DataError(
                 f"the tokenizer would change a training text: {text!r:.200} comes back as {back!r:.200}. Use tokenizer.kind bpe."

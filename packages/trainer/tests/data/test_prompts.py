@@ -1,0 +1,81 @@
+"""From rows to token ids."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import DataConfig, SourceConfig, TokenizerConfig
+from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
+from temper_trainer.data.rows import ChatMessage, DataError, Row
+from temper_trainer.data.tokenizer import build_tokenizer
+
+CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def row(row_id: int, prompt: str | tuple[ChatMessage, ...], solution: str = "#### 2") -> Row:
+    return Row(row_id=row_id, prompt=prompt, answer="#### 2", solution=solution, source=f"file:{row_id}")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
+    texts = ["Q: 1 + {1}?\n", "#### 2", "one two three four", "[user] one [assistant]"]
+    return build_tokenizer(TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=tmp_path)
+
+
+def test_a_string_prompt_goes_into_the_template_braces_and_all(tokenizer: PreTrainedTokenizerBase) -> None:
+    ([prompt], num_dropped) = encode_prompts([row(4, "1 + {1}?")], tokenizer, CONFIG)
+    assert (prompt.prompt_id, prompt.text, prompt.answer, num_dropped) == (4, "Q: 1 + {1}?\n", "#### 2", 0)
+    assert tokenizer.decode(prompt.tokens) == "Q: 1 + {1}?\n"
+
+
+def test_chat_messages_go_through_the_chat_template_with_the_assistants_turn_open(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = (ChatMessage(role="user", content="one two"),)
+    ([prompt], _) = encode_prompts([row(0, messages)], tokenizer, replace(CONFIG, chat_template=TEMPLATE))
+    assert prompt.text == "[user] one two\n[assistant]"
+    assert tokenizer.decode(prompt.tokens) == prompt.text
+    with pytest.raises(ConfigError, match="file:0 is a list of chat messages, but the tokenizer has no chat template"):
+        encode_prompts([row(0, messages)], tokenizer, CONFIG)
+
+
+def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(tokenizer: PreTrainedTokenizerBase) -> None:
+    specials = [("<unk>", 2), ("<eos>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A <eos>", special_tokens=specials)
+    ([prompt], _) = encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="{prompt}"))
+    assert tokenizer.convert_ids_to_tokens(prompt.tokens) == ["<unk>", "one"]
+
+
+def test_a_demonstration_ends_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    ([demonstration], _) = encode_demonstrations([row(0, "one", solution="three four")], tokenizer, CONFIG)
+    assert tokenizer.convert_ids_to_tokens(demonstration.tokens) == ["<unk>", " four", "<eos>"]
+    assert demonstration.prompt.text == "Q: one\n"
+
+
+def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [row(0, "one"), row(1, "one two three four"), row(2, "two")]
+    short = replace(CONFIG, max_prompt_tokens=5)  # Q : _one \n: the template costs three tokens, a word one
+    with pytest.raises(DataError, match=r"file:1: the prompt has 7 tokens, but data.max_prompt_tokens is 5"):
+        encode_prompts(rows, tokenizer, short)
+    prompts, num_dropped = encode_prompts(rows, tokenizer, replace(short, overlong_prompts="drop"))
+    assert ([prompt.prompt_id for prompt in prompts], num_dropped) == ([0, 2], 1)
+    demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, replace(short, overlong_prompts="drop"))
+    assert ([item.prompt.prompt_id for item in demonstrations], num_dropped) == ([0, 2], 1)
+
+
+def test_a_data_set_of_which_nothing_is_left_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="none of 1 prompts fits"):
+        encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, max_prompt_tokens=1, overlong_prompts="drop"))
+
+
+def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompts([], tokenizer, CONFIG) == ([], 0)
+    assert encode_demonstrations([], tokenizer, CONFIG) == ([], 0)
+
+
+def test_a_template_without_a_place_for_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ConfigError, match=r"must contain \{prompt\}"):
+        encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="Question:"))

@@ -1,0 +1,114 @@
+"""Rows from files, and what is said about files that are not what they should be."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.data.rows import ChatMessage, DataError
+from temper_trainer.data.sources import load_rows
+
+PROBLEMS = [{"question": "1 + 1?", "answer": "1+1=2\n#### 2"}, {"question": "2 + 3?", "answer": "2+3=5\n#### 5"}]
+
+
+def write_lines(path: Path, *lines: str) -> SourceConfig:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return SourceConfig(paths=(str(path),))
+
+
+def test_jsonl_and_parquet_of_the_same_problems_give_the_same_rows(tmp_path: Path) -> None:
+    jsonl = write_lines(tmp_path / "a.jsonl", *(json.dumps(problem) for problem in PROBLEMS))
+    parquet.write_table(pa.Table.from_pylist(PROBLEMS), tmp_path / "a.parquet")
+    columnar = SourceConfig(kind="parquet", paths=(str(tmp_path / "a.parquet"),))
+    texts = [(row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(jsonl)]
+    assert texts == [(row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(columnar)]
+    assert texts[1] == (1, "2 + 3?", "2+3=5\n#### 5", "2+3=5\n#### 5")
+
+
+def test_hugging_face_datasets_of_the_same_problems_give_the_same_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
+    datasets.disable_progress_bars()
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[1:])})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    train = load_rows(SourceConfig(kind="datasets", paths=("saved",)), base_dir=tmp_path)
+    test = load_rows(SourceConfig(kind="datasets", paths=("saved",), split="test"), base_dir=tmp_path)
+    assert [row.prompt for row in train] == ["1 + 1?", "2 + 3?"]
+    assert [(row.row_id, row.prompt) for row in test] == [(0, "2 + 3?")]
+    with pytest.raises(DataError, match="split 'dev'"):
+        load_rows(SourceConfig(kind="datasets", paths=("saved",), split="dev"), base_dir=tmp_path)
+
+
+def test_rows_are_numbered_over_all_files_and_cut_at_max_rows(tmp_path: Path) -> None:
+    for name in "ab":
+        write_lines(tmp_path / name, *(json.dumps(problem) for problem in PROBLEMS))
+    rows = load_rows(SourceConfig(paths=("a", "b"), max_rows=3), base_dir=tmp_path)
+    assert [(row.row_id, row.prompt) for row in rows] == [(0, "1 + 1?"), (1, "2 + 3?"), (2, "1 + 1?")]
+    assert rows[2].source == f"{tmp_path / 'b'}:1"
+
+
+def test_a_file_system_url_is_read_as_it_is(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]))
+    (row,) = load_rows(SourceConfig(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere"))
+    assert row.prompt == "1 + 1?"
+
+
+def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    source = write_lines(tmp_path / "a.jsonl", json.dumps({"question": messages, "answer": "2"}))
+    (row,) = load_rows(source)
+    assert row.prompt == (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="1 + 1?"))
+    assert row.texts == ("Be brief.", "1 + 1?", "2", "2")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"question": "1 + 1?"', "not a JSON object"),
+        ('["1 + 1?", "2"]', "expected an object with fields 'question' and 'answer'"),
+        ('{"question": "1 + 1?"}', "no field 'answer' among"),
+        ('{"question": "1 + 1?", "answer": 2}', "'answer' must be text, but is int 2"),
+        ('{"question": 7, "answer": "2"}', "must be text or a list of chat messages, but is int 7"),
+        ('{"question": "  ", "answer": "2"}', "is empty"),
+        ('{"question": [], "answer": "2"}', "list of no messages"),
+        ('{"question": [{"role": "user"}], "answer": "2"}', "message 0 must have role and content"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:
+    source = write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]), "", line)
+    with pytest.raises(DataError, match=complaint) as caught:
+        load_rows(source)
+    assert f"{tmp_path / 'a.jsonl'}:3: " in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
+    for kind, name, complaint in (
+        ("jsonl", "absent", "can't be read"),
+        ("parquet", "absent", "can't be read"),
+        ("jsonl", "picture", "not UTF-8"),
+        ("parquet", "picture", "not a readable parquet file"),
+    ):
+        with pytest.raises(DataError, match=complaint) as caught:
+            load_rows(SourceConfig(kind=kind, paths=(name,)), base_dir=tmp_path)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_parquet_without_the_columns_says_which_it_has(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"problem": ["1 + 1?"], "answer": ["2"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="expected columns 'question' and 'answer', but it has \\['problem', 'answer'\\]"):
+        load_rows(SourceConfig(kind="parquet", paths=("a.parquet",)), base_dir=tmp_path)
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(write_lines(tmp_path / "a.jsonl", ""))
+
+
+def test_a_source_of_kind_datasets_takes_one_name() -> None:
+    pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
+    with pytest.raises(ConfigError, match="takes one name or directory"):
+        load_rows(SourceConfig(kind="datasets", paths=("a", "b")))
