@@ -27,9 +27,10 @@ def test_dr_grpo_leaves_the_distance_as_it_is() -> None:
 
 
 def test_equal_rewards_whose_mean_rounds_give_exactly_zero() -> None:
-    rewards = torch.full((7,), 0.1)
-    found = group_relative_advantage(rewards, group_ids=torch.zeros(7, dtype=torch.int64), scale_by_std=True)
-    assert found.tolist() == [0.0] * 7
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert float(rewards.sum()) / 3 != 0.1  # 0.30000000000000004 / 3
+    found = group_relative_advantage(rewards, group_ids=torch.tensor([0, 0, 0]), scale_by_std=True)
+    assert found.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_group_of_one_has_nothing_to_be_compared_with() -> None:
