@@ -1,0 +1,41 @@
+"""Reward functions that misbehave, importable by worker processes."""
+
+import os
+import sys
+import threading
+import time
+
+from temper_trainer.types import Prompt
+
+
+def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> float:
+    """Does what the completion says."""
+    match completion_text:
+        case "hang":
+            time.sleep(3600)
+        case "raise":
+            raise RuntimeError(f"no reward for {prompt.answer}")
+        case "nan":
+            return float("nan")
+        case "infinity":
+            return float("inf")
+        case "word":
+            return "one"  # type: ignore[return-value]
+        case "die":
+            os._exit(7)
+    return float(completion_text) + bonus
+
+
+def process_id(prompt: Prompt, completion_text: str) -> float:
+    """Where it ran."""
+    return float(os.getpid())
+
+
+def thread_id(prompt: Prompt, completion_text: str) -> float:
+    """Where it ran, more exactly."""
+    return float(threading.get_ident())
+
+
+def has_torch(prompt: Prompt, completion_text: str) -> float:
+    """Whether the process has imported torch."""
+    return float("torch" in sys.modules)

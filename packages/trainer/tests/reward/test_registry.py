@@ -1,0 +1,45 @@
+"""Reward functions by name and by import path."""
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import RewardConfig
+from temper_trainer.reward.gsm8k import gsm8k_strict
+from temper_trainer.reward.registry import register_reward, resolve_reward
+from temper_trainer.types import Prompt
+
+
+def test_a_registered_name_and_an_import_path_find_the_same_function() -> None:
+    assert resolve_reward(RewardConfig(function="gsm8k_strict")) is gsm8k_strict
+    assert resolve_reward(RewardConfig(function="temper_trainer.reward.gsm8k:gsm8k_strict")) is gsm8k_strict
+
+
+def test_a_function_can_be_registered_once_under_a_name() -> None:
+    @register_reward("length")
+    def length(prompt: Prompt, completion_text: str, *, scale: float = 1.0) -> float:
+        return scale * len(completion_text)
+
+    found = resolve_reward(RewardConfig(function="length", arguments={"scale": 2.0}))
+    assert found(Prompt(prompt_id=0, text="", tokens=(1,), answer=""), "abc", scale=2.0) == 6.0
+    with pytest.raises(ConfigError, match="already is a reward named 'length'"):
+        register_reward("length")(gsm8k_strict)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
+        ("quality", "Registered are exact_match, gsm8k_flexible"),
+        ("no_such_module:f", "names module 'no_such_module', which can't be imported"),
+        ("temper_trainer.reward.gsm8k:gsm8k_stict", "did you mean 'gsm8k_strict'"),
+        ("temper_trainer.reward.gsm8k:MARK", "has no such function"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(function: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        resolve_reward(RewardConfig(function=function))
+
+
+def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'tolerance'"):
+        resolve_reward(RewardConfig(arguments={"tolerance": 0.1}))

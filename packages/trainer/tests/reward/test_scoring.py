@@ -1,0 +1,123 @@
+"""Scoring a batch: failures are counted, in threads and in worker processes alike."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import RewardConfig
+from temper_trainer.reward.outcome import Item
+from temper_trainer.reward.registry import register_reward
+from temper_trainer.reward.scoring import RewardFailureError, Scorer
+from temper_trainer.types import Prompt
+
+PATIENT = RewardConfig(function="functions_for_tests:by_text", timeout_s=1.0, max_failure_share=1.0)
+
+
+def items(*texts: str) -> list[Item]:
+    return [(Prompt(prompt_id=i, text="?", tokens=(1,), answer="#### 2", source=f"file:{i}"), text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spawned processes take sys.path from this one."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+
+
+@pytest.fixture(params=[0, 2], ids=["threads", "processes"], scope="module")
+def scorer(request: pytest.FixtureRequest) -> Iterator[Scorer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+        with Scorer(replace(PATIENT, num_workers=request.param, arguments={"bonus": 0.5})) as opened:
+            yield opened
+
+
+def test_rewards_come_in_the_order_of_the_items(scorer: Scorer) -> None:
+    scores = scorer.score(items(*(str(i) for i in range(100))))
+    assert [score.reward for score in scores] == [i + 0.5 for i in range(100)]
+    assert not any(scorer.metrics().values())
+
+
+def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(scorer: Scorer) -> None:
+    scores = scorer.score(items("1", "raise", "2", "nan", "infinity", "word", "hang", "3"))
+    assert [score.reward for score in scores] == [1.5, None, 2.5, None, None, None, None, 3.5]
+    failures = [score.failure or "" for score in scores]
+    assert failures[1] == "raised: RuntimeError: no reward for #### 2 (prompt 1, file:1)"
+    assert failures[3].startswith("not_finite: returned nan (float)")
+    assert failures[5].startswith("not_finite: returned 'one' (str)")
+    assert failures[6] == "timeout: took longer than reward.timeout_s = 1.0 (prompt 6, file:6)"
+    assert scorer.metrics() == {"reward/raised": 1.0, "reward/timeout": 1.0, "reward/not_finite": 3.0}
+
+
+def test_a_call_that_hangs_costs_its_own_time_only(scorer: Scorer) -> None:
+    begin = time.monotonic()
+    scores = scorer.score(items("hang", *["1"] * 50))
+    assert [score.reward for score in scores] == [None, *[1.5] * 50]
+    assert time.monotonic() - begin < 30  # one second, and the start of a new process on a busy machine
+
+
+def test_a_function_that_takes_its_process_down_is_counted() -> None:
+    with Scorer(replace(PATIENT, num_workers=1)) as scorer:
+        scores = scorer.score(items("1", "die", "2"))
+        assert [score.reward for score in scores] == [1.0, None, 2.0]
+        assert scores[1].failure == "raised: the worker process died with exit code 7 (prompt 1, file:1)"
+
+
+def test_a_worker_killed_between_batches_is_replaced() -> None:
+    with Scorer(replace(PATIENT, num_workers=1, function="functions_for_tests:process_id")) as scorer:
+        (first,) = scorer.score(items("1"))
+        assert first.reward is not None
+        assert first.reward != os.getpid()
+        os.kill(int(first.reward), signal.SIGKILL)
+        killed, other = scorer.score(items("1", "2"))
+        assert killed.failure == "raised: the worker process died with exit code -9 (prompt 0, file:0)"
+        assert other.reward not in (None, first.reward)
+
+
+def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> None:
+    with Scorer(replace(PATIENT, max_failure_share=0.25)) as scorer:
+        assert [score.reward for score in scorer.score(items("1", "raise", "1", "1"))] == [1.0, None, 1.0, 1.0]
+        with pytest.raises(RewardFailureError, match=r"2 of 4 calls .* failed \(1 raised, 1 not_finite\)") as caught:
+            scorer.score(items("raise", "1", "nan", "1"))
+        assert 'raise RuntimeError(f"no reward for {prompt.answer}")' in str(caught.value)
+        assert scorer.metrics() == {"reward/raised": 1.0, "reward/timeout": 0.0, "reward/not_finite": 1.0}
+
+
+def test_no_items_are_no_scores(scorer: Scorer) -> None:
+    assert scorer.score([]) == []
+
+
+def test_a_batch_is_scored_by_one_thread() -> None:
+    with Scorer(replace(PATIENT, function="functions_for_tests:thread_id")) as scorer:
+        assert len({score.reward for score in scorer.score(items(*["1"] * 500))}) == 1
+
+
+def test_worker_processes_start_without_torch() -> None:
+    with Scorer(replace(PATIENT, num_workers=1, function="functions_for_tests:has_torch")) as scorer:
+        assert scorer.score(items("1"))[0].reward == 0.0
+
+
+def test_a_function_that_cannot_travel_is_refused_where_there_are_workers() -> None:
+    @register_reward("local_function")
+    def local_function(prompt: Prompt, completion_text: str) -> float:
+        return 0.0
+
+    with (
+        pytest.raises(ConfigError, match="can't be sent to worker processes"),
+        Scorer(RewardConfig(function="local_function", num_workers=1)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_math_verify_scores_a_right_answer_in_a_thread_and_in_a_process(num_workers: int) -> None:
+    """Law 55: with the library's own time-outs a right answer was silently worth 0 in a worker."""
+    pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
+    with Scorer(RewardConfig(function="math_verify", num_workers=num_workers, timeout_s=60.0)) as scorer:
+        assert [score.reward for score in scorer.score(items(r"\boxed{\frac{4}{2}}", "3"))] == [1.0, 0.0]
