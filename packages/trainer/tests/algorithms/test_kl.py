@@ -52,6 +52,21 @@ def test_a_huge_difference_stays_finite(estimator: KlEstimator) -> None:
     assert bool(logprobs.grad.isfinite().all())
 
 
+@pytest.mark.parametrize(("estimator", "divergence"), [("k1", "none"), ("k2", "policy_reference"), ("k3", "reference_policy")])
+def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(estimator: KlEstimator, divergence: str) -> None:
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.0], requires_grad=True)
+    policy, reference = logits.softmax(0), torch.tensor([0.4, 0.3, 0.2, 0.1])
+    exact = {
+        "none": policy.sum(),
+        "policy_reference": (policy * (policy / reference).log()).sum(),
+        "reference_policy": (reference * (reference / policy).log()).sum(),
+    }
+    (expected,) = torch.autograd.grad(exact[divergence], logits, retain_graph=True)
+    kl = estimate_kl(policy.log(), ref_logprobs=reference.log(), estimator=estimator)
+    (found,) = torch.autograd.grad((policy.detach() * kl).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_controller_without_target_stays_as_it_is() -> None:
     controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.1))
     assert controller.updated(kl=100.0, num_samples=64) == controller

@@ -18,9 +18,9 @@ MAX_LOG_RATIO = 20.0
 def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
     """KL(policy, reference) at each token, from tokens that the policy drew.
 
-    With d = log ref - log policy: k1 = -d (unbiased, either sign), k2 = d^2 / 2 (biased, its gradient is that of the KL in
-    expectation), k3 = exp(d) - 1 - d (unbiased, never negative). All are 0 where the two agree. In a loss, k1 has zero expected
-    gradient; k2 and k3 pull towards the reference.
+    With d = log ref - log policy: k1 = -d (unbiased, either sign), k2 = d^2 / 2 (biased), k3 = exp(d) - 1 - d (unbiased, never
+    negative). All are 0 where the two agree. In a loss, where the tokens' own probability has no gradient, the expected gradient of k1 is
+    zero, that of k2 is the gradient of KL(policy, reference), that of k3 the gradient of KL(reference, policy).
 
     Args:
         logprobs: [T] float32 of the policy, with or without gradient.
