@@ -31,9 +31,10 @@ class Outputs:
         """
         place = {sample: i for i, sample in enumerate(self.sample_ids.tolist())}
         wanted: list[int] = sample_ids.tolist()
-        if len(place) != len(self.sample_ids) or len(wanted) != len(place) or any(i not in place for i in wanted):
+        if len(place) != len(self.sample_ids) or sorted(wanted) != sorted(place):
             raise BatchError(
-                f"outputs hold {len(self.sample_ids)} sequences, {len(place)} of them distinct, but {len(wanted)} were asked for."
+                f"outputs hold {len(self.sample_ids)} sequences with {len(place)} distinct ids, but {len(wanted)} were asked for with "
+                f"{len(set(wanted) - place.keys())} unknown ids: ask for each sequence once."
             )
         index = torch.tensor([place[i] for i in wanted], dtype=torch.long)
         lengths = self.sequence_starts.diff()[index]

@@ -68,20 +68,9 @@ def to_padded(
         side: where the padding goes.
 
     Raises:
-        BatchError: length is below the longest sequence; the batch has media; a per-sequence column [B, L] would read as per-token.
+        BatchError: length is below the longest sequence; the batch has media; a column's name or shape would not read back.
     """
-    longest = int(batch.lengths.max())
-    width = longest if length is None else length
-    if width < longest:
-        raise BatchError(f"length is {width}, but the longest sequence has {longest} tokens: raise length.")
-    if batch.media is not None:
-        raise BatchError("a batch with media can't be padded: drop the media, or keep the batch packed.")
-    for name, column in batch.sequence_columns.items():
-        if column.shape[1:] == (width,):
-            raise BatchError(
-                f"per-sequence column {name!r} has shape {tuple(column.shape)}, which reads as per-token at length {width}: "
-                "choose another length."
-            )
+    width = _checked_width(batch, length)
     mask = _mask_of(batch.lengths, width=width, side=side)
 
     def pad(column: Tensor, fill: int = 0) -> Tensor:
@@ -97,6 +86,25 @@ def to_padded(
         position_ids = batch.position_ids
         padded["position_ids"] = pad(position_ids) if position_ids.ndim == 1 else torch.stack([pad(axis) for axis in position_ids])
     return padded
+
+
+def _checked_width(batch: SequenceBatch, length: int | None) -> int:
+    longest = int(batch.lengths.max())
+    width = longest if length is None else length
+    if width < longest:
+        raise BatchError(f"length is {width}, but the longest sequence has {longest} tokens: raise length.")
+    if batch.media is not None:
+        raise BatchError("a batch with media can't be padded: drop the media, or keep the batch packed.")
+    for name, column in batch.sequence_columns.items():
+        if column.shape[1:] == (width,):
+            raise BatchError(
+                f"per-sequence column {name!r} has shape {tuple(column.shape)}, which reads as per-token at length {width}: "
+                "choose another length."
+            )
+    taken = _OWN_FIELDS | (batch.columns.keys() & batch.sequence_columns.keys())
+    for name in sorted(taken & (batch.columns.keys() | batch.sequence_columns.keys())):
+        raise BatchError(f"column {name!r} is a field of the padded mapping, or both per token and per sequence: rename it.")
+    return width
 
 
 def _mask_of(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:

@@ -28,19 +28,12 @@ def reduce_loss(terms: LossTerms, batch: SequenceBatch, *, denominators: Denomin
     """
     is_token_level = terms.level == "token"
     mask = batch.loss_mask if is_token_level else trained_sequences(batch)
-    if terms.loss.shape != mask.shape:
-        raise BatchError(
-            f"the objective returned losses of shape {tuple(terms.loss.shape)} at {terms.level} level; expected {tuple(mask.shape)}."
-        )
-    loss = terms.loss.float()
+    _check_terms(terms, mask, aggregation.mode)
+    # Both are masked before they meet: 0 * NaN would leak into the gradient.
+    loss = torch.where(mask, terms.loss.float(), 0.0)
     if terms.weight is not None:
-        loss = loss * terms.weight.detach().float()
-    loss = torch.where(mask, loss, 0.0)
+        loss = loss * torch.where(mask, terms.weight.detach().float(), 0.0)
     mode = aggregation.mode
-    if is_token_level and mode == AggregationMode.GROUP_MEAN:
-        raise BatchError("aggregation group_mean takes one loss per sequence, but the objective returned one per token.")
-    if mode == AggregationMode.TOKEN_MEAN and not is_token_level:
-        raise BatchError("aggregation token_mean takes one loss per token, but the objective returned one per sequence.")
     if mode == AggregationMode.TOKEN_MEAN:
         return loss.sum() / max(denominators.tokens, 1)
     if mode == AggregationMode.GROUP_MEAN:
@@ -52,6 +45,18 @@ def reduce_loss(terms: LossTerms, batch: SequenceBatch, *, denominators: Denomin
         assert aggregation.horizon is not None
         loss = loss / aggregation.horizon
     return loss.sum() / max(denominators.sequences, 1)
+
+
+def _check_terms(terms: LossTerms, mask: Tensor, mode: AggregationMode) -> None:
+    for what, column in (("losses", terms.loss), ("weights", terms.weight)):
+        if column is not None and column.shape != mask.shape:
+            raise BatchError(
+                f"the objective returned {what} of shape {tuple(column.shape)} at {terms.level} level; expected {tuple(mask.shape)}."
+            )
+    if terms.level == "token" and mode == AggregationMode.GROUP_MEAN:
+        raise BatchError("aggregation group_mean takes one loss per sequence, but the objective returned one per token.")
+    if terms.level == "sequence" and mode == AggregationMode.TOKEN_MEAN:
+        raise BatchError("aggregation token_mean takes one loss per token, but the objective returned one per sequence.")
 
 
 def sequence_sum(column: Tensor, batch: SequenceBatch) -> Tensor:

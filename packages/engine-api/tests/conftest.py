@@ -1,0 +1,235 @@
+"""Batches to test with, and a real engine small enough to read: a bigram table on one or more threads."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, ScheduleSpec
+from temper_engine_api.topology import Axis, Topology
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+
+# A machine that is busy with other tests is slow now and then; that is no failure.
+settings.register_profile("temper", deadline=None)
+settings.load_profile("temper")
+
+VOCAB = 11
+T = TypeVar("T")
+
+
+class Meeting:
+    """Ranks as threads of one process, and what they tell each other."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._slots: list[Any] = [None] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+
+    def gather(self, rank: int, item: T) -> list[T]:
+        self._slots[rank] = item
+        self._barrier.wait()
+        everything = list(self._slots)
+        self._barrier.wait()
+        return everything
+
+    def run(self, action: Callable[[int], T]) -> list[T]:
+        """Every rank runs the action; their results, or the first rank's error."""
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return [future.result() for future in [pool.submit(action, rank) for rank in range(self.num_ranks)]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BigramConfig(EngineConfig):
+    model: ModelSpec = field(default_factory=lambda: ModelSpec(architecture={"model_type": "bigram"}))
+
+
+class BigramEngine(BaseEngine):
+    """log p(t | previous token) is a row of one table; AdamW; gradients are summed over the ranks of a meeting."""
+
+    config_class = BigramConfig
+    capabilities: ClassVar = frozenset({Capability.LANGUAGE_MODEL, Capability.DATA_PARALLEL, Capability.PORTABLE_STATE})
+
+    def __init__(self, config: EngineConfig, *, meeting: Meeting | None = None, rank: int = 0) -> None:
+        super().__init__(config)
+        self.meeting = meeting or Meeting(1)
+        self.rank = rank
+        self.residency: list[str] = []
+
+    def _build(self) -> Topology:
+        start = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(self.config.model.seed))
+        self.table = torch.nn.Parameter(start)
+        self.optimizer = torch.optim.AdamW([self.table], weight_decay=0.0)
+        size = self.meeting.num_ranks
+        return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
+
+    def _run_schedule(self, batch: PackedBatch, *, queries, micro_loss, forward_only, reduce_gradients) -> list[Answers]:  # type: ignore[no-untyped-def]
+        found = []
+        for micro in batch.micro_batches():
+            with torch.set_grad_enabled(not forward_only):
+                answers = Answers(columns={query: self._answer(query, micro) for query in queries})
+                if micro_loss is not None:
+                    loss = micro_loss(answers, micro)
+                    if not forward_only:
+                        loss.backward()
+            found.append(answers.detach())
+        if reduce_gradients:
+            self._reduce_pending_gradients()
+        return found
+
+    def _answer(self, query: Query, micro: SequenceBatch) -> Tensor:
+        assert query is Query.LOGPROB
+        logits = self.table[micro.tokens.roll(1)] / micro.temperature[micro.sequence_index][:, None]
+        picked = logits.log_softmax(-1).gather(1, micro.tokens[:, None])[:, 0]
+        first = torch.zeros_like(micro.loss_mask).index_fill(0, micro.sequence_starts.long()[:-1], True)
+        return picked.masked_fill(first, 0.0)
+
+    def _reduce_pending_gradients(self) -> None:
+        assert self.table.grad is not None
+        self.table.grad = torch.stack(self._gather_objects(self.table.grad.clone())).sum(0)
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        assert self.config.optimizer is not None
+        norm = float(torch.nn.utils.clip_grad_norm_([self.table], self.config.optimizer.clip_grad_norm or float("inf")))
+        self.optimizer.param_groups[0]["lr"] = lr
+        if torch.isfinite(torch.tensor(norm)):
+            self.optimizer.step()
+        return norm
+
+    def _zero_gradients(self) -> None:
+        self.table.grad = None
+
+    @contextmanager
+    def _resident(self, mode: str) -> Iterator[None]:
+        self.residency.append(f"in {mode}")
+        try:
+            yield
+        finally:
+            self.residency.append(f"out {mode}")
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        yield NamedWeight("table", self.table.detach().clone())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        arrived = list(stream)
+        entries = [WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in arrived]
+        check_complete([WeightEntry(name="table", shape=(VOCAB, VOCAB), dtype=torch.float32)], entries)
+        self.table.data.copy_(arrived[0].tensor)
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        state = self.optimizer.state.get(self.table, {})
+        zeros = torch.zeros_like(self.table)
+        yield TrainingState(
+            name="table",
+            master=self.table.detach().clone(),
+            first_moment=state.get("exp_avg", zeros).clone(),
+            second_moment=state.get("exp_avg_sq", zeros).clone(),
+            update_count=int(state.get("step", 0)),
+        )
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        (state,) = stream
+        self.table.data.copy_(state.master)
+        moments = {"exp_avg": state.first_moment, "exp_avg_sq": state.second_moment}
+        self.optimizer.state[self.table] = {"step": torch.tensor(float(state.update_count)), **moments}
+
+    def _write_state(self, directory: str) -> list[str]:
+        name = f"rank_{self.rank}.pt"
+        torch.save({"table": self.table.detach(), "optimizer": self.optimizer.state_dict()}, Path(directory) / name)
+        return [name]
+
+    def _read_state(self, directory: str) -> None:
+        saved = torch.load(Path(directory) / "rank_0.pt", weights_only=True)
+        self.table.data.copy_(saved["table"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        return torch.stack(self._gather_objects(value)).sum(0)
+
+    def _gather_objects(self, item: T) -> list[T]:
+        return self.meeting.gather(self.rank, item)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        return None
+
+    def close(self) -> None:
+        del self.table, self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedLogprob(Objective):
+    """-advantage * logprob per token; the smallest objective that reads a column."""
+
+    name: ClassVar[str] = "weighted_logprob"
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @property
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset({"advantages"})
+
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-batch.columns["advantages"] * answers[Query.LOGPROB])
+
+
+def make_batch(lengths: Sequence[int], *, seed: int = 0, **ids: Sequence[int]) -> SequenceBatch:
+    """Random tokens, a random loss mask and a column of advantages, for sequences of these lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(n, generator=draw) < 0.7 for n in lengths]
+    for mask in masks:
+        mask[0] = False
+    return from_sequences(
+        [torch.randint(VOCAB, (n,), generator=draw) for n in lengths],
+        loss_masks=masks,
+        columns={"advantages": [torch.randn(n, generator=draw) for n in lengths]},
+        sequence_columns={"scores": torch.randn(len(lengths), generator=draw)},
+        **ids,
+    )
+
+
+@pytest.fixture(name="make_batch", scope="session")
+def make_batch_fixture() -> Callable[..., SequenceBatch]:
+    return make_batch
+
+
+@pytest.fixture(scope="session")
+def objective() -> Objective:
+    return WeightedLogprob()
+
+
+@pytest.fixture(scope="session")
+def make_engines() -> Callable[..., list[BigramEngine]]:
+    """num_ranks initialised engines that meet; lr, schedule and other settings by keyword."""
+
+    def make(num_ranks: int = 1, *, lr: float = 0.1, schedule: ScheduleSpec | None = None, **settings: Any) -> list[BigramEngine]:
+        meeting = Meeting(num_ranks)
+        settings.setdefault("optimizer", OptimizerSpec(lr=lr, clip_grad_norm=None, max_consecutive_skips=2))
+        config = BigramConfig(schedule=schedule or ScheduleSpec(), **settings)
+        engines = [BigramEngine(config, meeting=meeting, rank=rank) for rank in range(num_ranks)]
+        for engine in engines:
+            engine.init_model()
+            engine.set_loss_fn(WeightedLogprob())
+        return engines
+
+    return make
+
+
+@pytest.fixture
+def engine(make_engines: Callable[..., list[BigramEngine]]) -> BigramEngine:
+    """One initialised engine alone."""
+    (alone,) = make_engines()
+    return alone
