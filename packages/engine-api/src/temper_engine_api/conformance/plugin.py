@@ -125,7 +125,13 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def subject(request: pytest.FixtureRequest, fleet: Fleet, world_size: int) -> Subject:
     """The engine under test at this world size."""
     settings = request.config.stash[SETTINGS]
-    return Subject(engine=settings.engine, claims=settings.claims, world_size=world_size, fleet=fleet)
+    return Subject(
+        engine=settings.engine,
+        claims=settings.claims,
+        world_size=world_size,
+        all_world_sizes=settings.world_sizes,
+        fleet=fleet,
+    )
 
 
 def _lender(config: pytest.Config) -> Lender | None:

@@ -17,6 +17,8 @@ class Subject:
     """What it claims."""
     world_size: int
     """Ranks."""
+    all_world_sizes: tuple[int, ...]
+    """Of the run."""
     fleet: Fleet
     """Its processes."""
 

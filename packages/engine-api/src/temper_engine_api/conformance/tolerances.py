@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+from temper_engine_api.weights import TrainingState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,30 +23,44 @@ class Tolerance:
 EXACT = Tolerance(share=0.0, reason="the same operations on the same numbers in the same order")
 GRADIENT = Tolerance(share=5e-6, reason="float32 sums over a few hundred terms in another order: some ten roundings of 6e-8 each")
 LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through two layers, summed in another order")
-PEAKED = Tolerance(share=1e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large")
+PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large")
 LOSS = Tolerance(share=2e-6, reason="one float32 number summed over micro-batches and ranks in another order")
+LOSS_TERMS = 1.0
+"""Size of the terms that a loss is the mean of: where they nearly cancel, rounding is a share of them, not of what is left."""
+SMALL_TENSOR = 0.03
+"""Share of the largest gradient below which a tensor's own size no longer counts: that of a key bias is nothing but cancellation."""
 UPDATE = Tolerance(share=2e-5, reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error")
 BF16 = Tolerance(share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep")
 
 
-def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: Tolerance, *, what: str) -> None:
-    """Fail unless every entry is within the tolerance of what is expected; NaN is never close."""
+def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: Tolerance, *, what: str, at_least: float = 0.0) -> None:
+    """Fail unless every entry is within the tolerance of what is expected; NaN is never close.
+
+    Args:
+        actual: measured.
+        expected: of the same shape.
+        tolerance: a share of the largest entry expected.
+        what: for the message.
+        at_least: the tolerance is a share of this where the largest entry is smaller.
+    """
     have, want = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
     assert have.shape == want.shape, f"{what} has shape {tuple(have.shape)}, expected {tuple(want.shape)}"
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    distance = float((have - want).abs().max()) if want.numel() else 0.0
+    if not want.numel():
+        return
+    scale, distance = max(float(want.abs().max()), at_least), float((have - want).abs().max())
     assert distance <= tolerance.share * scale, (
-        f"{what} is off by {distance:.3e} where {scale:.3e} is the largest entry, "
-        f"{distance / scale if scale else float('inf'):.1e} of it; allowed is {tolerance.share:.0e} ({tolerance.reason})"
+        f"{what} is off by {distance:.3e}, {distance / scale if scale else float('inf'):.1e} of its scale {scale:.3e}; "
+        f"allowed is {tolerance.share:.0e} ({tolerance.reason})"
     )
 
 
 def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, *, what: str) -> None:
     """Fail unless both hold the same names and every tensor is within the tolerance; what is expected must not be all zero."""
     assert actual.keys() == expected.keys(), f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
-    assert any(bool((tensor != 0).any()) for tensor in expected.values()), f"{what}: everything expected is zero"
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert largest > 0, f"{what}: everything expected is zero"
     for name, tensor in expected.items():
-        assert_close(actual[name], tensor, tolerance, what=f"{what} of {name}")
+        assert_close(actual[name], tensor, tolerance, what=f"{what} of {name}", at_least=SMALL_TENSOR * largest)
 
 
 def assert_all_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
@@ -51,3 +68,13 @@ def assert_all_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     assert actual.keys() == expected.keys(), f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
     unequal = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not unequal, f"{what}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
+
+
+def assert_same_state(actual: Mapping[str, TrainingState], expected: Mapping[str, TrainingState]) -> None:
+    """Fail unless both are the same portable state, bit for bit and count for count."""
+    for part in ("master", "first_moment", "second_moment"):
+        read = attrgetter(part)
+        have, want = ({name: read(entry) for name, entry in state.items()} for state in (actual, expected))
+        assert_all_equal(have, want, what=part)
+    counts = [{name: entry.update_count for name, entry in state.items()} for state in (actual, expected)]
+    assert counts[0] == counts[1], "update counts differ"

@@ -1,0 +1,285 @@
+"""Laws: a resumed run is the same run, at any world size; what is damaged or was never committed is refused; a crash costs one save."""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.conformance.fleet import RankFailureError
+from temper_engine_api.conformance.measure import WHOLE, Update, merged, share_of, state_of, update_once
+from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.probes import TokenProbe
+from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.conformance.subject import Subject
+from temper_engine_api.conformance.test_update import TRAINS
+from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, assert_close, assert_same_state
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.specs import ScheduleSpec
+from temper_engine_api.weights import TrainingState
+
+COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
+
+
+@pytest.fixture
+def recipe(reference: Reference) -> Recipe:
+    """An engine that trains with a rate that changes at every step."""
+    return reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=COSINE)
+
+
+@pytest.fixture
+def batches(reference: Reference) -> list[SequenceBatch]:
+    """Four mini-batches."""
+    return [reference.batch(seed=seed) for seed in range(4)]
+
+
+def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
+    """One update each."""
+    engine.set_loss_fn(TokenProbe())
+    return [update_once(engine, [share_of(engine, batch, split=WHOLE)]) for batch in batches]
+
+
+def train_and_save(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int) -> str:
+    """The committed directory, as every rank is told."""
+    engine = rank.engine(recipe)
+    train(engine, batches)
+    return engine.save_checkpoint(str(folder), global_step=step)
+
+
+def load_and_train(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> list[Update]:
+    """In an engine that has already trained something else, all of which must be forgotten."""
+    engine = rank.engine(recipe)
+    train(engine, batches[:1])
+    engine.load_checkpoint(str(folder))
+    return train(engine, batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What an engine counts."""
+
+    num_updates: int
+    num_schedule_steps: int
+    num_nonfinite_updates: int
+    lr: float
+
+
+def progress_of(engine: BaseEngine) -> Progress:
+    return Progress(
+        num_updates=engine.num_updates,
+        num_schedule_steps=engine.num_schedule_steps,
+        num_nonfinite_updates=engine.num_nonfinite_updates,
+        lr=engine.current_lr,
+    )
+
+
+def test_resume_is_bitwise(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
+    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    for update, want in zip(resumed, whole[2:], strict=True):
+        assert_same_state(update.state, want.state)
+        assert (update.grad_norm, update.next_lr) == (want.grad_norm, want.next_lr)
+        assert merged([update])["loss"] == merged([want])["loss"]
+
+
+def train_whole(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> list[Update]:
+    """Without a stop."""
+    return train(rank.engine(recipe), batches)
+
+
+def test_saving_changes_nothing(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
+    saving = subject.run(train_save_train, recipe=recipe, batches=batches[:2], folder=tmp_path)[0]
+    assert_same_state(saving.state, whole[1].state)
+
+
+def train_save_train(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> Update:
+    """One update, a save, another update."""
+    engine = rank.engine(recipe)
+    train(engine, batches[:1])
+    engine.save_checkpoint(str(folder), global_step=1)
+    return train(engine, batches[1:])[0]
+
+
+def test_counters_and_rate_are_resumed(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    bad = batches[1].with_columns({"advantages": torch.full_like(batches[1].columns["advantages"], torch.inf)})
+    for saved, loaded in subject.run(progress_around_a_save, recipe=recipe, batches=[batches[0], bad, batches[2]], folder=tmp_path):
+        assert loaded == saved
+        assert (saved.num_updates, saved.num_schedule_steps, saved.num_nonfinite_updates) == (2, 2, 1)
+
+
+def progress_around_a_save(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> tuple[Progress, Progress]:
+    """Before the save, and in a new engine after loading."""
+    engine = rank.engine(recipe)
+    train(engine, batches)
+    engine.save_checkpoint(str(folder), global_step=3)
+    other = rank.engine(recipe)
+    other.load_checkpoint(str(folder))
+    return progress_of(engine), progress_of(other)
+
+
+def test_random_state_is_resumed(subject: Subject, recipe: Recipe, tmp_path: Path) -> None:
+    for after_save, after_load in subject.run(draws_around_a_save, recipe=recipe, folder=tmp_path):
+        assert torch.equal(after_save, after_load)
+
+
+def draws_around_a_save(rank: Rank, *, recipe: Recipe, folder: Path) -> tuple[Tensor, Tensor]:
+    """What torch draws after a save, and after loading it."""
+    engine = rank.engine(recipe)
+    torch.manual_seed(rank.index + 5)
+    engine.save_checkpoint(str(folder), global_step=0)
+    after_save = torch.rand(4)
+    torch.rand(7)
+    engine.load_checkpoint(str(folder))
+    return after_save, torch.rand(4)
+
+
+@pytest.mark.claims(Capability.RESHARD_ON_LOAD)
+def test_resume_at_another_world_size_gives_the_same_next_update(
+    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+) -> None:
+    whole = subject.run(train_whole, recipe=recipe, batches=batches[:3])
+    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
+    for other in subject.all_world_sizes:
+        resumed = subject.run_at(other, load_and_train, recipe=recipe, batches=batches[2:3], folder=tmp_path)
+        losses = [merged([of_rank[-1] for of_rank in of_ranks])["loss"] for of_ranks in (resumed, whole)]
+        assert_close(losses[0], losses[1], LOSS, what=f"next loss at {other} ranks", at_least=LOSS_TERMS)
+        assert resumed[0][-1].next_lr == whole[0][-1].next_lr
+
+
+@pytest.mark.parametrize("how", ["altered", "truncated", "removed"])
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
+    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path, how: str
+) -> None:
+    step = Path(subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)[0])
+    victim = max((path for path in (step / "engine").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damage(victim, how)
+    for message, before, after in subject.run(refused_load, recipe=recipe, folder=step, kind="damaged"):
+        assert victim.name in message
+        assert_same_state(after, before)
+
+
+def damage(victim: Path, how: str) -> None:
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    if how == "removed":
+        victim.unlink()
+    else:
+        victim.write_bytes(content if how == "altered" else content[:-1])
+
+
+def refused_load(rank: Rank, *, recipe: Recipe, folder: Path, kind: str) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
+    """The refusal's sentence, and the state around it."""
+    expected = {"damaged": DamagedCheckpointError, "incomplete": IncompleteCheckpointError}[kind]
+    engine = rank.engine(recipe)
+    before = state_of(engine)
+    with pytest.raises(expected) as caught:
+        engine.load_checkpoint(str(folder))
+    return str(caught.value), before, state_of(engine)
+
+
+def test_a_step_without_its_manifest_is_refused(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    step = Path(subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)[0])
+    (step / "manifest.json").unlink()
+    for place in (step, tmp_path):
+        for _, before, after in subject.run(refused_load, recipe=recipe, folder=place, kind="incomplete"):
+            assert_same_state(after, before)
+
+
+def test_a_save_that_fails_leaves_the_step_before(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)
+    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
+    messages = subject.run(failing_save, recipe=recipe, folder=tmp_path, step=2)
+    assert all("No space left" in message for message in messages)
+    assert complete_steps(tmp_path) == [1]
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[1:2], folder=tmp_path)[0]
+    assert_same_state(resumed[0].state, whole[1].state)
+
+
+def failing_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> str:
+    """The disk of the last rank is full once everything is written."""
+    engine = rank.engine(recipe)
+    write = engine._write_state
+
+    def write_and_fail(directory: str) -> list[str]:
+        files = write(directory)
+        if rank.index == rank.world_size - 1:
+            raise OSError(28, "No space left on device")
+        return files
+
+    engine._write_state = write_and_fail  # type: ignore[method-assign]  # a fault, not a stand-in
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(str(folder), global_step=step)
+    return str(caught.value)
+
+
+def test_a_killed_save_leaves_the_step_before(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)
+    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
+    with pytest.raises(RankFailureError, match="died"):
+        subject.run(killed_save, recipe=recipe, folder=tmp_path, step=2)
+    assert complete_steps(tmp_path) == [1]
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[1:2], folder=tmp_path)[0]
+    assert_same_state(resumed[0].state, whole[1].state)
+
+
+def killed_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> None:
+    """The last rank is killed once its files are written."""
+    engine = rank.engine(recipe)
+    write = engine._write_state
+
+    def write_and_die(directory: str) -> list[str]:
+        files = write(directory)
+        if rank.index == rank.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return files
+
+    engine._write_state = write_and_die  # type: ignore[method-assign]  # a fault, not a stand-in
+    engine.save_checkpoint(str(folder), global_step=step)
+
+
+def test_only_the_newest_steps_are_kept(subject: Subject, recipe: Recipe, tmp_path: Path) -> None:
+    subject.run(save_often, recipe=recipe, folder=tmp_path, num_saves=4, max_to_keep=2)
+    assert complete_steps(tmp_path) == [3, 4]
+
+
+def save_often(rank: Rank, *, recipe: Recipe, folder: Path, num_saves: int, max_to_keep: int) -> None:
+    """Steps 1 to num_saves."""
+    engine = rank.engine(recipe)
+    for step in range(1, num_saves + 1):
+        engine.save_checkpoint(str(folder), global_step=step, max_ckpt_to_keep=max_to_keep)
+
+
+def test_only_the_downloaded_copy_is_deleted(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
+    local, remote, downloads = tmp_path / "local", tmp_path / "remote", tmp_path / "downloads"
+    downloads.mkdir()
+    (downloads / "mine.txt").write_text("the user's own")
+    states = subject.run(
+        save_and_load_remotely, recipe=recipe, batches=batches[:1], local=local, url=f"file://{remote}", downloads=downloads
+    )
+    assert_same_state(states[0][1], states[0][0])
+    assert [path.name for path in downloads.iterdir()] == ["mine.txt"]
+    assert (complete_steps(local), complete_steps(remote)) == ([1], [1])
+
+
+def save_and_load_remotely(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], local: Path, url: str, downloads: Path
+) -> tuple[dict[str, TrainingState], dict[str, TrainingState]]:
+    """State when saved, and when loaded from the copy."""
+    engine = rank.engine(recipe)
+    train(engine, batches)
+    saved = state_of(engine)
+    engine.save_checkpoint(str(local), url, global_step=1)
+    train(engine, batches)
+    engine.load_checkpoint(str(downloads), url, del_local_after_load=True)
+    return saved, state_of(engine)
