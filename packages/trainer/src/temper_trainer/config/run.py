@@ -150,6 +150,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
             f"{config.algorithm.kl_reward_coef}, and ref is {'set' if config.ref else 'not set'}: a coefficient above 0 needs the ref "
             "role, and the ref role needs one."
         )
+    found += _sizes_that_do_not_fit(config) if config.loop == "rl" else []
     if config.loop == "rl" and config.sampling.temperature == 0:
         found.append("sampling.temperature is 0 (greedy) in loop rl, where completions of a prompt would all be equal: set it above 0.")
     if config.loop == "sft" and config.warm_start is not None:
@@ -169,4 +170,25 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
         found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
+    return found
+
+
+def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
+    """Lengths and counts of RL that exceed a cap."""
+    found = []
+    parts = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) and sampling.max_tokens ({config.sampling.max_tokens})"
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    advice = "raise the first or lower one of the others."
+    if longest > config.batching.max_tokens:
+        found.append(f"batching.max_tokens is {config.batching.max_tokens}, but {parts} allow samples of {longest} tokens: {advice}")
+    positions = config.actor.engine.model.architecture.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        key = "actor.engine.model.architecture.max_position_embeddings"
+        found.append(f"{key} is {positions}, but {parts} allow samples of {longest} tokens: {advice}")
+    samples = config.batching.prompts_per_step * config.algorithm.group_size
+    if config.batching.num_mini_batches > samples:
+        found.append(
+            f"batching.num_mini_batches is {config.batching.num_mini_batches}, but a step has only {samples} completions "
+            "(batching.prompts_per_step times algorithm.group_size): lower it."
+        )
     return found

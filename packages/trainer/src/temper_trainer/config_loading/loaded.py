@@ -7,15 +7,17 @@ from pathlib import Path
 import yaml
 
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading.schema import Plain
+from temper_trainer.config_loading.yaml_text import annotated_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """What ``config_loading.load`` returns, and what a loop starts from."""
+    """What ``load`` returns, and what a run starts from."""
 
     config: TrainerConfig
     """The settings."""
-    resolved: Mapping[str, object]
+    resolved: Mapping[str, Plain]
     """The same, nested, of nothing but dicts, lists, texts, numbers, booleans and None."""
     origins: Mapping[str, str]
     """For every dotted key: ``default``, ``group model_engine=fsdp``, ``file PATH`` or ``command line``."""
@@ -24,12 +26,16 @@ class LoadedConfig:
 
 
 def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
-    """Write ``config.yaml`` (every value) and ``config_origins.yaml`` (where each came from) into a folder.
+    """Write ``config.yaml`` (every value, with the origin of what is no default as a comment) and ``config_origins.yaml`` (all origins).
 
-    ``config.yaml`` is itself a configuration: copied beside others and named with --config-name, it repeats the run.
+    ``config.yaml`` is itself a configuration: ``temper-train --config-dir FOLDER --config-name config`` repeats the run.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    values = {"defaults": ["temper", "_self_"], **loaded.resolved}
-    (directory / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (directory / "config.yaml").write_text(printed(loaded), encoding="utf-8")
     origins = yaml.safe_dump(dict(loaded.origins), sort_keys=False, allow_unicode=True, width=1000)
     (directory / "config_origins.yaml").write_text(f"# digest {loaded.digest}\n{origins}", encoding="utf-8")
+
+
+def printed(loaded: LoadedConfig) -> str:
+    """The text of ``config.yaml``."""
+    return f"# digest {loaded.digest}\ndefaults: [temper, _self_]\n{annotated_text(loaded.resolved, origins=loaded.origins)}"

@@ -1,0 +1,110 @@
+"""The command ``temper-train``: compose, check or print a configuration, or run it. Every failure that a user can mend is one message."""
+
+import argparse
+import errno
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.config_loading import LoadedConfig, load, printed, write_resolved
+from temper_trainer.config_loading.composition import PRIMARY
+from temper_trainer.config_loading.help_text import USAGE, help_text
+from temper_trainer.config_loading.outside import check_outside
+from temper_trainer.config_loading.sizes import derived_sizes
+
+EXIT_FAILED = 1
+EXIT_WRONG_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: what stands after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _act(asked)
+    except ConfigError as error:
+        return _fail(f"configuration error:\n{error}", code=EXIT_WRONG_CONFIG)
+    except TemperError as error:
+        return _fail(f"{type(error).__name__}: {error}", code=EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        return _fail(f"{error}. Complete checkpoints are untouched: free space, then: {_again(asked)}", code=EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted; what came after the last checkpoint is lost. Go on with: {_again(asked)}", code=EXIT_INTERRUPTED)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="temper-train", usage=USAGE.split("usage: ")[1].splitlines()[0], add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--print", action="store_true")
+    parser.add_argument("--config-dir")
+    parser.add_argument("--config-name", default=PRIMARY)
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _act(asked: argparse.Namespace) -> int:
+    if asked.help:
+        print(help_text(overrides=asked.overrides, config_dir=asked.config_dir), end="")
+        return 0
+    loaded = load(asked.overrides, config_dir=asked.config_dir, config_name=asked.config_name)
+    if asked.print:
+        print(printed(loaded), end="")
+        return 0
+    check_outside(loaded.config)
+    if asked.check:
+        print("\n  ".join(["OK", *derived_sizes(loaded.config), f"digest: {loaded.digest}"]))
+        return 0
+    return _train(loaded, asked)
+
+
+def _train(loaded: LoadedConfig, asked: argparse.Namespace) -> int:
+    from temper_trainer.loops import train  # torch and all that comes with it, which --help and --check do without
+    from temper_trainer.loops.interrupts import RunInterrupted
+
+    logging.getLogger("temper_trainer").setLevel(logging.INFO)
+    try:
+        result = train(loaded.config, digest=loaded.digest, write_config=partial(write_resolved, loaded))
+    except RunInterrupted as error:
+        return _fail(f"interrupted at step {error.step}, resume with: {_again(asked)}", code=EXIT_INTERRUPTED)
+    print(f"done: {_contents(result.directory)}")
+    return 0
+
+
+def _contents(directory: Path) -> str:
+    """What a finished run left, as far as it is there."""
+    names = ("config.yaml", "metrics.jsonl", "tensorboard", "samples.jsonl", "curves.png", "checkpoints", "huggingface")
+    return f"{directory} holds {', '.join(name for name in names if (directory / name).exists())}"
+
+
+def _again(asked: argparse.Namespace) -> str:
+    """The command that goes on with this run."""
+    folder = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
+    name = [] if asked.config_name == PRIMARY else ["--config-name", asked.config_name]
+    kept = [override for override in asked.overrides if not override.startswith("run.resume=")]
+    return shlex.join(["temper-train", *folder, *name, *kept, "run.resume=auto"])
+
+
+def _fail(message: str, *, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

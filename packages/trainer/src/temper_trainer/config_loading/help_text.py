@@ -1,0 +1,135 @@
+"""The text of ``temper-train --help``: usage, groups and their choices, every key with its default and meaning, read from the sources."""
+
+import ast
+import inspect
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from importlib import resources
+
+from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.registry import engine_config_class
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading.composition import group_choices
+from temper_trainer.config_loading.schema import Entry, entries_of, is_optional
+from temper_trainer.config_loading.structuring import describe_type
+from temper_trainer.config_loading.yaml_text import scalar_text
+
+USAGE = """\
+temper-train: post-training of language models (SFT, PPO, GRPO and kin) on any Temper engine.
+
+usage: temper-train [OVERRIDE ...] [--check] [--print] [--config-dir DIR] [--config-name NAME] [--help]
+
+  OVERRIDE            key=value, for example run.seed=1; GROUP=CHOICE, for example algorithm=ppo; ~key goes back to the default
+  --check             compose and validate only, and show the sizes that follow; trains nothing
+  --print             print every value with its origin; trains nothing
+  --config-dir DIR    a folder with YAML files of yours; a file there wins over ours of the same name
+  --config-name NAME  begin with DIR/NAME.yaml, which begins with the line `defaults: [temper, _self_]`
+
+examples:
+
+  temper-train experiment=quickstart
+  temper-train experiment=quickstart run.resume=auto
+  temper-train experiment=gsm8k_grpo data.train.paths=[train.jsonl] data.eval.paths=[test.jsonl] --check
+  temper-train --config-dir my_runs --config-name first run.seed=1
+
+exit codes: 0 done; 1 the run failed, with the reason; 2 the configuration is wrong; 130 interrupted.
+"""
+
+GROUPS = ("experiment", "algorithm", "critic", "ref", "model_engine")
+
+
+def help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
+    """The whole text.
+
+    Args:
+        overrides: a ``model_engine=NAME`` among them says whose fields are listed under ``engine``.
+        config_dir: the user's folder, whose choices are listed too.
+    """
+    engine_class = _engine_class(overrides)
+    groups = "\n".join(_group_lines(config_dir))
+    keys = "\n".join(_block_lines(TrainerConfig, prefix="", engine_class=engine_class, seen={}))
+    return f"{USAGE}\ngroups (GROUP=CHOICE):\n\n{groups}\n\nkeys (key=default):\n\n{keys}\n"
+
+
+def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
+    """The chosen engine's own configuration; where it is not installed, what every engine has."""
+    names = [override.removeprefix("model_engine=") for override in overrides if override.startswith("model_engine=")]
+    try:
+        return engine_config_class(names[-1] if names else "fsdp")
+    except EngineNotFoundError:
+        return EngineConfig
+
+
+def _group_lines(config_dir: str | None) -> Iterator[str]:
+    for group in GROUPS:
+        yield f"  {group}"
+        for choice in group_choices(group, config_dir=config_dir):
+            yield from _wrapped(f"{choice}: {_first_comment(group, choice)}")
+
+
+def _first_comment(group: str, choice: str) -> str:
+    """The sentence at the top of a file of ours; a user's own file is named as theirs."""
+    file = resources.files("temper_trainer.conf") / group / f"{choice}.yaml"
+    if not file.is_file():
+        return "(yours)"
+    comments = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @package"):
+            comments.append(line.removeprefix("# "))
+        elif not line.startswith("#"):
+            break
+    return " ".join(comments)
+
+
+def _block_lines(cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]) -> Iterator[str]:
+    """Fields in order; the fields of a block are listed where it appears first, and referred to afterwards."""
+    meanings = meanings_of(cls)
+    for entry in entries_of(cls, engine_class=engine_class):
+        key, meaning = f"{prefix}{entry.name}", meanings.get(entry.name, "")
+        if entry.block is None:
+            yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
+            yield from _wrapped(meaning)
+            continue
+        meaning = _class_meaning(entry.block) if meaning.startswith("See ") else meaning
+        yield f"  {key}.*" + ("   [off until set]" if is_optional(entry.annotation) and entry.default is None else "")
+        if entry.block in seen:
+            yield from _wrapped(f"{meaning} The same keys as {seen[entry.block]}.*")
+            continue
+        seen[entry.block] = key
+        yield from _wrapped(meaning)
+        yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
+
+
+def _class_meaning(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").splitlines()[0]
+
+
+def _default_text(entry: Entry) -> str:
+    return f"={scalar_text(entry.default)}" if entry.has_default else " (must be set)"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, width=110, initial_indent="      ", subsequent_indent="      ")
+
+
+def meanings_of(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, those of its bases included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is not object:
+            found |= _field_docstrings(base)
+    return found
+
+
+def _field_docstrings(cls: type) -> dict[str, str]:
+    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    found = {}
+    for field, below in itertools.pairwise(body):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
+    return found

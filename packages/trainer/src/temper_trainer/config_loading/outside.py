@@ -1,0 +1,55 @@
+"""What a configuration refers to outside itself: files, model directories, the reward function. Looked at without torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.reward.registry import resolve_reward
+
+
+def check_outside(config: TrainerConfig) -> None:
+    """Refuse what is not there; addresses with a scheme (``s3://...``) are left to the run.
+
+    Raises:
+        ConfigError: one line per missing file or directory, or the reward's own sentence.
+    """
+    if problems := [*_missing_data(config), *_missing_models(config)]:
+        raise ConfigError("\n".join(problems))
+    if config.loop == "rl":
+        resolve_reward(config.reward)
+
+
+def _missing_data(config: TrainerConfig) -> Iterator[str]:
+    warm_start = None if config.warm_start is None else config.warm_start.data
+    sources: dict[str, SourceConfig | None] = {
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "warm_start.data": warm_start,
+    }
+    for name, source in sources.items():
+        if source is None or source.kind not in ("jsonl", "parquet"):
+            continue
+        for path in source.paths:
+            if _is_local(path) and not Path(path).is_file():
+                yield f"{name}.paths names {path}, which is no file here ({Path.cwd()}): mend the path."
+
+
+def _missing_models(config: TrainerConfig) -> Iterator[str]:
+    for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
+        path = None if role is None else role.engine.model.path
+        if path is not None and not (Path(path) / "config.json").is_file():
+            yield f"{name}.engine.model.path is {path}, but no Hugging Face model lies there (no config.json): mend the path, or put the model there first."
+    path = config.data.tokenizer.path
+    if path is not None and not Path(path).is_dir():
+        yield f"data.tokenizer.path is {path}, which is no directory: give the folder of a tokenizer."
+    if config.data.tokenizer.kind == "pretrained" and path is None and config.actor.engine.model.path is None:
+        yield (
+            "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
+            "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
+        )
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and "::" not in path

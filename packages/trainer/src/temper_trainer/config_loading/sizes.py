@@ -1,0 +1,44 @@
+"""The sizes that follow from a configuration, in prompts, completions, updates and tokens, for a person to look at before a run."""
+
+from temper_trainer.config.run import RoleConfig, TrainerConfig
+
+
+def derived_sizes(config: TrainerConfig) -> list[str]:
+    """One line per fact, in words."""
+    lines = _sft_sizes(config) if config.loop == "sft" else _rl_sizes(config)
+    lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]
+    return [*lines, f"run folder: {config.run.dir}"]
+
+
+def _rl_sizes(config: TrainerConfig) -> list[str]:
+    batching, group_size, steps = config.batching, config.algorithm.group_size, config.run.total_steps
+    completions = batching.prompts_per_step * group_size
+    updates = batching.num_mini_batches * batching.num_passes
+    per_update = completions / batching.num_mini_batches
+    lines = []
+    if config.warm_start is not None:
+        stage = config.warm_start
+        shown = stage.total_steps * stage.batch_size
+        lines.append(f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = {shown:,} demonstrations")
+    noun = "update" if updates == 1 else "updates"
+    length = config.data.max_prompt_tokens + config.sampling.max_tokens
+    lines.append(f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}")
+    lines.append(f"an update: {per_update:,.6g} completions")
+    lines.append(f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates")
+    lines.append(f"a sample: at most {config.data.max_prompt_tokens:,} + {config.sampling.max_tokens:,} = {length:,} tokens")
+    return lines
+
+
+def _sft_sizes(config: TrainerConfig) -> list[str]:
+    size, steps = config.batching.prompts_per_step, config.run.total_steps
+    return [f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"]
+
+
+def _role_line(name: str, role: RoleConfig, *, engine: str) -> str:
+    model = role.engine.model
+    source = model.path or f"{model.architecture['model_type']} from scratch"
+    training = "frozen" if role.engine.optimizer is None else f"lr {role.engine.optimizer.lr:g}"
+    workers = f"{role.num_workers} worker" + ("s" if role.num_workers > 1 else "")
+    return f"{name}: {source} on {engine}, {workers}, {role.engine.precision.compute}, {training}"
