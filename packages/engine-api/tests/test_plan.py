@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,8 +191,6 @@ def test_an_empty_micro_batch_becomes_one_untrained_token(make_batch: Callable[.
 
 
 def test_given_position_ids_and_media_travel_with_the_dummy(make_batch: Callable[..., SequenceBatch]) -> None:
-    from dataclasses import replace
-
     batch = replace(make_batch([4, 2]), position_ids=torch.arange(18).view(3, 6), media=("a", "b"))
     plan = plan_mini_batch([4, 2], dp_size=1, max_tokens=4, constraints=PlanConstraints(min_micro_batches=3))
     packed = pack_rank(batch, plan=plan, rank=0, denominators=NOTHING)

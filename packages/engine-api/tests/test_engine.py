@@ -1,0 +1,473 @@
+"""The contract's logic, written once in the base class, on a real engine of one table."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import BatchError, CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.objective import Objective, Query
+from temper_engine_api.padding import to_padded
+from temper_engine_api.specs import EngineConfig, LoraSpec, ModelSpec, OptimizerSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.weights import NamedWeight
+
+MakeBatch = Callable[..., SequenceBatch]
+MakeEngines = Callable[..., list[BaseEngine]]
+
+
+def table_of(engine: BaseEngine) -> Tensor:
+    with engine.export_weights() as stream:
+        return next(stream).tensor
+
+
+def update(engine: BaseEngine, *batches: PackedBatch) -> float:
+    """One update from these calls; the last one is final."""
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        for i, batch in enumerate(batches):
+            engine.forward_backward_batch(batch, forward_only=False, final=i == len(batches) - 1)
+    return engine.optimizer_step()
+
+
+def poisoned(batch: SequenceBatch) -> SequenceBatch:
+    return batch.with_columns({"advantages": torch.full((batch.num_tokens,), torch.inf)})
+
+
+def untrained(batch: SequenceBatch) -> SequenceBatch:
+    return from_sequences([batch.tokens], loss_masks=[torch.zeros_like(batch.loss_mask)], columns={"advantages": [batch.tokens.float()]})
+
+
+# Building and asking.
+
+
+def test_the_topology_is_unknown_before_init_model(engine: BaseEngine) -> None:
+    fresh = type(engine)(engine.config)
+    with pytest.raises(EngineStateError, match=r"only after init_model\(\)"):
+        _ = fresh.topology
+
+
+def test_another_engines_configuration_is_refused(engine: BaseEngine) -> None:
+    with pytest.raises(ConfigError, match="takes a BigramConfig, not a EngineConfig"):
+        type(engine)(EngineConfig(model=ModelSpec(path="x")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"lora": LoraSpec(rank=4, alpha=8.0)}, "adapter"),
+        ({"residency": ResidencySpec(offload_optimizer=True)}, "offload"),
+        ({"model": ModelSpec(architecture={"model_type": "bigram"}, model_type="value_model")}, "value_model"),
+    ],
+)
+def test_what_is_not_claimed_is_refused_when_building(make_engines: MakeEngines, settings: dict[str, object], named: str) -> None:
+    with pytest.raises(CapabilityError, match=f"BigramEngine does not offer '{named}'; it offers data_parallel"):
+        make_engines(**settings)
+
+
+def test_adapter_calls_need_the_capability(engine: BaseEngine) -> None:
+    for call in (engine.export_adapter, lambda: engine.load_adapter({}, {}), engine.adapter_disabled().__enter__):
+        with pytest.raises(CapabilityError, match=Capability.ADAPTER):
+            call()
+
+
+# Modes.
+
+
+def test_a_pass_needs_its_mode(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    with pytest.raises(EngineStateError, match=r"a backward pass needs `with engine.train_mode\(\)`"):
+        engine.forward_backward_batch(batch, forward_only=False)
+    with engine.eval_mode(), pytest.raises(EngineStateError, match="a backward pass needs"):
+        engine.forward_backward_batch(batch, forward_only=False)
+    with pytest.raises(EngineStateError, match="a forward pass needs"):
+        engine.forward_backward_batch(batch, forward_only=True, outputs=[Query.LOGPROB])
+
+
+def test_modes_do_not_nest(engine: BaseEngine) -> None:
+    with engine.train_mode(), pytest.raises(EngineStateError, match=r"eval_mode\(\) inside train_mode\(\)"):
+        with engine.eval_mode():
+            pass
+
+
+def test_residency_is_restored_when_the_body_raises(engine: BaseEngine) -> None:
+    with pytest.raises(KeyError):
+        with engine.train_mode():
+            raise KeyError
+    assert engine.residency == ["in train", "out train"]  # type: ignore[attr-defined]
+    with engine.eval_mode():
+        pass
+
+
+# An update.
+
+
+def test_an_update_moves_the_weights_along_the_gradient(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    batch = engine.shard_data(make_batch([6, 7, 3]), max_tokens=64)
+    before = table_of(engine)
+    norm = update(engine, batch)
+    assert engine.last_update is not None
+    assert (engine.last_update.outcome, engine.last_update.grad_norm) == ("stepped", norm)
+    assert norm > 0
+    assert engine.num_updates == 1
+    # Adam's first step is lr * sign(gradient) where there is one.
+    moved = (table_of(engine) - before).abs()
+    assert moved.max().item() == pytest.approx(0.1, rel=1e-3)
+
+
+def test_the_loss_is_that_of_the_formula(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    whole = make_batch([6, 7, 3])
+    with engine.eval_mode():
+        result = engine.forward_backward_batch(engine.shard_data(whole, max_tokens=8), forward_only=True)
+    previous, trained = whole.tokens.roll(1), whole.loss_mask
+    logprobs = table_of(engine).log_softmax(-1)[previous, whole.tokens]
+    expected = -(whole.columns["advantages"] * logprobs)[trained].mean()
+    assert result.metrics["loss"].result == pytest.approx(expected.item(), rel=1e-5)
+    assert result.outputs is None
+
+
+def test_two_calls_then_a_step_equal_one_call(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    whole = make_batch([6, 7, 3, 4])
+    (one,), (two,) = make_engines(), make_engines()
+    full = one.shard_data(whole, max_tokens=64)
+    halves = [full.select([0, 1]), full.select([2, 3])]
+    packed = [two._as_single_micro_batch(half) for half in halves]
+    calls = [replace(call, denominators=full.denominators) for call in packed]
+    assert update(two, *calls) == pytest.approx(update(one, full), rel=1e-6)
+    torch.testing.assert_close(table_of(two), table_of(one), rtol=1e-6, atol=1e-6)
+
+
+def test_a_call_after_the_final_one_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False)
+        with pytest.raises(EngineStateError, match="already reduced"):
+            engine.forward_backward_batch(batch, forward_only=False)
+        engine.optimizer_step()
+        with pytest.raises(EngineStateError, match="already reduced"):
+            engine.forward_backward_batch(batch, forward_only=False)
+
+
+def test_a_forward_pass_between_two_calls_leaves_the_gradients_alone(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (one,), (two,) = make_engines(), make_engines()
+    batch = one.shard_data(make_batch([4, 5]), max_tokens=16)
+    norm = update(one, batch)
+    two.optimizer_zero_grad()
+    with two.train_mode():
+        two.forward_backward_batch(batch, forward_only=False, final=False)
+    with two.eval_mode():
+        two.forward_backward_batch(batch, forward_only=True, outputs=[Query.LOGPROB])
+    assert two.optimizer_step() == norm
+
+
+def test_a_step_without_gradients_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    with pytest.raises(EngineStateError, match="there are no gradients"):
+        engine.optimizer_step()
+    update(engine, engine.shard_data(make_batch([4, 5]), max_tokens=16))
+    with pytest.raises(EngineStateError, match="there are no gradients"):
+        engine.optimizer_step()
+
+
+def test_an_engine_without_an_optimizer_neither_trains_nor_steps(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (engine,) = make_engines(optimizer=None)
+    batch = engine.shard_data(make_batch([4]), max_tokens=16)
+    with engine.train_mode(), pytest.raises(EngineStateError, match=r"can't train"):
+        engine.forward_backward_batch(batch, forward_only=False)
+    with pytest.raises(EngineStateError, match=r"can't step"):
+        engine.optimizer_step()
+    assert engine.current_lr == 0.0
+
+
+def test_a_batch_without_the_objectives_columns_is_refused(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    batch = replace(engine.shard_data(make_batch([4]), max_tokens=16), columns={})
+    with engine.train_mode(), pytest.raises(EngineStateError, match=r"reads columns that the batch lacks: \['advantages'\]"):
+        engine.forward_backward_batch(batch, forward_only=False)
+
+
+def test_training_without_a_loss_is_an_error(make_batch: MakeBatch, engine: BaseEngine) -> None:
+    fresh = type(engine)(engine.config)
+    fresh.init_model()
+    batch = engine.shard_data(make_batch([4]), max_tokens=16)
+    with fresh.train_mode(), pytest.raises(EngineStateError, match="needs an Objective"):
+        fresh.forward_backward_batch(batch, forward_only=False)
+    with fresh.train_mode(), pytest.raises(EngineStateError, match="no loss function is set"):
+        fresh.forward_backward_step(batch)
+
+
+def test_needs_beside_an_objective_is_refused(engine: BaseEngine, objective: Objective) -> None:
+    with pytest.raises(ConfigError, match="needs has no effect with an Objective"):
+        engine.set_loss_fn(objective, needs=[Query.ENTROPY])
+
+
+# Updates that must not happen.
+
+
+def test_a_nonfinite_gradient_skips_on_every_rank(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    engines = make_engines(2, schedule=ScheduleSpec(warmup_steps=4))
+    whole = make_batch([5, 6, 4, 7], sample_ids=[10, 11, 12, 13])
+    before = [table_of(engine) for engine in engines]
+
+    def run(rank: int) -> float:
+        share = engines[rank].shard_data(whole, max_tokens=64)
+        if rank == 1:
+            share = share.with_columns({"advantages": torch.full((share.num_tokens,), torch.inf)})
+        norm = update(engines[rank], share)
+        engines[rank].lr_scheduler_step()
+        return norm
+
+    norms = engines[0].meeting.run(run)  # type: ignore[attr-defined]
+    assert not any(math.isfinite(norm) for norm in norms)
+    for engine, start in zip(engines, before, strict=True):
+        assert engine.last_update is not None
+        assert (engine.last_update.outcome, engine.num_nonfinite_updates, engine.num_updates) == ("nonfinite", 1, 0)
+        assert (engine.num_schedule_steps, engine.current_lr) == (0, 0.025)  # 0.1 / 4
+        assert torch.equal(table_of(engine), start)
+    ids = [engine.last_update.sample_ids for engine in engines if engine.last_update]
+    assert sorted(ids[0] + ids[1]) == [10, 11, 12, 13]
+
+
+def test_too_many_skips_in_a_row_stop_the_run(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    bad = poisoned(engine.shard_data(make_batch([5, 6], sample_ids=[4, 8]), max_tokens=64))
+    assert isinstance(bad, PackedBatch)
+    for _ in range(2):
+        update(engine, bad)
+    with pytest.raises(EngineStateError, match=r"3 updates in a row .* samples \((4, 8|8, 4)\).*max_consecutive_skips"):
+        update(engine, bad)
+
+
+def test_a_good_update_ends_a_row_of_skips(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    good = engine.shard_data(make_batch([5, 6]), max_tokens=64)
+    bad = poisoned(good)
+    assert isinstance(bad, PackedBatch)
+    for batch in (bad, bad, good, bad, bad):
+        update(engine, batch)
+    assert (engine.num_nonfinite_updates, engine.num_updates) == (4, 1)
+
+
+def test_all_masked_batch_steps_nothing(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    update(engine, engine.shard_data(make_batch([5, 6]), max_tokens=64))  # so that Adam's moments would move the weights
+    before = table_of(engine)
+    assert update(engine, engine.shard_data(untrained(make_batch([5])), max_tokens=64)) == 0.0
+    assert engine.last_update is not None
+    assert engine.last_update.outcome == "nothing_trained"
+    assert engine.lr_scheduler_step() == engine.current_lr
+    assert (engine.num_schedule_steps, engine.num_updates) == (0, 1)
+    assert torch.equal(table_of(engine), before)
+
+
+def test_the_schedule_advances_once_per_update_that_happened(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (engine,) = make_engines(schedule=ScheduleSpec(warmup_steps=2))
+    batch = engine.shard_data(make_batch([5, 6]), max_tokens=64)
+    rates = [engine.current_lr]
+    for _ in range(2):
+        update(engine, batch)
+        rates.append(engine.lr_scheduler_step())
+    assert rates == [0.05, 0.1, 0.1]
+
+
+# Data over ranks.
+
+
+@settings(max_examples=25)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), num_ranks=st.integers(1, 3))
+def test_unsharding_what_was_sharded_gives_it_back(
+    make_engines: MakeEngines, make_batch: MakeBatch, lengths: list[int], num_ranks: int
+) -> None:
+    engines = make_engines(num_ranks)
+    whole = make_batch(lengths, sample_ids=[50 - i for i in range(len(lengths))])
+
+    def run(rank: int) -> SequenceBatch:
+        return engines[rank].unshard_data(engines[rank].shard_data(whole, max_tokens=12), sample_ids=whole.sample_ids)
+
+    for back in engines[0].meeting.run(run):  # type: ignore[attr-defined]
+        assert torch.equal(back.tokens, whole.tokens)
+        assert torch.equal(back.sequence_starts, whole.sequence_starts)
+        assert torch.equal(back.columns["advantages"], whole.columns["advantages"])
+        assert torch.equal(back.sample_ids, whole.sample_ids)
+
+
+def test_without_an_order_unsharding_sorts_by_id(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    whole = make_batch([3, 4, 2], sample_ids=[7, 5, 6])
+    assert engine.unshard_data(engine.shard_data(whole, max_tokens=9)).sample_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradient_is_independent_of_data_parallel_size(make_engines: MakeEngines, make_batch: MakeBatch, num_ranks: int) -> None:
+    whole = make_batch([9, 2, 7, 3, 5])
+    (alone,) = make_engines()
+    expected = update(alone, alone.shard_data(whole, max_tokens=64))
+    engines = make_engines(num_ranks)
+    norms = engines[0].meeting.run(lambda rank: update(engines[rank], engines[rank].shard_data(whole, max_tokens=9)))  # type: ignore[attr-defined]
+    assert norms == pytest.approx([expected] * num_ranks, rel=1e-5)
+    torch.testing.assert_close(table_of(engines[0]), table_of(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_come_back_in_the_order_asked_for(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    engines = make_engines(3)
+    whole = make_batch([4, 4, 2, 6])
+
+    def run(rank: int) -> Tensor:
+        engine = engines[rank]
+        with engine.eval_mode():
+            share = engine.shard_data(whole, max_tokens=6)
+            outputs = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB]).outputs
+        return engine.unshard_outputs(outputs, sample_ids=whole.sample_ids).columns[Query.LOGPROB]
+
+    logprobs = table_of(engines[0]).log_softmax(-1)[whole.tokens.roll(1), whole.tokens]
+    logprobs[whole.sequence_starts.long()[:-1]] = 0.0
+    for found in engines[0].meeting.run(run):  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, logprobs)
+
+
+# The RFC's hooks.
+
+
+def test_an_rfc_step_takes_a_padded_mapping_and_passes_its_context(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    seen: list[object] = []
+
+    def preprocess(batch, ctx):  # type: ignore[no-untyped-def]
+        return batch, {**ctx, "pre": True}
+
+    def postprocess(predictions, ctx):  # type: ignore[no-untyped-def]
+        return {**predictions, "doubled": predictions["logprob"] * 2}, {**ctx, "post": True}
+
+    def loss_fn(data: SequenceBatch, predictions, ctx):  # type: ignore[no-untyped-def]
+        seen.append(ctx)
+        return -predictions["doubled"][data.loss_mask].mean(), {**ctx, "loss": True}
+
+    engine.set_loss_fn(loss_fn)
+    batch = make_batch([4, 6])
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        predictions, loss, ctx = engine.forward_backward_step(  # type: ignore[misc]
+            to_padded(batch), {}, preprocess_fn=preprocess, postprocess_fn=postprocess
+        )
+    assert ctx == {"pre": True, "post": True, "loss": True}
+    assert loss.item() == pytest.approx(-predictions["doubled"][batch.loss_mask].mean().item())
+    assert not predictions["logprob"].requires_grad
+    assert engine.optimizer_step() > 0
+
+
+def test_an_rfc_forward_pass_returns_predictions_and_context(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    with engine.eval_mode():
+        predictions, ctx = engine.forward_backward_step(make_batch([4]), None, forward_only=True)  # type: ignore[misc]
+    assert predictions["logprob"].shape == (4,)
+    assert ctx is None
+
+
+def test_an_rfc_loss_is_averaged_over_ranks_and_calls_add_up(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    engines = make_engines(2)
+    batches = [make_batch([4], seed=0), make_batch([6], seed=1)]
+
+    def run(rank: int) -> tuple[float, float]:
+        engine = engines[rank]
+        engine.set_loss_fn(lambda data, predictions, ctx: (predictions["logprob"].sum(), ctx))
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(batches[rank])  # type: ignore[misc]
+            engine.forward_backward_step(batches[rank])
+        return loss.item(), engine.optimizer_step()
+
+    logprobs = table_of(engines[0]).log_softmax(-1)
+    sums = [logprobs[b.tokens.roll(1), b.tokens][1:].sum().item() for b in batches]
+    table = table_of(engines[0]).requires_grad_()
+    total = sum(table.log_softmax(-1)[b.tokens.roll(1), b.tokens][1:].sum() for b in batches)
+    (gradient,) = torch.autograd.grad(total, table)
+    for loss, norm in engines[0].meeting.run(run):  # type: ignore[attr-defined]
+        assert loss == pytest.approx(sum(sums) / 2, rel=1e-5)
+        assert norm == pytest.approx(gradient.norm().item(), rel=1e-5)  # two calls of half the sum each
+
+
+def test_an_objective_under_the_rfc_loop_gives_the_same_gradient(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (one,), (two,) = make_engines(), make_engines()
+    whole = make_batch([4, 6])
+    expected = update(one, one.shard_data(whole, max_tokens=64))
+    two.optimizer_zero_grad()
+    with two.train_mode():
+        two.forward_backward_step(whole)
+    assert two.optimizer_step() == pytest.approx(expected, rel=1e-6)
+
+
+# Weights and state.
+
+
+def test_weights_are_read_only_inside_their_with(engine: BaseEngine) -> None:
+    stream = engine.export_weights()
+    with pytest.raises(EngineStateError, match=r"only inside `with engine.export_weights\(\)"):
+        next(stream)
+    with stream:
+        weight = next(stream)
+    with pytest.raises(EngineStateError):
+        next(stream)
+    with pytest.raises(EngineStateError, match="already used"), stream:
+        pass
+    assert weight.tensor.shape == (11, 11)
+
+
+def test_loading_is_strict(engine: BaseEngine) -> None:
+    good = table_of(engine)
+    with pytest.raises(WeightError, match="missing table; unexpected tabel"):
+        engine.load_weights([NamedWeight("tabel", good)])
+    with pytest.raises(WeightError, match="1 names came twice"):
+        engine.load_weights([NamedWeight("table", good), NamedWeight("table", good)])
+    with pytest.raises(WeightError, match=r"table: shape \(11,\), expected \(11, 11\)"):
+        engine.load_weights([NamedWeight("table", good[0])])
+
+
+def test_the_portable_state_carries_an_optimizer_over(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (one,), (two,) = make_engines(), make_engines(model=ModelSpec(architecture={"model_type": "bigram"}, seed=5))
+    batch = one.shard_data(make_batch([5, 6]), max_tokens=64)
+    update(one, batch)
+    two.load_state(one.export_state())
+    for engine in (one, two):
+        update(engine, batch)
+    assert torch.equal(table_of(one), table_of(two))
+
+
+def test_resume_is_bitwise(make_engines: MakeEngines, make_batch: MakeBatch, tmp_path: Path) -> None:
+    schedule = ScheduleSpec(kind="linear", warmup_steps=2, total_steps=9)
+    (straight,), (first,), (second,) = (make_engines(schedule=schedule) for _ in range(3))
+    batches = [straight.shard_data(make_batch([5, 6], seed=seed), max_tokens=64) for seed in range(5)]
+
+    def train(engine: BaseEngine, chosen: list[PackedBatch]) -> None:
+        for batch in chosen:
+            update(engine, batch)
+            engine.lr_scheduler_step()
+
+    train(straight, batches)
+    train(first, batches[:2])
+    saved = first.save_checkpoint(str(tmp_path), global_step=2)
+    second.load_checkpoint(saved)
+    train(second, batches[2:])
+    assert torch.equal(table_of(second), table_of(straight))
+    assert (second.num_updates, second.current_lr) == (5, straight.current_lr)
+
+
+def test_loading_drops_gradients_of_before(engine: BaseEngine, make_batch: MakeBatch, tmp_path: Path) -> None:
+    saved = engine.save_checkpoint(str(tmp_path), global_step=0)
+    with engine.train_mode():
+        engine.forward_backward_batch(engine.shard_data(make_batch([4]), max_tokens=9), forward_only=False)
+    engine.load_checkpoint(saved)
+    with pytest.raises(EngineStateError, match="there are no gradients"):
+        engine.optimizer_step()
+
+
+def test_unsharding_nothing_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    whole = make_batch([3])
+    dummy = from_sequences([whole.tokens[:1]], loss_masks=[torch.tensor([False])], sample_ids=[-1])
+    with pytest.raises(BatchError, match="no batch to concatenate"):
+        engine.unshard_data(dummy)
+
+
+def test_an_optimizer_without_clipping_reports_the_same_norm(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+    (free,), (clipped,) = make_engines(), make_engines(optimizer=OptimizerSpec(lr=0.1, clip_grad_norm=1e-3))
+    batch = free.shard_data(make_batch([5, 6]), max_tokens=64)
+    assert update(free, batch) == update(clipped, batch)
