@@ -50,6 +50,8 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
             "tokenizer.kind is pretrained, but neither tokenizer.path nor the actor's model.path is set: "
             "set one, or train a tokenizer with tokenizer.kind word_level or bpe."
         )
+    if not Path(path).is_dir():
+        raise ConfigError(f"no tokenizer can be loaded from {path!r}: there is no such directory.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """The sampler's own transformers model: built from a ModelSpec, and given weights whole or not at all."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +18,8 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
     Raises:
         ConfigError: nothing can be loaded from model.path, or transformers does not know model.architecture.
     """
+    if spec.path is not None and not Path(spec.path).is_dir():
+        raise ConfigError(f"the sampler can't build a model from {spec.path!r}: there is no such directory.")
     try:
         if spec.path is not None:
             model = AutoModelForCausalLM.from_pretrained(

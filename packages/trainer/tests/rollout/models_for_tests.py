@@ -1,0 +1,106 @@
+"""Tiny seeded models, requests for them, and the slow independent formulas that the sampler is held to."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from temper_engine_api.specs import ModelSpec
+from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.types import SamplingRequest
+
+VOCAB_SIZE = 41
+END = 1
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    # Large enough weights that the next token is neither certain nor uniform.
+    "initializer_range": 0.3,
+}
+ARCHITECTURES = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 8, **SHAPE},
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE},
+    "mistral_sliding": {"model_type": "mistral", "sliding_window": 5, **SHAPE},
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One letter or sign per token: token 2 + i is the i-th of the alphabet."""
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789.,;"
+    entries = {"<pad>": 0, "<eos>": 1, **{sign: 2 + i for i, sign in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.WordLevel(entries, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A reference model, what transformers itself computes, and where its weights lie."""
+
+    model: PreTrainedModel
+    """With eager attention."""
+    directory: Path
+    """Of its weights and config."""
+
+    def sampler(self, *, max_concurrent: int = 256, dtype: Literal["bf16", "fp32"] = "fp32") -> HfSampler:
+        """A sampler with the same weights."""
+        config = RolloutConfig(max_concurrent=max_concurrent, dtype=dtype)
+        return HfSampler(model=ModelSpec(path=str(self.directory)), tokenizer=make_tokenizer(), config=config, device="cpu")
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[V] from a full forward pass over one sequence, nothing cached."""
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+        return logits
+
+    def greedy(self, prompt: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
+        """What ``generate`` of transformers makes of one prompt."""
+        inputs = torch.tensor([list(prompt)])
+        settings = {"do_sample": False, "max_new_tokens": max_tokens, "use_cache": True, "attention_mask": torch.ones_like(inputs)}
+        return tuple(self.model.generate(input_ids=inputs, **settings)[0, len(prompt) :].tolist())
+
+
+def make_pair(name: str, directory: Path) -> Pair:
+    """A seeded model and its saved weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURES[name]), attn_implementation="eager").eval()
+    model.save_pretrained(directory)
+    # Training sets use_cache false in configs; a sampler must not mind.
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "use_cache": False}))
+    assert isinstance(model, PreTrainedModel)
+    return Pair(model=model, directory=directory)
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int] | None = None
+) -> list[SamplingRequest]:
+    """One request per prompt, seeded by its place unless seeds are given."""
+    chosen = range(len(prompts)) if seeds is None else seeds
+    return [
+        SamplingRequest(request_id=i, prompt_tokens=tuple(prompt), sampling=sampling, seed=seed)
+        for i, (prompt, seed) in enumerate(zip(prompts, chosen, strict=True))
+    ]
+
+
+def make_prompts(count: int, *, seed: int = 0, longest: int = 20) -> list[list[int]]:
+    """Prompts of 1 to ``longest`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+    return [torch.randint(2, VOCAB_SIZE, (int(length),), generator=generator).tolist() for length in lengths]

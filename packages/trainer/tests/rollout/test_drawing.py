@@ -1,0 +1,78 @@
+"""Drawing a token: the uniform numbers, the inverse of the running sum, and what top-k and top-p leave."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.drawing import DrawOptions, draw, invert, truncate, uniforms
+
+
+def cut(probabilities: list[float], *, top_p: float = 1.0, top_k: int = 100) -> list[float]:
+    found = truncate(torch.tensor([probabilities]), top_p=torch.tensor([top_p]), top_k=torch.tensor([top_k]))
+    return [round(value, 6) for value in found[0].tolist()]
+
+
+def test_uniforms_equal_the_published_generator() -> None:
+    # SplitMix64 seeded with 0 begins 16294208416658607535, 7960286522194355700 (the JDK's and Vigna's reference output); ours
+    # seeds it with the mix of 0, which is 0.
+    found = uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
+    assert found.tolist() == [(16294208416658607535 >> 12) / 2**52, (7960286522194355700 >> 12) / 2**52]
+
+
+def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
+    for seeds, positions in ((np.arange(10_000), np.zeros(10_000)), (np.zeros(10_000), np.arange(10_000))):
+        found = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+        counts = np.histogram(found, bins=10, range=(0, 1))[0]
+        # 1000 expected in each bin, deviation sqrt(1000 * 0.9) = 30: six of them.
+        assert abs(counts - 1000).max() < 180
+        assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.06
+
+
+def test_a_point_falls_where_the_running_sum_passes_it() -> None:
+    probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).repeat(6, 1)
+    points = torch.tensor([0.0, 0.24, 0.25, 0.74, 0.75, 1 - 2.0**-52], dtype=torch.float64)
+    # Running sums .25, .25, .75, 1: a point equal to one belongs to the next token of positive probability.
+    assert invert(probabilities, points=points).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@given(
+    weights=arrays.arrays(np.float32, st.integers(1, 2500), elements=st.sampled_from([0.0, 1e-30, 1e-6, 0.1, 1.0])),
+    point=st.floats(0, 1, exclude_max=True),
+)
+def test_a_token_of_probability_zero_is_never_drawn_and_the_place_is_right(weights: np.ndarray, point: float) -> None:
+    weights[len(weights) // 2] = 0.5
+    (found,) = invert(torch.from_numpy(weights)[None], points=torch.tensor([point], dtype=torch.float64)).tolist()
+    running = weights.astype(np.float64).cumsum()
+    assert weights[found] > 0
+    assert running[found] >= point * running[-1] * (1 - 1e-12)
+    assert running[found] - weights[found] <= point * running[-1] * (1 + 1e-12)
+
+
+def test_top_k_and_top_p_keep_the_fewest_most_likely() -> None:
+    probabilities = [0.1, 0.4, 0.2, 0.3]
+    assert cut(probabilities, top_k=2) == [0, 0.4, 0, 0.3]
+    # 0.4 + 0.3 reach 0.7; 0.71 needs 0.2 too.
+    assert cut(probabilities, top_p=0.65) == [0, 0.4, 0, 0.3]
+    assert cut(probabilities, top_p=0.75) == [0, 0.4, 0.2, 0.3]
+    assert cut(probabilities, top_p=0.01) == [0, 0.4, 0, 0]
+    # Of the top three, which sum to 0.9, half is 0.45: 0.4 and 0.3.
+    assert cut(probabilities, top_k=3, top_p=0.5) == [0, 0.4, 0, 0.3]
+    assert cut(probabilities) == probabilities
+
+
+def test_of_equal_probabilities_the_lower_ids_stay() -> None:
+    assert cut([0.25, 0.25, 0.25, 0.25], top_k=2) == [0.25, 0.25, 0, 0]
+
+
+def test_draws_have_the_models_distribution() -> None:
+    samplings = [SamplingConfig(temperature=0.5)] * 20_000
+    options = DrawOptions.of(samplings, seeds=range(20_000), device=torch.device("cpu"))
+    logits = torch.tensor([0.0, 0.5, 1.0]).log1p().repeat(20_000, 1)
+    tokens, logprobs = draw(logits, options=options, positions=[3] * 20_000)
+    # exp(2 log(1 + x)) = (1 + x)^2: weights 1, 2.25 and 4 of 7.25; deviation sqrt(20000 / 4) = 71 at most: five of them.
+    expected = torch.tensor([1.0, 2.25, 4.0]) / 7.25
+    assert (tokens.bincount(minlength=3) - 20_000 * expected).abs().max() < 355
+    torch.testing.assert_close(logprobs, expected[tokens].log())

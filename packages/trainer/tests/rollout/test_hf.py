@@ -1,0 +1,193 @@
+"""The hf sampler against what transformers computes one sequence at a time."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packages.trainer.tests.rollout.conftest import Pairs
+from packages.trainer.tests.rollout.models_for_tests import ARCHITECTURES, END, Pair, make_prompts, make_requests
+from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.types import FinishReason
+
+GREEDY = SamplingConfig(temperature=0.0, max_tokens=12)
+SAMPLED = SamplingConfig(temperature=0.8, max_tokens=12)
+MASK = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """SplitMix64 in Python's own integers."""
+
+    def mix(state: int) -> int:
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+        return state ^ (state >> 31)
+
+    return (mix(mix(seed & MASK) + (position + 1) * 0x9E3779B97F4A7C15 & MASK) >> 12) / 2**52
+
+
+def draw_one_by_one(pair: Pair, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int) -> tuple[list[int], list[float]]:
+    """A completion from full forward passes and a running sum in float64."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < sampling.max_tokens and tokens[-1:] != [END]:
+        probabilities = (pair.next_logits([*prompt, *tokens]).double() / sampling.temperature).softmax(-1)
+        point = uniform(seed, len(tokens))
+        tokens.append(int((probabilities.cumsum(-1) <= point).sum()))
+        logprobs.append(math.log(probabilities[tokens[-1]]))
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_generate_with_more_requests_than_slots(name: str, pairs: Pairs) -> None:
+    pair, prompts = pairs.get(name), make_prompts(11)
+    completions = pair.sampler(max_concurrent=3).sample(make_requests(prompts, GREEDY))
+    assert [c.tokens for c in completions] == [pair.greedy(prompt, max_tokens=12) for prompt in prompts]
+    assert [c.request_id for c in completions] == list(range(11))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_sampled_tokens_and_logprobs_equal_draws_from_full_forward_passes(name: str, pairs: Pairs) -> None:
+    pair, prompts = pairs.get(name), make_prompts(5, seed=1)
+    completions = pair.sampler(max_concurrent=4).sample(make_requests(prompts, SAMPLED, seeds=[9, -1, 2**70, 3, 4]))
+    for completion, prompt, seed in zip(completions, prompts, [9, -1, 2**70, 3, 4], strict=True):
+        tokens, logprobs = draw_one_by_one(pair, prompt, SAMPLED, seed=seed)
+        assert list(completion.tokens) == tokens
+        assert completion.rollout_logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+@settings(max_examples=15)
+@given(data=st.data(), max_concurrent=st.integers(1, 9))
+def test_a_completion_does_not_depend_on_what_else_is_decoded(data: st.DataObject, max_concurrent: int, qwen2: Pair) -> None:
+    requests = make_requests(make_prompts(4) * 2, SAMPLED)
+    alone = {r.request_id: qwen2.sampler().sample([r])[0] for r in requests[:2]}
+    others = data.draw(st.permutations(requests))[: data.draw(st.integers(2, 8))]
+    together = qwen2.sampler(max_concurrent=max_concurrent).sample([*others, *(r for r in requests[:2] if r not in others)])
+    for completion in together:
+        if completion.request_id in alone:
+            assert completion.tokens == alone[completion.request_id].tokens
+            assert completion.rollout_logprobs == pytest.approx(alone[completion.request_id].rollout_logprobs, abs=1e-5)
+
+
+def test_equal_prompts_with_different_seeds_give_different_completions(qwen2: Pair) -> None:
+    prompt = make_prompts(1)[0]
+    completions = qwen2.sampler().sample(make_requests([prompt] * 8, SAMPLED))
+    assert len({c.tokens for c in completions}) > 4
+    again = qwen2.sampler().sample(make_requests([prompt] * 8, SAMPLED))
+    assert again == completions
+
+
+def test_greedy_and_sampled_requests_share_a_batch(qwen2: Pair) -> None:
+    prompts = make_prompts(2)
+    greedy, sampled = make_requests(prompts, GREEDY)[0], make_requests(prompts, SAMPLED)[1]
+    first, second = qwen2.sampler().sample([greedy, sampled])
+    assert first.tokens == qwen2.greedy(prompts[0], max_tokens=12)
+    assert list(second.tokens) == draw_one_by_one(qwen2, prompts[1], SAMPLED, seed=1)[0]
+    # The log-prob of a greedy token is the model's own, at temperature 1.
+    assert first.rollout_logprobs[0] == pytest.approx(float(qwen2.next_logits(prompts[0]).log_softmax(-1).max()), abs=1e-5)
+
+
+def test_teacher_forced_logprobs_equal_those_of_sampling(qwen2: Pair) -> None:
+    prompts = make_prompts(6)
+    sampler = qwen2.sampler()
+    completions = sampler.sample(make_requests(prompts, SAMPLED))
+    found = sampler.logprobs([[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)], temperature=0.8)
+    for prompt, completion, row in zip(prompts, completions, found, strict=True):
+        assert len(row) == len(prompt) + len(completion.tokens) - 1
+        assert row[len(prompt) - 1 :] == pytest.approx(completion.rollout_logprobs, abs=1e-5)
+
+
+@settings(max_examples=10)
+@given(top_k=st.sampled_from([0, 1, 3]), top_p=st.sampled_from([1.0, 0.6, 0.05]))
+def test_every_token_lies_in_the_support_of_top_k_and_top_p(top_k: int, top_p: float, qwen2: Pair) -> None:
+    sampling = SamplingConfig(max_tokens=6, top_k=top_k, top_p=top_p)
+    prompts = make_prompts(2) * 2
+    for completion, prompt in zip(qwen2.sampler().sample(make_requests(prompts, sampling)), prompts, strict=True):
+        for i, token in enumerate(completion.tokens):
+            probabilities = qwen2.next_logits([*prompt, *completion.tokens[:i]]).softmax(-1)
+            likelier = probabilities[probabilities > probabilities[token]]
+            kept = probabilities.sort(descending=True).values[: top_k or None].sum()
+            assert top_k == 0 or len(likelier) < top_k
+            assert len(likelier) == 0 or float(likelier.sum() / kept) < top_p + 1e-6
+            # Measured before anything is cut off.
+            assert completion.rollout_logprobs[i] == pytest.approx(math.log(probabilities[token]), abs=1e-5)
+
+
+def test_a_completion_says_why_it_ended(qwen2: Pair) -> None:
+    completions = qwen2.sampler().sample(make_requests(make_prompts(40), SamplingConfig(max_tokens=9)))
+    for completion in completions:
+        if completion.finish_reason is FinishReason.END_TOKEN:
+            assert completion.tokens.index(END) == len(completion.tokens) - 1
+        else:
+            assert completion.finish_reason is FinishReason.MAX_TOKENS
+            assert END not in completion.tokens
+            assert len(completion.tokens) == 9
+    assert len({completion.finish_reason for completion in completions}) == 2
+
+
+def test_a_stop_text_ends_a_completion_and_stays_in_it(qwen2: Pair) -> None:
+    prompt = make_prompts(1)[0]
+    free = qwen2.sampler().sample(make_requests([prompt], SAMPLED, seeds=[3]))[0].tokens
+    # Tokens 2 to 40 are a to z, 0 to 9 and three signs: the third and fourth drawn are the stop text.
+    text = "".join("abcdefghijklmnopqrstuvwxyz0123456789.,;"[token - 2] for token in free if token > END)
+    (stopped,) = qwen2.sampler().sample(
+        make_requests([prompt], SamplingConfig(temperature=0.8, max_tokens=12, stop=("##", text[2:4])), seeds=[3])
+    )
+    assert stopped.finish_reason is FinishReason.STOP_TEXT
+    assert stopped.tokens == free[: text.index(text[2:4]) + 2]
+
+
+def test_one_token_prompts_and_one_token_completions_work(qwen2: Pair) -> None:
+    completions = qwen2.sampler().sample(make_requests([[5], [6]], SamplingConfig(temperature=0.0, max_tokens=1)))
+    assert [c.tokens for c in completions] == [(int(qwen2.next_logits([t]).argmax()),) for t in (5, 6)]
+
+
+def test_no_requests_are_no_completions(qwen2: Pair) -> None:
+    assert qwen2.sampler().sample([]) == []
+
+
+def test_a_sampler_is_what_the_loops_ask_for(qwen2: Pair) -> None:
+    assert isinstance(qwen2.sampler(), Sampler)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "complaint"),
+    [
+        ([5] * 60, 5, "a prompt of 60 tokens and sampling.max_tokens 5 make 65, but the model has 64 positions"),
+        ([], 5, "at least one token"),
+        ([41], 5, "all from 0 to 40"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(prompt: list[int], max_tokens: int, complaint: str, qwen2: Pair) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        qwen2.sampler().sample(make_requests([prompt], SamplingConfig(max_tokens=max_tokens)))
+
+
+def test_requests_that_share_an_id_are_refused(qwen2: Pair) -> None:
+    with pytest.raises(ConfigError, match="share a request_id"):
+        qwen2.sampler().sample(make_requests([[5]], GREEDY) * 2)
+
+
+def test_all_positions_of_the_model_can_be_used(qwen2: Pair) -> None:
+    sampling = SamplingConfig(temperature=0.0, max_tokens=4)
+    (completion,) = qwen2.sampler().sample(make_requests([[5] * 60], sampling))
+    assert completion.tokens == qwen2.greedy([5] * 60, max_tokens=4)
+
+
+def test_a_closed_sampler_says_so(qwen2: Pair) -> None:
+    sampler = qwen2.sampler()
+    sampler.close()
+    with pytest.raises(EngineStateError, match="was closed"):
+        sampler.sample(make_requests([[5]], GREEDY))
+
+
+def test_bf16_stays_near_fp32(qwen2: Pair) -> None:
+    sequences = make_prompts(6)
+    low, high = (qwen2.sampler(dtype=dtype).logprobs(sequences, temperature=1.0) for dtype in ("bf16", "fp32"))
+    for a, b in zip(low, high, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0.05, atol=0.15)

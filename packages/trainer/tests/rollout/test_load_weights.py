@@ -1,0 +1,78 @@
+"""Weights arrive whole or not at all, and every completion says which made it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from packages.trainer.tests.rollout.conftest import Pairs
+from packages.trainer.tests.rollout.models_for_tests import ARCHITECTURES, Pair, make_prompts, make_requests, make_tokenizer
+from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+from temper_trainer.rollout.hf import HfSampler
+
+Change = Callable[[list[NamedWeight]], list[NamedWeight]]
+GREEDY = SamplingConfig(temperature=0.0, max_tokens=8)
+
+
+def stream(pair: Pair) -> Iterator[NamedWeight]:
+    """Every tensor once; a tied head does not come."""
+    for name, tensor in pair.model.state_dict().items():
+        if name != "lm_head.weight" or not pair.model.config.tie_word_embeddings:
+            yield NamedWeight(name, tensor.clone())
+
+
+def from_scratch(name: str) -> HfSampler:
+    """A sampler with random weights of its own."""
+    spec = ModelSpec(architecture=ARCHITECTURES[name], seed=3)
+    return HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(name: str, pairs: Pairs) -> None:
+    pair, sampler, prompts = pairs.get(name), from_scratch(name), make_prompts(3)
+    assert sampler.weight_version == 0
+    sampler.load_weights(stream(pair), version=7)
+    completions = sampler.sample(make_requests(prompts, GREEDY))
+    assert [c.tokens for c in completions] == [pair.greedy(prompt, max_tokens=8) for prompt in prompts]
+    assert {c.weight_version for c in completions} == {sampler.weight_version} == {7}
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (lambda weights: weights[1:], "missing model.embed_tokens.weight"),
+        (lambda weights: [*weights, NamedWeight("model.extra", torch.zeros(1))], "unexpected model.extra"),
+        (lambda weights: [*weights, weights[0]], "1 names came twice"),
+        (lambda weights: [NamedWeight(weights[0].name, torch.zeros(2, 2)), *weights[1:]], r"shape \(2, 2\), expected \(41, 24\)"),
+    ],
+)
+def test_a_set_that_does_not_match_changes_nothing(broken: Change, complaint: str, qwen2: Pair) -> None:
+    sampler = from_scratch("qwen2")
+    before = sampler.logprobs([[3, 4, 5]], temperature=1.0)
+    with pytest.raises(WeightError, match=complaint):
+        sampler.load_weights(broken(list(stream(qwen2))), version=1)
+    assert sampler.weight_version == 0
+    assert sampler.logprobs([[3, 4, 5]], temperature=1.0) == before
+
+
+def test_weights_that_give_no_finite_logits_stop_sampling(qwen2: Pair) -> None:
+    sampler = from_scratch("qwen2")
+    sampler.load_weights((NamedWeight(name, tensor * float("nan")) for name, tensor in stream(qwen2)), version=1)
+    with pytest.raises(WeightError, match="logits are not finite"):
+        sampler.sample(make_requests([[3, 4]], GREEDY))
+
+
+def test_random_weights_depend_on_the_seed_of_the_spec_only() -> None:
+    torch.manual_seed(1)
+    first = from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0)
+    torch.manual_seed(2)
+    assert from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0) == first
+
+
+def test_a_model_that_cannot_be_built_is_refused() -> None:
+    for spec in (ModelSpec(path="absent"), ModelSpec(architecture={"model_type": "qwen99"})):
+        with pytest.raises(ConfigError, match=r"can't build a model from .*(absent|qwen99)"):
+            HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig())
