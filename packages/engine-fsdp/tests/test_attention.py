@@ -1,0 +1,116 @@
+"""Packed attention inside real models against the same models, one sequence at a time, with transformers' own eager attention."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import ModelSpec, Scalar
+from temper_engine_fsdp import attention
+from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.packing import PackLayout
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 1, 12, 7, 3)
+COMMON: Mapping[str, Scalar] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "llama": {"model_type": "llama"},
+    "llama-all-heads": {"model_type": "llama", "num_key_value_heads": 4},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 4},
+    "gemma": {"model_type": "gemma"},
+}
+
+
+def packed_model(family: str) -> PreTrainedModel:
+    attention.register()
+    return build_model(ModelSpec(architecture={**COMMON, **FAMILIES[family]}), attention=attention.SDPA_VARLEN)
+
+
+def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
+    config = type(model.config).from_dict(model.config.to_dict())
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def packed_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    output = model.base_model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        attention_mask=None,
+        use_cache=False,
+        packing=PackLayout(LENGTHS, device=CPU),
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def hidden_one_by_one(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return torch.cat([model.base_model(input_ids=t[None]).last_hidden_state[0] for t in tokens.split(LENGTHS)])
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, 61, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(family: str, tokens: Tensor) -> None:
+    model = packed_model(family).eval()
+    torch.testing.assert_close(
+        packed_hidden(model, tokens), hidden_one_by_one(eager_twin(model), tokens), rtol=2e-5, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral-window"])
+def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(family: str, checkpointing: bool, tokens: Tensor) -> None:
+    model = packed_model(family)
+    twin = eager_twin(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    packed_hidden(model, tokens).cos().sum().backward()
+    hidden_one_by_one(twin, tokens).cos().sum().backward()
+    for (name, ours), theirs in zip(model.base_model.named_parameters(), twin.base_model.parameters()):
+        assert ours.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=2e-5)
+
+
+def test_no_mask_over_the_pack_is_made(tokens: Tensor) -> None:
+    model = packed_model("qwen2").eval()
+    seen: list[object] = []
+    model.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    packed_hidden(model, tokens)
+    assert seen == [None]
+
+
+def test_torch_varlen_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="torch_varlen needs CUDA"):
+        attention.choose_kernel("torch_varlen", device=CPU, compute="bf16")
+
+
+def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
+    assert attention.choose_kernel("auto", device=CPU, compute="bf16") == attention.SDPA_VARLEN
+    assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32") == attention.SDPA_VARLEN
+    assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16") == attention.TORCH_VARLEN

@@ -1,0 +1,211 @@
+"""The engine as a whole, at one rank: the RFC's loop, residency, export, and what it refuses. The laws are the kit's."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.engine import Context
+from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.weights import NamedWeight
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+
+Start = Callable[..., FSDPEngine]
+EVERYTHING_OFFLOADED = ResidencySpec(offload_parameters=True, offload_optimizer=True)
+
+
+def mean_nll(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+    return -predictions["logprob"][data.loss_mask].mean(), ctx
+
+
+def train(engine: FSDPEngine, train_loader: list[SequenceBatch]) -> list[float]:
+    """The training loop of the RFC, as it stands there."""
+    losses = []
+    ctx: Context = {}
+    engine.set_loss_fn(mean_nll)
+    for batch in train_loader:
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            preds, loss, ctx = engine.forward_backward_step(
+                batch, ctx, forward_only=False, preprocess_fn=None, postprocess_fn=None
+            )
+        grad_norm = engine.optimizer_step()
+        current_lr = engine.lr_scheduler_step()
+        assert preds is not None
+        assert grad_norm > 0
+        assert current_lr == 1e-2
+        losses.append(float(loss))
+    with engine.eval_mode():
+        preds, ctx = engine.forward_backward_step(train_loader[0], ctx, forward_only=True)
+    assert preds is not None
+    losses.append(-float(preds["logprob"][train_loader[0].loss_mask].mean()))
+    return losses
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
+    with engine.export_weights() as stream:
+        return dict(stream)
+
+
+def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: SequenceBatch) -> None:
+    losses = train(start(), [batch] * 6)
+    # Random weights: close to log 61 = 4.11 at first.
+    assert 3.5 < losses[0] < 4.7
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_loop_gives_the_same_bits_with_everything_offloaded(start: Start, batch: SequenceBatch) -> None:
+    here, away = start(), start(residency=EVERYTHING_OFFLOADED)
+    assert train(here, [batch] * 3) == train(away, [batch] * 3)
+    theirs = weights_of(away)
+    for name, tensor in weights_of(here).items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_offloaded_parameters_leave_the_device_between_contexts(start: Start, batch: SequenceBatch) -> None:
+    engine = start(residency=EVERYTHING_OFFLOADED)
+
+    def resident_bytes() -> int:
+        return sum(t.untyped_storage().nbytes() for t in engine._model_tensors())
+
+    assert resident_bytes() == 0
+    with pytest.raises(RuntimeError, match="the body fails"), engine.eval_mode():
+        assert resident_bytes() > 0
+        raise RuntimeError("the body fails")
+    assert resident_bytes() == 0
+
+
+def test_moving_by_hand_lasts_until_the_next_call(start: Start, batch: SequenceBatch) -> None:
+    engine = start()
+    before = weights_of(engine)
+    engine.to("cpu")
+    assert engine._parts.residency.is_parked("model")
+    for name, tensor in weights_of(engine).items():
+        assert torch.equal(tensor, before[name]), name
+    assert engine._parts.residency.is_parked("model")
+    engine.to("device")
+    assert not engine._parts.residency.is_parked("model")
+
+
+def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None:
+    engine = start()
+    exported = weights_of(engine)
+    kept = {name: tensor.clone() for name, tensor in exported.items()}
+    train(engine, [batch])
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+
+
+def test_exported_weights_load_in_transformers_with_the_same_logprobs(start: Start, batch: SequenceBatch) -> None:
+    engine = start()
+    train(engine, [batch])
+    model = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
+    missing, unexpected = model.load_state_dict(weights_of(engine), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: the index of a safetensors file has no head either
+    with engine.eval_mode():
+        ours = engine.forward_backward_batch(
+            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]
+        ).outputs
+    assert ours is not None
+    ours = ours.in_order_of(batch.sample_ids)
+    tokens = batch.tokens[:9]  # sample 0, at temperature 1
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+    theirs = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(ours.columns[Query.LOGPROB][1:9], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_too_few_changes_nothing(start: Start) -> None:
+    engine = start()
+    before = weights_of(engine)
+    altered = [NamedWeight(name, tensor + 1) for name, tensor in before.items()]
+    with pytest.raises(WeightError, match=r"missing model\.norm\.weight"):
+        engine.load_weights([weight for weight in altered if weight.name != "model.norm.weight"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_bf16_compute_exports_bf16_and_keeps_float32_masters(start: Start, batch: SequenceBatch) -> None:
+    engine = start(precision=PrecisionSpec(compute="bf16"))
+    losses = train(engine, [batch] * 4)
+    assert losses[-1] < losses[0]
+    assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.bfloat16}
+    assert {state.master.dtype for state in engine.export_state()} == {torch.float32}
+
+
+def test_activation_checkpointing_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
+    assert train(start(), [batch] * 2) == train(start(activation_checkpointing=True), [batch] * 2)
+
+
+def test_keeping_gathered_parameters_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
+    assert train(start(), [batch] * 2) == train(start(reshard_after_forward=False), [batch] * 2)
+
+
+def test_a_deterministic_engine_puts_the_setting_back(start: Start, batch: SequenceBatch) -> None:
+    train(start(deterministic=True), [batch])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_loss_that_raises_leaves_the_engine_able_to_train(start: Start, batch: SequenceBatch) -> None:
+    engine = start()
+
+    def failing(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+        raise ZeroDivisionError("in the user's loss")
+
+    engine.set_loss_fn(failing)
+    with pytest.raises(ZeroDivisionError), engine.train_mode():
+        engine.forward_backward_step(batch)
+    engine.optimizer_zero_grad()
+    assert train(engine, [batch] * 3) == train(start(), [batch] * 3)
+
+
+def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: SequenceBatch) -> None:
+    engine, fresh = start(), start()
+    engine.set_loss_fn(mean_nll)
+    with engine.train_mode():
+        engine.forward_backward_step(batch.select([0, 1]))
+    engine.optimizer_zero_grad()
+    assert train(engine, [batch]) == train(fresh, [batch])
+
+
+def test_lora_is_refused_by_name(config: FSDPConfig, start: Start) -> None:
+    with pytest.raises(CapabilityError, match="does not offer 'adapter'"):
+        start(lora=LoraSpec(rank=4, alpha=8.0))
+
+
+def test_an_unknown_architecture_is_named(start: Start) -> None:
+    with pytest.raises(ConfigError, match="'qwen99', which this version of transformers does not know"):
+        start(model=ModelSpec(architecture={"model_type": "qwen99"}))
+
+
+def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"):
+        start(wrap_modules=("Qwen9Layer",))
+
+
+def test_nothing_works_after_close(start: Start) -> None:
+    engine = start()
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineStateError, match="after close"):
+        engine.to("cpu")
+
+
+def test_a_second_engine_follows_in_the_same_process(start: Start, batch: SequenceBatch) -> None:
+    first = start()
+    losses = train(first, [batch] * 2)
+    first.close()
+    assert train(start(), [batch] * 2) == losses
+
+
+def test_a_checkpoint_holds_a_model_that_transformers_loads(start: Start, tmp_path: Path) -> None:
+    engine = start(save_huggingface_weights=True)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1)
+    model = AutoModelForCausalLM.from_pretrained(next(Path(step).rglob("huggingface")), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), weights_of(engine)[name]), name

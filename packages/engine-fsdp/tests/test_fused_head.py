@@ -1,0 +1,144 @@
+"""The fused head against its definition, in float64 and with all logits held."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_fsdp.fused_head import HeadColumns, linear_logprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """N positions, V tokens, D dimensions, K further ids."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    temperature: Tensor
+    ids: Tensor
+
+    def fused(self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True) -> HeadColumns:
+        return linear_logprob(
+            self.hidden,
+            self.weight,
+            self.labels,
+            temperature=self.temperature,
+            ids=self.ids,
+            wants_entropy=True,
+            entropy_has_gradient=entropy_has_gradient,
+            chunk_tokens=chunk_tokens,
+        )
+
+    def naive(self) -> HeadColumns:
+        logits = self.hidden.double() @ self.weight.double().t() / self.temperature.double()[:, None]
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return HeadColumns(
+            logprob=logprobs.gather(1, self.labels[:, None])[:, 0],
+            logsumexp=torch.logsumexp(logits, dim=-1),
+            entropy=-(logprobs.exp() * logprobs).sum(-1),
+            logprob_at=logprobs.gather(1, self.ids),
+        )
+
+
+def make_case(*, positions: int = 37, vocabulary: int = 101, scale: float = 1.0) -> Case:
+    generator = torch.Generator().manual_seed(7)
+    return Case(
+        hidden=torch.randn(positions, 16, generator=generator).requires_grad_(),
+        weight=(scale * torch.randn(vocabulary, 16, generator=generator)).requires_grad_(),
+        labels=torch.randint(0, vocabulary, (positions,), generator=generator),
+        temperature=0.5 + torch.rand(positions, generator=generator),
+        ids=torch.randint(0, vocabulary, (positions, 3), generator=generator),
+    )
+
+
+def mixed_loss(columns: HeadColumns) -> Tensor:
+    """Every column with its own weight per position, so that no error cancels."""
+    at = torch.arange(1.0, columns.logprob.shape[0] + 1, dtype=columns.logprob.dtype).sin()
+    loss = (columns.logprob * at).sum() + 0.3 * (columns.logsumexp * at.square()).sum() + 0.1 * columns.logprob_at.sum()
+    return loss + 0.7 * (columns.entropy * at).sum() if columns.entropy.requires_grad else loss
+
+
+def gradients(case: Case, loss: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, (case.hidden, case.weight))
+
+
+# 1 position a chunk; a last chunk of 37 - 3 * 12 = 1; one of 37 - 4 * 8 = 5; exactly one chunk; more than there are.
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 12, 37, 64])
+def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: int) -> None:
+    case = make_case()
+    fused, naive = case.fused(chunk_tokens=chunk_tokens), case.naive()
+    for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
+        torch.testing.assert_close(getattr(fused, name), getattr(naive, name).float(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
+def test_gradients_of_hidden_and_weight_equal_autograds(chunk_tokens: int) -> None:
+    case = make_case()
+    for fused, naive in zip(
+        gradients(case, mixed_loss(case.fused(chunk_tokens=chunk_tokens))), gradients(case, mixed_loss(case.naive()))
+    ):
+        torch.testing.assert_close(fused, naive, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> None:
+    case = make_case()
+    columns = case.fused(entropy_has_gradient=False)
+    assert not columns.entropy.requires_grad
+    naive = case.naive()
+    naive = HeadColumns(
+        logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at
+    )
+    for ours, theirs in zip(gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_peaked_logits_stay_finite_and_exact() -> None:
+    # Standard deviation 200 in the logits: all mass on one token, log-probs of the others below -100.
+    case = make_case(scale=50.0)
+    fused, naive = case.fused(chunk_tokens=5), case.naive()
+    torch.testing.assert_close(fused.logprob, naive.logprob.float(), rtol=2e-6, atol=2e-4)
+    torch.testing.assert_close(fused.entropy, naive.entropy.float(), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(gradients(case, mixed_loss(case.fused())), gradients(case, mixed_loss(naive))):
+        assert bool(ours.isfinite().all())
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None:
+    # A weight of zeros makes every token equally likely: log-prob -log 101, entropy log 101, normaliser log 101.
+    case = make_case()
+    columns = linear_logprob(case.hidden, torch.zeros(101, 16), case.labels, wants_entropy=True)
+    expected = torch.full((37,), math.log(101.0))
+    torch.testing.assert_close(columns.logprob, -expected)
+    torch.testing.assert_close(columns.entropy, expected)
+    torch.testing.assert_close(columns.logsumexp, expected)
+
+
+def test_an_id_asked_twice_gets_its_gradient_twice() -> None:
+    case = make_case(positions=1)
+    once = linear_logprob(case.hidden, case.weight, case.labels, ids=torch.tensor([[4]]))
+    twice = linear_logprob(case.hidden, case.weight, case.labels, ids=torch.tensor([[4, 4]]))
+    single, double = gradients(case, once.logprob_at.sum()), gradients(case, twice.logprob_at.sum())
+    for one, two in zip(single, double):
+        torch.testing.assert_close(two, 2 * one)
+
+
+def test_no_position_gives_empty_columns_and_gradients_of_zero() -> None:
+    case = make_case(positions=0)
+    columns = case.fused()
+    assert columns.logprob.shape == (0,)
+    hidden, weight = gradients(case, columns.logprob.sum())
+    assert hidden.shape == (0, 16)
+    assert torch.equal(weight, torch.zeros(101, 16))
+
+
+def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
+    case = make_case()
+    hidden, weight = case.hidden.detach().bfloat16(), case.weight.detach().bfloat16()
+    columns = linear_logprob(hidden, weight, case.labels)
+    logits = (hidden @ weight.t()).float()
+    expected = torch.log_softmax(logits, dim=-1).gather(1, case.labels[:, None])[:, 0]
+    assert columns.logprob.dtype == torch.float32
+    torch.testing.assert_close(columns.logprob, expected, rtol=2e-6, atol=2e-6)

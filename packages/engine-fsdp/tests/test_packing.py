@@ -1,0 +1,77 @@
+"""Buckets and padding maps of a micro-batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_engine_fsdp.packing import PackLayout, collect, spread
+
+CPU = torch.device("cpu")
+
+
+def test_equal_lengths_are_one_bucket_without_padding() -> None:
+    layout = PackLayout([5, 5, 5], device=CPU)
+    assert [(b.num_sequences, b.length) for b in layout.buckets] == [(3, 5)]
+    assert not layout.is_padded
+
+
+def test_one_long_sequence_is_one_bucket() -> None:
+    layout = PackLayout([4000], device=CPU)
+    assert [(b.num_sequences, b.length) for b in layout.buckets] == [(1, 4000)]
+
+
+def test_many_short_sequences_are_few_calls_with_little_padding() -> None:
+    lengths = [50 + i % 21 for i in range(256)]
+    layout = PackLayout(lengths, device=CPU)
+    assert len(layout.buckets) <= 3
+    assert sum(b.num_rows for b in layout.buckets) <= 1.2 * sum(lengths)
+
+
+def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
+    # 2000 tokens fill a bucket, and 60 is below three quarters of 2000.
+    layout = PackLayout([60] * 30 + [2000], device=CPU)
+    assert [(b.num_sequences, b.length) for b in layout.buckets] == [(1, 2000), (30, 60)]
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_spread_then_collect_gives_every_token_back(lengths: list[int]) -> None:
+    layout = PackLayout(lengths, device=CPU)
+    tokens = torch.arange(float(sum(lengths))).reshape(-1, 1, 1)
+    rows, _, _ = spread(tokens, tokens, tokens, layout)
+    assert torch.equal(collect(rows, layout), tokens)
+    assert rows.shape[0] == sum(b.num_rows for b in layout.buckets)
+
+
+def test_each_row_of_a_bucket_holds_one_sequence_in_order() -> None:
+    # Lengths 2 and 3: the longest first, then the other with its last token repeated as padding.
+    layout = PackLayout([2, 3], device=CPU)
+    tokens = torch.tensor([10.0, 11.0, 20.0, 21.0, 22.0]).reshape(-1, 1, 1)
+    rows, _, _ = spread(tokens, tokens, tokens, layout)
+    assert rows.flatten().tolist() == [20.0, 21.0, 22.0, 10.0, 11.0, 11.0]
+
+
+def test_a_band_lets_each_position_see_the_last_window() -> None:
+    band = PackLayout([4], device=CPU).band(4, window=2)
+    assert band is not None
+    assert band.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 4, 9])
+def test_a_window_that_holds_the_whole_sequence_needs_no_band(window: int | None) -> None:
+    assert PackLayout([4], device=CPU).band(4, window=window) is None
+
+
+def test_matmul_precision_is_put_back_after_attention() -> None:
+    before = torch.get_float32_matmul_precision()
+    layout = PackLayout([2, 3], device=CPU)
+    tokens = torch.zeros(5, 1, 1, requires_grad=True)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rows, _, _ = spread(tokens, tokens, tokens, layout)
+        inside = torch.get_float32_matmul_precision()
+        collect(rows, layout).sum().backward()
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (inside, after) == ("highest", "medium")
