@@ -75,9 +75,7 @@ def tokens() -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(family: str, tokens: Tensor) -> None:
     model = packed_model(family).eval()
-    torch.testing.assert_close(
-        packed_hidden(model, tokens), hidden_one_by_one(eager_twin(model), tokens), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(packed_hidden(model, tokens), hidden_one_by_one(eager_twin(model), tokens), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -98,9 +96,7 @@ def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(family: str, che
 def test_no_mask_over_the_pack_is_made(tokens: Tensor) -> None:
     model = packed_model("qwen2").eval()
     seen: list[object] = []
-    model.base_model.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-    )
+    model.base_model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
     packed_hidden(model, tokens)
     assert seen == [None]
 

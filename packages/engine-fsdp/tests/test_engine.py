@@ -33,9 +33,7 @@ def train(engine: FSDPEngine, train_loader: list[SequenceBatch]) -> list[float]:
     for batch in train_loader:
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            preds, loss, ctx = engine.forward_backward_step(
-                batch, ctx, forward_only=False, preprocess_fn=None, postprocess_fn=None
-            )
+            preds, loss, ctx = engine.forward_backward_step(batch, ctx, forward_only=False, preprocess_fn=None, postprocess_fn=None)
         grad_norm = engine.optimizer_step()
         current_lr = engine.lr_scheduler_step()
         assert preds is not None
@@ -109,9 +107,7 @@ def test_exported_weights_load_in_transformers_with_the_same_logprobs(start: Sta
     missing, unexpected = model.load_state_dict(weights_of(engine), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
-        ours = engine.forward_backward_batch(
-            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]
-        ).outputs
+        ours = engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]).outputs
     assert ours is not None
     ours = ours.in_order_of(batch.sample_ids)
     tokens = batch.tokens[:9]  # sample 0, at temperature 1

@@ -77,9 +77,7 @@ def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: in
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
 def test_gradients_of_hidden_and_weight_equal_autograds(chunk_tokens: int) -> None:
     case = make_case()
-    for fused, naive in zip(
-        gradients(case, mixed_loss(case.fused(chunk_tokens=chunk_tokens))), gradients(case, mixed_loss(case.naive()))
-    ):
+    for fused, naive in zip(gradients(case, mixed_loss(case.fused(chunk_tokens=chunk_tokens))), gradients(case, mixed_loss(case.naive()))):
         torch.testing.assert_close(fused, naive, rtol=1e-5, atol=1e-5)
 
 
@@ -88,9 +86,7 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
     columns = case.fused(entropy_has_gradient=False)
     assert not columns.entropy.requires_grad
     naive = case.naive()
-    naive = HeadColumns(
-        logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at
-    )
+    naive = HeadColumns(logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at)
     for ours, theirs in zip(gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

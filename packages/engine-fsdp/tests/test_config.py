@@ -1,0 +1,37 @@
+"""Settings that can't work are refused with a sentence, before torch is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import ModelSpec, PrecisionSpec
+from temper_engine_fsdp.config import FSDPConfig
+
+MODEL = ModelSpec(architecture={"model_type": "qwen2"})
+
+
+def test_importing_the_configuration_needs_no_torch() -> None:
+    code = "import sys, temper_engine_fsdp.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_fsdp_size_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fsdp_size is 0"):
+        FSDPConfig(model=MODEL, fsdp_size=0)
+
+
+def test_an_empty_chunk_is_refused() -> None:
+    with pytest.raises(ConfigError, match="head_chunk_tokens is 0"):
+        FSDPConfig(model=MODEL, head_chunk_tokens=0)
+
+
+def test_torch_varlen_on_the_cpu_names_both_keys() -> None:
+    with pytest.raises(ConfigError, match="attention torch_varlen needs CUDA, but device is cpu"):
+        FSDPConfig(model=MODEL, attention="torch_varlen", device="cpu")
+
+
+def test_torch_varlen_in_float32_names_both_keys() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.compute is fp32"):
+        FSDPConfig(model=MODEL, attention="torch_varlen", precision=PrecisionSpec(compute="fp32"))

@@ -1,0 +1,78 @@
+"""Models from a spec: seeded, strict about weights, and refused where a head would be wrong."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from temper_engine_api.errors import CapabilityError, WeightError
+from temper_engine_api.specs import ModelSpec, Scalar
+from temper_engine_fsdp.models import build_model
+
+TINY: Mapping[str, Scalar] = {
+    "model_type": "qwen2",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    build_model(ModelSpec(architecture=TINY), attention="eager").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(5)
+    first = build_model(ModelSpec(architecture=TINY, seed=1), attention="eager")
+    torch.manual_seed(6)
+    same = build_model(ModelSpec(architecture=TINY, seed=1), attention="eager")
+    other = build_model(ModelSpec(architecture=TINY, seed=2), attention="eager")
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_building_draws_nothing_from_the_processs_random_numbers() -> None:
+    torch.manual_seed(5)
+    build_model(ModelSpec(architecture=TINY), attention="eager")
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_a_missing_weight_is_named(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"missing \['model\.norm\.weight'\]"):
+        build_model(ModelSpec(path=str(saved)), attention="eager")
+
+
+def test_an_unexpected_weight_is_named(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    weights["model.surplus"] = torch.zeros(1)
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"unexpected \['model\.surplus'\]"):
+        build_model(ModelSpec(path=str(saved)), attention="eager")
+
+
+def test_a_value_head_on_a_language_model_is_new_and_seeded(saved: Path) -> None:
+    spec = ModelSpec(path=str(saved), model_type="value_model", seed=4)
+    first, again = build_model(spec, attention="eager"), build_model(spec, attention="eager")
+    assert first.score.weight.shape == (1, 16)
+    assert torch.equal(first.score.weight, again.score.weight)
+    language = load_file(saved / "model.safetensors")
+    assert torch.equal(first.model.norm.weight, language["model.norm.weight"])
+
+
+def test_capped_logits_are_refused_by_name() -> None:
+    architecture = {**TINY, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 30.0}
+    with pytest.raises(CapabilityError, match=r"this gemma2 model sets final_logit_softcapping to 30\.0"):
+        build_model(ModelSpec(architecture=architecture), attention="eager")

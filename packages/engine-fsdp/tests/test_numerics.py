@@ -1,0 +1,32 @@
+"""Process-wide settings are scoped, and the fast matmul is taken only where it is exact."""
+
+import pytest
+import torch
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_fsdp import numerics
+
+
+def test_the_matmul_precision_is_put_back_after_an_exception() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(KeyError), numerics.float32_matmul("medium"):
+        assert torch.get_float32_matmul_precision() == "medium"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_what_the_check_allows_is_float32_and_no_less() -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(200, 256, generator=generator), torch.randn(256, 200, generator=generator)
+    exact = a.double() @ b.double()
+    with numerics.float32_matmul("medium" if numerics.fast_matmul_is_exact() else "highest"):
+        error = float((a @ b - exact).abs().max() / exact.abs().max())
+    # float32 keeps 24 bits and 256 terms are summed; bf16 keeps 8 bits, an error of 1e-3.
+    assert error < 2e-6
+
+
+def test_deterministic_cuda_without_the_cublas_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        numerics.check_deterministic_environment(torch.device("cuda"))
+    numerics.check_deterministic_environment(torch.device("cpu"))

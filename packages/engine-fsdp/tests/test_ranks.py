@@ -1,0 +1,59 @@
+"""Two processes against one: full sharding and hybrid sharding. Everything else about ranks is the conformance kit's."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPT = Path(__file__).with_name("train_as_rank.py")
+
+
+class Outcome(TypedDict):
+    """What a rank leaves behind."""
+
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def run_ranks(world_size: int, *, fsdp_size: str, folder: Path) -> list[Outcome]:
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(SCRIPT), fsdp_size, str(folder)],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(world_size)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0] * world_size
+    return [torch.load(folder / f"rank-{rank}-of-{world_size}.pt") for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "alone")[0]
+
+
+# Two shards of one copy; two copies that are not sharded.
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp_size", ["all", "1"])
+def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(2, fsdp_size=fsdp_size, folder=tmp_path / "ranks"):
+        assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,72 @@
+"""Parking tensors in host memory and filling them again."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_fsdp.residency import Residency
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.arange(6.0)
+
+
+@pytest.fixture
+def residency(weight: Tensor) -> Residency:
+    # A view shares its storage: both move once.
+    def tensors() -> Iterator[Tensor]:
+        yield weight
+        yield weight[2:4]
+
+    return Residency({"model": tensors})
+
+
+def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(residency: Residency, weight: Tensor) -> None:
+    view = weight[2:4]
+    residency.park("model")
+    assert weight.untyped_storage().nbytes() == 0
+    residency.bring_in("model")
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert view.tolist() == [2.0, 3.0]
+
+
+def test_changes_inside_a_context_survive_parking(residency: Residency, weight: Tensor) -> None:
+    residency.park("model")
+    with residency.resident("model"):
+        weight.add_(1.0)
+    assert weight.untyped_storage().nbytes() == 0
+    residency.bring_in("model")
+    assert weight.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_nested_contexts_move_nothing_and_the_outer_one_parks(residency: Residency, weight: Tensor) -> None:
+    residency.park("model")
+    with residency.resident("model"):
+        with residency.resident("model"):
+            pass
+        assert weight.untyped_storage().nbytes() == 24
+    assert residency.is_parked("model")
+
+
+def test_what_was_on_the_device_stays_there(residency: Residency, weight: Tensor) -> None:
+    with residency.resident("model"):
+        pass
+    assert not residency.is_parked("model")
+
+
+def test_an_exception_parks_again(residency: Residency) -> None:
+    residency.park("model")
+    with pytest.raises(KeyError), residency.resident("model"):
+        raise KeyError
+    assert residency.is_parked("model")
+
+
+def test_parking_twice_and_bringing_in_twice_are_harmless(residency: Residency, weight: Tensor) -> None:
+    residency.park("model")
+    residency.park("model")
+    residency.bring_in("model")
+    residency.bring_in("model")
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -1,0 +1,79 @@
+"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set: python train_as_rank.py FSDP_SIZE FOLDER."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+
+# Three heads of 8 and an odd vocabulary: shards of different sizes on two ranks.
+ARCHITECTURE: Mapping[str, Scalar] = {
+    "model_type": "qwen2",
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NegativeLogprob(Objective):
+    """Maximum likelihood."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @property
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-answers[Query.LOGPROB])
+
+
+def make_batch() -> SequenceBatch:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [13, 4, 9, 6, 2, 11, 5]
+    return from_sequences(
+        [torch.randint(0, 37, (length,), generator=generator) for length in lengths],
+        loss_masks=[torch.arange(length) >= 1 for length in lengths],
+    )
+
+
+def main(fsdp_size: int | None, folder: Path) -> None:
+    engine = FSDPEngine(
+        FSDPConfig(
+            model=ModelSpec(architecture=ARCHITECTURE),
+            optimizer=OptimizerSpec(lr=1e-2),
+            precision=PrecisionSpec(compute="fp32"),
+            fsdp_size=fsdp_size,
+            device="cpu",
+        )
+    )
+    engine.init_model()
+    engine.set_loss_fn(NegativeLogprob())
+    norms = []
+    for _ in range(3):
+        with engine.train_mode():
+            engine.forward_backward_batch(engine.shard_data(make_batch(), max_tokens=24), forward_only=False)
+        norms.append(engine.optimizer_step())
+        engine.optimizer_zero_grad()
+    with engine.export_weights() as stream:
+        weights: dict[str, Tensor] = dict(stream)
+    topology = engine.topology
+    torch.save({"norms": norms, "weights": weights}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(None if sys.argv[1] == "all" else int(sys.argv[1]), Path(sys.argv[2]))
