@@ -1,0 +1,145 @@
+"""A manifest notices every change to what it describes, and to itself."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from temper_engine_api.checkpoint import config_hash, package_versions, verify
+from temper_engine_api.checkpoint.manifest import parse_manifest, read_manifest, topology_sizes
+from temper_engine_api.checkpoint.parts import read_json, report_part, write_json
+from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec
+from temper_engine_api.topology import Axis, Topology
+
+SaveStep = Callable[..., Path]
+
+
+def test_a_directory_without_a_manifest_was_never_committed(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"has no manifest.json, so it was never committed"):
+        verify(tmp_path)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (Path.unlink, "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 16 bytes instead of 17"),
+        (flip, "has another checksum than when it was written"),
+    ],
+)
+def test_damage_is_refused_naming_the_file(save_step: SaveStep, damage: Callable[[Path], object], fault: str) -> None:
+    step = save_step(1)
+    damage(step / "engine" / "shards" / "0.bin")
+    with pytest.raises(DamagedCheckpointError, match=f"shards/0.bin {fault}: load another step"):
+        verify(step)
+
+
+def test_ranks_share_the_reading_and_all_see_the_sizes(save_step: SaveStep) -> None:
+    step = save_step(1)
+    flip(step / "engine" / "shards" / "0.bin")  # the first of two files
+    verify(step, share=(1, 2))
+    with pytest.raises(DamagedCheckpointError, match=r"0\.bin has another checksum"):
+        verify(step, share=(0, 2))
+    (step / "trainer" / "state.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"state.json is missing"):
+        verify(step, share=(2, 3))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_any_altered_byte_of_a_manifest_is_noticed(save_step: SaveStep, tmp_path: Path, data: st.DataObject) -> None:
+    step = tmp_path / "step_00000001"
+    content = (step if step.exists() else save_step(1)).joinpath("manifest.json").read_bytes()
+    place = data.draw(st.integers(0, len(content) - 1))
+    altered = content[:place] + bytes([data.draw(st.integers(33, 126))]) + content[place + 1 :]
+    if json_of(altered) == json.loads(content):
+        return
+    with pytest.raises(CheckpointError, match=r"the manifest"):
+        parse_manifest(altered, source="the manifest")
+
+
+def json_of(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -2])
+def test_a_torn_manifest_is_damaged(save_step: SaveStep, cut: int) -> None:
+    path = save_step(1) / "manifest.json"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged"):
+        read_manifest(path.parent)
+
+
+def test_a_newer_schema_is_refused(save_step: SaveStep) -> None:
+    path = save_step(1) / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(CheckpointError, match=r"schema version 2, but this temper-engine-api reads up to 1: install a newer one"):
+        read_manifest(path.parent)
+
+
+@pytest.mark.parametrize("outside", ["../up", "/etc/up"])
+def test_a_manifest_that_names_files_outside_is_refused(save_step: SaveStep, outside: str) -> None:
+    content = (save_step(1) / "manifest.json").read_text().replace("trainer/state.json", outside)
+    with pytest.raises(DamagedCheckpointError, match=r"names a file outside its directory"):
+        parse_manifest(content.encode(), source="it")
+
+
+def test_the_hash_of_a_configuration_depends_on_values_only() -> None:
+    one = EngineConfig(model=ModelSpec(architecture={"model_type": "qwen2", "hidden_size": 8}))
+    same = EngineConfig(model=ModelSpec(architecture=MappingProxyType({"hidden_size": 8, "model_type": "qwen2"})))
+    other = EngineConfig(model=one.model, optimizer=OptimizerSpec(lr=2e-6))
+    assert config_hash(one) == config_hash(same)
+    assert config_hash(one) != config_hash(other)
+
+
+def test_a_configuration_with_anything_else_in_it_has_no_hash() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        thing: Mapping[str, object]
+
+    with pytest.raises(TypeError, match=r"not a object"):
+        config_hash(Odd(thing={"a": object()}))
+
+
+def test_versions_name_ours_and_torch() -> None:
+    versions = package_versions()
+    assert {"temper-engine-api", "torch"} <= versions.keys()
+    assert all(versions.values())
+
+
+def test_topology_sizes_name_every_axis() -> None:
+    sizes = topology_sizes(Topology(world_size=4, dp=Axis(size=2), tp=Axis(size=2)))
+    assert sizes == {"world_size": 4, "dp": 2, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "sp": 1}
+
+
+def test_a_report_holds_size_and_checksum(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("abc")
+    (record,) = report_part(tmp_path, ["a", "a"]).files
+    # SHA-256 of "abc": FIPS 180-2, appendix B.1.
+    assert (record.path, record.num_bytes) == ("a", 3)
+    assert record.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_small_json_comes_back_and_what_is_none_is_damaged(tmp_path: Path) -> None:
+    assert read_json(tmp_path, write_json(tmp_path, "a.json", {"b": 1, "c": [2.5, None]})) == {"b": 1, "c": [2.5, None]}
+    with pytest.raises(DamagedCheckpointError, match=r"b.json is missing"):
+        read_json(tmp_path, "b.json")
+    for content, sentence in (("{", "is not JSON"), ("[1]", "should hold a JSON object")):
+        (tmp_path / "c.json").write_text(content)
+        with pytest.raises(DamagedCheckpointError, match=f"c.json {sentence}"):
+            read_json(tmp_path, "c.json")
