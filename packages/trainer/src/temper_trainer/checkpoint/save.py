@@ -46,7 +46,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the disk is full or a file can't be written.
         """
-        info = ManifestInfo(step=state.step, topology=topology, config_hash=state.config_digest, packages=package_versions())
+        info = ManifestInfo(topology=topology, config_hash=state.config_digest, packages=package_versions())
         transaction = begin(self.root, state.step)
         try:
             reports: dict[str, Sequence[PartReport]] = {}

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
 from temper_trainer.checkpoint.save import Checkpointer
-from temper_trainer.config.loaded import LoadedConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
 from temper_trainer.data.rows import Row
@@ -18,7 +17,6 @@ from temper_trainer.loops.opening import fit_models, load_problems, open_tokeniz
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
-from temper_trainer.metrics.records import Phase
 from temper_trainer.runtime.opening import Runtime, open_runtime
 
 
@@ -32,17 +30,17 @@ class RunResult:
     """The last evaluation's numbers by metric name; empty for SFT or without held-out problems."""
 
 
-def train(loaded: LoadedConfig, *, write_config: Callable[[Path], object]) -> RunResult:
+def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object]) -> RunResult:
     """Run what the configuration says, from its start or from a checkpoint.
 
     Args:
-        loaded: the composed configuration.
+        config: the composed configuration.
+        digest: its hash, which goes into checkpoints.
         write_config: writes the resolved configuration, with the origin of every value, into a folder.
 
     Raises:
         TemperError: of the kinds in ``temper_engine_api.errors``, each with what to do.
     """
-    config, digest = loaded.config, loaded.digest
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
@@ -121,7 +119,7 @@ class _Run:
             run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return str(folder.model)
 
-    def _stage(self, config: TrainerConfig, *, phase: Phase, rows: list[Row], folder: RunFolder) -> SftStage:
+    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder) -> SftStage:
         warm_start = config.warm_start
         demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
         if num_dropped:

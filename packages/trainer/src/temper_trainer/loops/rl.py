@@ -179,7 +179,7 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
 
     def engine_logprobs() -> list[float]:
         outputs = actor.forward(parts, outputs=[Query.LOGPROB], sample_ids=batch.sample_ids)
-        found: list[float] = outputs.columns[Query.LOGPROB].tolist()
+        found: list[float] = outputs.columns[Query.LOGPROB][1:].tolist()
         return found
 
     return Canary(tokens=tuple(tokens.tolist()), engine_logprobs=engine_logprobs, tolerance=config.rollout.canary_tolerance)

@@ -23,7 +23,6 @@ from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step import update_metrics
 from temper_trainer.metrics.log import RunLog
-from temper_trainer.metrics.records import Phase
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.types import DataCursor, Demonstration
@@ -34,7 +33,7 @@ from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buck
 class SftStage:
     """One supervised stage: what it trains, on what, for how long."""
 
-    phase: Phase
+    phase: str
     """Name in the log: sft or warm_start."""
     engine: EngineConfig
     """Of the actor, with this stage's optimiser and schedule."""

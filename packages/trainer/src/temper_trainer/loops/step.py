@@ -17,10 +17,12 @@ from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.kl import KlController, estimate_kl, sequence_kl
 from temper_trainer.algorithms.mismatch import mismatch_metrics
 from temper_trainer.algorithms.objectives import needs_old_logprobs
+from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.batching.step_plan import StepPlan, layout_of, plan_forward, plan_step
+from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.runtime.worker import UpdateResult
@@ -78,6 +80,8 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], kl:
         samples = annotate(rooms, samples, plan)
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
     samples, advantage_metrics, kl = add_advantages(rooms, samples, rewards=rewards, kl=kl)
+    if can_skip_idle(config):
+        plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
     with clock.phase("update"):
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
     metrics |= plan_metrics(plan, samples, role="actor") | advantage_metrics | merged
@@ -140,6 +144,13 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
     if algorithm.advantage == "gae":
         columns["values"] = _forward(rooms, samples, plan, role="critic", query=Query.VALUE)
     return samples.with_columns(columns)
+
+
+def can_skip_idle(config: TrainerConfig) -> bool:
+    """Whether samples without an advantage add nothing to the actor's gradient, and no earlier pass fixed its micro-batches."""
+    algorithm = config.algorithm
+    has_other_terms = algorithm.entropy_coef != 0 or algorithm.kl_loss_coef > 0
+    return not has_other_terms and not needs_old_logprobs(algorithm, config.batching)
 
 
 def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query) -> Tensor:

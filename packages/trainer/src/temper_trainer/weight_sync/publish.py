@@ -23,7 +23,7 @@ class ReceivesWeights(Protocol):
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Log-prob of each token given the earlier ones; 0.0 for the first."""
+        """Log-prob of each token but the first of its sequence."""
         ...
 
 
@@ -34,7 +34,7 @@ class Canary:
     tokens: tuple[int, ...]
     """Two or more token ids."""
     engine_logprobs: Callable[[], Sequence[float]]
-    """The engine's log-prob of each token at temperature 1, 0.0 for the first, under its present weights."""
+    """The engine's log-prob of each token but the first, at temperature 1, under its present weights."""
     tolerance: float
     """Largest accepted difference."""
 
