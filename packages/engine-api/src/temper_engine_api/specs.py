@@ -57,6 +57,10 @@ class OptimizerSpec:
             raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
             raise ConfigError(f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off.")
+        if self.weight_decay < 0:
+            raise ConfigError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
+        if self.max_consecutive_skips < 0:
+            raise ConfigError(f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,10 @@ class ScheduleSpec:
     """What counts as a step: an optimiser update, or an RL step of several updates."""
 
     def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: a share of the peak.")
         if self.kind != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule.kind is {self.kind}, which needs schedule.total_steps: the length of the decay.")
         if self.kind == "constant" and (self.total_steps is not None or self.min_lr_ratio != 0.0):
@@ -115,6 +123,10 @@ class LoraSpec:
     """Module names, a regular expression, or ``all-linear``."""
 
     def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"lora.rank is {self.rank}, but must be at least 0: 0 is no adapter.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout is {self.dropout}, but must be in [0, 1).")
         if self.rank > 0 and self.alpha is None:
             raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
         if self.rank == 0 and self.alpha is not None:

@@ -1,0 +1,49 @@
+"""Objectives by name, and answers that were never asked for."""
+
+import pytest
+import torch
+
+from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.objective import Answers, Objective, Query, objective_class, register_objective, registered_objectives
+
+
+@pytest.fixture
+def mine(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> type[Objective]:
+    """A class to register, in a registry of this test's own."""
+    monkeypatch.setattr("temper_engine_api.objective._REGISTRY", {})
+
+    class Mine(type(objective)):  # type: ignore[misc]
+        """A class of its own."""
+
+    return Mine
+
+
+def test_a_registered_objective_is_found_by_name(mine: type[Objective]) -> None:
+    register_objective("mine")(mine)
+    assert objective_class("mine") is mine
+    assert dict(registered_objectives()) == {"mine": mine}
+    assert mine.name == "mine"
+
+
+def test_an_unknown_objective_names_those_there_are(mine: type[Objective]) -> None:
+    register_objective("mine")(mine)
+    with pytest.raises(ConfigError, match=r"no objective is called 'mine'; registered are mine\."):
+        objective_class("mine")
+
+
+def test_a_name_belongs_to_one_class(mine: type[Objective]) -> None:
+    register_objective("mine")(mine)
+    register_objective("mine")(mine)
+
+    class Other(mine):  # type: ignore[misc, valid-type]
+        """Another class."""
+
+    with pytest.raises(ConfigError, match=r"'mine' is taken by .*Mine: choose another"):
+        register_objective("mine")(Other)
+
+
+def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
+    answers = Answers(columns={Query.LOGPROB: torch.zeros(2, requires_grad=True)})
+    assert not answers.detach()[Query.LOGPROB].requires_grad
+    with pytest.raises(EngineStateError, match=r"the head was not asked for 'entropy'"):
+        _ = answers[Query.ENTROPY]

@@ -1,0 +1,44 @@
+"""Settings that make no sense say so."""
+
+from collections.abc import Callable
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Aggregation, AggregationMode
+from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, ScheduleSpec
+from temper_engine_api.topology import Axis
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (ModelSpec, r"exactly one of model.path \(now None\) and model.architecture \(now \{\}\)"),
+        (lambda: ModelSpec(path="m", architecture={"model_type": "qwen2"}), r"exactly one of model.path \(now 'm'\)"),
+        (lambda: ModelSpec(architecture={"hidden_size": 8}), r"model.architecture needs model_type"),
+        (lambda: OptimizerSpec(lr=-1.0), r"lr -1.0 must be >= 0"),
+        (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\) in \[0, 1\)"),
+        (lambda: OptimizerSpec(clip_grad_norm=0.0), r"clip_grad_norm is 0.0, but must be above 0"),
+        (lambda: OptimizerSpec(max_consecutive_skips=-1), r"max_consecutive_skips is -1, but must be at least 0"),
+        (lambda: OptimizerSpec(weight_decay=-0.1), r"weight_decay is -0.1, but must be at least 0"),
+        (lambda: ScheduleSpec(kind="cosine"), r"kind is cosine, which needs schedule.total_steps"),
+        (lambda: ScheduleSpec(total_steps=9), r"have no effect with schedule.kind constant"),
+        (lambda: ScheduleSpec(kind="linear", warmup_steps=9, total_steps=9), r"total_steps \(9\) must exceed schedule.warmup_steps \(9\)"),
+        (lambda: ScheduleSpec(warmup_steps=-1), r"warmup_steps is -1, but must be at least 0"),
+        (lambda: ScheduleSpec(kind="linear", total_steps=9, min_lr_ratio=1.5), r"min_lr_ratio is 1.5, but must be in \[0, 1\]"),
+        (lambda: LoraSpec(rank=8), r"lora.rank is 8, but lora.alpha is not set"),
+        (lambda: LoraSpec(alpha=8.0), r"lora.alpha is 8.0, but lora.rank is 0, so it has no effect"),
+        (lambda: LoraSpec(rank=-1), r"lora.rank is -1, but must be at least 0"),
+        (lambda: LoraSpec(rank=8, alpha=8.0, dropout=1.0), r"lora.dropout is 1.0, but must be in \[0, 1\)"),
+        (lambda: Axis(size=2, rank=2), r"axis rank 2 is outside \[0, 2\)"),
+        (lambda: Aggregation(horizon=8), r"horizon has no effect with aggregation token_mean"),
+        (lambda: Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM), r"divides by a fixed horizon: set horizon"),
+    ],
+)
+def test_a_setting_without_sense_is_refused_with_a_sentence(build: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build()
+
+
+def test_defaults_make_sense() -> None:
+    assert (OptimizerSpec().lr, ScheduleSpec().kind, LoraSpec().rank) == (1e-6, "constant", 0)
