@@ -254,6 +254,6 @@ def test_the_description_counts_what_the_plan_holds() -> None:
 def test_100k_sequences_are_planned_in_seconds() -> None:
     # bench/balance.py holds the assignment to ranks to 100 ms; here only a limit that a busy machine keeps.
     lengths = log_normal_lengths(100_000, seed=0)
-    begun = time.perf_counter()
+    begun = time.process_time()
     plan_mini_batch(lengths, dp_size=64, max_tokens=32768)
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10
