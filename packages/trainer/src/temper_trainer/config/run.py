@@ -174,7 +174,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
 
 
 def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
-    """Lengths and counts of RL that exceed a cap."""
+    """Lengths of RL that exceed a cap."""
     found = []
     parts = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) and sampling.max_tokens ({config.sampling.max_tokens})"
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
@@ -185,10 +185,4 @@ def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
     if isinstance(positions, int) and longest > positions:
         key = "actor.engine.model.architecture.max_position_embeddings"
         found.append(f"{key} is {positions}, but {parts} allow samples of {longest} tokens: {advice}")
-    samples = config.batching.prompts_per_step * config.algorithm.group_size
-    if config.batching.num_mini_batches > samples:
-        found.append(
-            f"batching.num_mini_batches is {config.batching.num_mini_batches}, but a step has only {samples} completions "
-            "(batching.prompts_per_step times algorithm.group_size): lower it."
-        )
     return found

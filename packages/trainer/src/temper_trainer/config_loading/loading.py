@@ -11,7 +11,7 @@ from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.composition import PRIMARY, Composition, compose, tree_of
+from temper_trainer.config_loading.composition import COMMAND_LINE, PRIMARY, Composition, compose, tree_of
 from temper_trainer.config_loading.deprecated_workers import check_worker_switch
 from temper_trainer.config_loading.ineffective import check_effects
 from temper_trainer.config_loading.loaded import LoadedConfig
@@ -60,7 +60,7 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
     resolved = plain(config)
     assert isinstance(resolved, dict)
     origins = origins_of(leaves_of(resolved), layers=composition.layers)
-    check_effects(config, set_by_user={key: origin for key, origin in origins.items() if is_users(origin)})
+    check_effects(config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class))
     check_worker_switch(config)
     return LoadedConfig(config=config, resolved=resolved, origins=origins, digest=digest_of(resolved))
 
@@ -91,6 +91,17 @@ def _check_optional_roles(composition: Composition) -> None:
         if isinstance(block, dict) and not any(key.startswith("engine.model.") for key in leaves_of(block)):
             keys = ", ".join(leaves_of(block, prefix=f"{role}."))
             raise ConfigError(f"{keys} has no effect without a {role}: add {choice}, or remove it.")
+
+
+def _set_by_user(origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]) -> dict[str, str]:
+    """Origins of what the user wrote; a default repeated in a file is none, since ``config.yaml`` of a run holds every value."""
+    defaults = leaves_of(defaults_of(TrainerConfig, engine_class=engine_class, given=resolved))
+    values = leaves_of(resolved)
+    return {
+        key: origin
+        for key, origin in origins.items()
+        if origin == COMMAND_LINE or (is_users(origin) and (key not in defaults or values[key] != defaults[key]))
+    }
 
 
 def _is_within(key: str, name: str) -> bool:

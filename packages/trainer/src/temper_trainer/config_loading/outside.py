@@ -40,7 +40,10 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
     for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
         path = None if role is None else role.engine.model.path
         if path is not None and not (Path(path) / "config.json").is_file():
-            yield f"{name}.engine.model.path is {path}, but no Hugging Face model lies there (no config.json): mend the path, or put the model there first."
+            yield (
+                f"{name}.engine.model.path is {path}, but no Hugging Face model lies there (no config.json): mend the path, or put the "
+                "model there first."
+            )
     path = config.data.tokenizer.path
     if path is not None and not Path(path).is_dir():
         yield f"data.tokenizer.path is {path}, which is no directory: give the folder of a tokenizer."

@@ -32,10 +32,10 @@ TELLING = (
     Telling(metric="actor/loss", label="loss", show=_digits(4)),
     Telling(metric="critic/loss", label="value loss", show=_digits(4)),
     Telling(metric="actor/grad_norm", label="grad", show=_digits(3)),
-    Telling(metric="actor/ratio", label="ratio", show=_digits(4)),
-    Telling(metric="ref/kl", label="kl", show=_digits(4)),
+    Telling(metric="actor/policy/ratio_mean", label="ratio", show=_digits(4)),
+    Telling(metric="actor/policy/ref_kl", label="kl", show=_digits(4)),
     Telling(metric="rollout/length_mean", label="length", show=_digits(1)),
-    Telling(metric="time/tokens_per_s", label="tokens/s", show=_rate),
+    Telling(metric="rollout/tokens_per_s", label="tokens/s", show=_rate),
     Telling(metric="time/step_s", label="s", show=_digits(2)),
 )
 """In the order of the line."""

@@ -18,7 +18,7 @@ class TensorBoardTracker:
         if phase not in self._writers:
             self._writers[phase] = SummaryWriter(str(self._directory / phase), purge_step=step)
         for name, value in metrics.items():
-            self._writers[phase].add_scalar(name, value, global_step=step, new_style=True)
+            self._writers[phase].add_scalar(name, value, global_step=step)
 
     def close(self) -> None:
         """Flush and close the event files."""

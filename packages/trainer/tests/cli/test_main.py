@@ -1,0 +1,103 @@
+"""The command as a person runs it: arguments in, text and an exit code out."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+from temper_trainer.__main__ import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_check_prints_ok_and_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "experiment=quickstart", "--check")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "OK"
+    assert "  a step: 32 prompts x 8 = 256 completions, 1 update" in out.splitlines()
+
+
+def test_check_makes_no_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, "experiment=quickstart", f"run.dir={tmp_path}/run", "--check")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--check", "experiment=quickstart", "--config-name", "temper", "run.total_steps=3")
+    assert code == 0
+    assert "  a run: 3 steps = 768 completions, 3 updates" in out.splitlines()  # 3 * 32 * 8
+
+
+def test_print_is_a_configuration_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "experiment=quickstart", "run.seed=4", "--print")
+    assert code == 0
+    assert "  seed: 4  # command line\n" in out
+    assert yaml.safe_load(out)["actor"]["engine"]["optimizer"]["betas"] == [0.9, 0.99]
+
+
+def test_wrong_configuration_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "experiment=quickstart", "run.sed=1", "--check")
+    assert (code, out) == (2, "")
+    assert err == "configuration error:\nthere is no key run.sed: did you mean run.seed? (set by: command line)\n"
+
+
+def test_missing_file_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "data.train.paths=[gone.jsonl]", "experiment=gsm8k_sft")
+    assert code == 2
+    assert "data.train.paths names gone.jsonl, which is no file here" in err
+
+
+def test_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--multirun"])
+    assert caught.value.code == 2
+    assert "usage: temper-train [OVERRIDE ...]" in capsys.readouterr().err
+
+
+def test_help_explains_groups_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "      quickstart: GRPO on generated arithmetic word problems" in out
+    assert "  run.total_steps=100   [whole number]\n      RL steps, or SFT updates.\n" in out
+    assert "  actor.engine.activation_checkpointing=false   [true or false]" in out
+    assert "  critic.*   [off until set]" in out
+
+
+def test_help_of_every_field_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    lines = out[out.index("keys (key=default):") :].splitlines()[2:]
+    for line, below in itertools.pairwise(lines):
+        if line.startswith("  ") and not line.startswith("   "):
+            assert below.startswith("      "), line
+
+
+def test_help_lists_the_users_own_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("run: {seed: 1}\n")
+    assert "      mine: (yours)" in run(capsys, "--help", "--config-dir", str(tmp_path))[1]
+
+
+def test_help_goes_by_the_chosen_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help", "model_engine=megatron")
+    assert "actor.engine.device=auto" in out
+    assert "activation_checkpointing" not in out
+
+
+def test_a_run_folder_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    code, _, err = run(capsys, "experiment=quickstart", f"run.dir={tmp_path}")
+    assert code == 2
+    assert "already holds a run: go on with run.resume=auto, or choose another run.dir." in err
+
+
+def test_malformed_data_is_a_failure_with_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n')
+    code, _, err = run(capsys, "experiment=gsm8k_sft", f"data.train.paths=[{tmp_path}/train.jsonl]", f"run.dir={tmp_path}/run")
+    assert code == 1
+    assert err.startswith(f"DataError: {tmp_path}/train.jsonl:2: not a JSON object")
+    assert len(err.splitlines()) == 1

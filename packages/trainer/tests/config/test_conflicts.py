@@ -1,0 +1,40 @@
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config_loading import load
+
+RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "first", "second"),
+    [
+        (["algorithm.advantage=gae"], "algorithm.advantage is gae", "critic is not set"),
+        (["critic=value_model"], "algorithm.advantage is grpo", "critic is set"),
+        (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
+        (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
+        (["actor.num_workers=2"], "actor.num_workers is 2", "runtime.kind is inline"),
+        (["sampling.temperature=0"], "sampling.temperature is 0", "loop rl"),
+        (["batching.max_tokens=1000"], "batching.max_tokens is 1000", "data.max_prompt_tokens (1024) and sampling.max_tokens (512)"),
+        (["batching.num_mini_batches=65"], "batching.num_mini_batches is 65", "batching.prompts_per_step is 64"),
+        (["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"], "actor.engine.lora.rank is 8", "no adapters yet"),
+        (["actor.engine.model.model_type=value_model"], "actor.engine.model.model_type is value_model", "the actor is a language_model"),
+        (["loop=sft", "warm_start.total_steps=5"], "warm_start has no effect", "loop sft"),
+        (["algorithm.group_size=1"], "algorithm.advantage grpo", "algorithm.group_size is 1"),
+    ],
+)
+def test_conflict_names_both_keys(overrides: list[str], first: str, second: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*RL, *overrides])
+    assert first in str(caught.value)
+    assert second in str(caught.value)
+
+
+def test_samples_longer_than_the_models_positions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"):  # 96 + 300
+        load(["experiment=quickstart", "sampling.max_tokens=300"])
+
+
+def test_reference_that_would_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ref.engine.optimizer is set, but the reference policy is frozen"):
+        load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "ref.engine.optimizer.lr=0.1"])

@@ -1,0 +1,24 @@
+"""Overrides that make a small valid configuration, and distributions with entry points made on the spot."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
+SFT = [*RL, "loop=sft"]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a distribution with one module and one entry point on the path; it goes away after the test."""
+
+    def install_distribution(entry_points: str, module: str) -> None:
+        info = tmp_path / "guest-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        (tmp_path / "guest_engine.py").write_text(module)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install_distribution

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config_loading import load
+
+from .conftest import RL, SFT
+
+ARITHMETIC = ["experiment=quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "other"),
+    [
+        ([*RL, "runtime.address=auto"], "runtime.address", "runtime.kind inline"),
+        ([*RL, "runtime.gpus_per_worker=1"], "runtime.gpus_per_worker", "runtime.kind inline"),
+        ([*RL, "actor.pool=big"], "actor.pool", "runtime.kind inline"),
+        ([*SFT, "algorithm.clip_low=0.1"], "algorithm.clip_low", "loop sft"),
+        ([*SFT, "sampling.max_tokens=5"], "sampling.max_tokens", "loop sft"),
+        ([*SFT, "reward.function=exact_match"], "reward.function", "loop sft"),
+        ([*SFT, "batching.num_mini_batches=2"], "batching.num_mini_batches", "loop sft"),
+        ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "loop sft"),
+        ([*RL, "run.eval_every=5"], "run.eval_every", "data.eval"),
+        ([*RL, "run.eval_sampled=true"], "run.eval_sampled", "data.eval"),
+        ([*RL, "algorithm.kl_estimator=k2"], "algorithm.kl_estimator", "algorithm.kl_loss_coef"),
+        ([*RL, "algorithm.gamma=1.0"], "algorithm.gamma", "algorithm.advantage"),
+        ([*RL, "algorithm.gae_lambda=1.0"], "algorithm.gae_lambda", "algorithm.advantage"),
+        ([*RL, "rollout.canary=false", "rollout.canary_tolerance=0.1"], "rollout.canary_tolerance", "rollout.canary false"),
+        ([*RL, "run.table_every=0", "run.num_table_rows=2"], "run.num_table_rows", "run.table_every 0"),
+        ([*RL, "data.train.split=test"], "data.train.split", "data.train.kind jsonl"),
+        ([*RL, "data.train.seed=0"], "data.train.seed", "data.train.kind jsonl"),
+        ([*ARITHMETIC, "data.train.prompt_key=q"], "data.train.prompt_key", "data.train.kind arithmetic"),
+        ([*ARITHMETIC, "warm_start.data.answer_key=a"], "warm_start.data.answer_key", "warm_start.data.kind arithmetic"),
+        ([*RL, "actor.engine.model.seed=1"], "actor.engine.model.seed", "actor.engine.model.path"),
+        ([*ARITHMETIC, "actor.engine.model.trust_remote_code=true"], "actor.engine.model.trust_remote_code", "architecture"),
+        (
+            [*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "ref.engine.schedule.warmup_steps=3"],
+            "ref.engine.schedule.warmup_steps",
+            "ref.engine.optimizer null",
+        ),
+    ],
+)
+def test_setting_without_effect_names_itself_and_the_key_that_idles_it(overrides: list[str], key: str, other: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides)
+    assert str(caught.value).startswith(f"{key} (command line) has no effect with")
+    assert other in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*RL, "runtime.kind=ray", "runtime.cpus_per_worker=2", "actor.pool=big"],
+        [*RL, "algorithm=ppo", "algorithm.gamma=0.99", "algorithm.gae_lambda=0.9"],
+        [*RL, "data.eval.paths=[test.jsonl]", "run.eval_every=5"],
+        [*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "algorithm.kl_estimator=k2"],
+        [*ARITHMETIC, "data.train.split=train", "data.train.seed=4", "actor.engine.model.seed=3"],
+    ],
+)
+def test_the_same_setting_is_taken_where_it_has_an_effect(overrides: list[str]) -> None:
+    load(overrides)
+
+
+def test_a_group_of_ours_may_say_more_than_a_run_needs() -> None:
+    # The quickstart sets sampling.max_tokens, which loop sft does not use; the user did not write it.
+    loaded = load(["experiment=quickstart", "loop=sft", "warm_start=null", "run.seed=1"])
+    assert loaded.origins["sampling.max_tokens"] == "group experiment=quickstart"
+
+
+def test_a_file_of_the_users_is_held_to_the_same(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nruntime: {address: auto}\n")
+    with pytest.raises(ConfigError, match=r"runtime.address \(file .*mine.yaml\) has no effect with runtime.kind inline"):
+        load(RL, config_dir=str(tmp_path), config_name="mine")

@@ -1,0 +1,141 @@
+from collections.abc import Callable
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config_loading import load
+
+from .conftest import RL
+
+
+def test_quickstart_is_the_run_that_the_readme_promises() -> None:
+    config = load(["experiment=quickstart"]).config
+    assert config.actor.engine.model.architecture["hidden_size"] == 128
+    assert config.warm_start is not None
+    assert (config.warm_start.total_steps, config.warm_start.batch_size, config.warm_start.optimizer.lr) == (600, 64, 2e-3)
+    assert (config.batching.prompts_per_step, config.algorithm.group_size, config.batching.num_mini_batches) == (32, 8, 1)
+    assert config.actor.engine.optimizer == OptimizerSpec(lr=4e-4, betas=(0.9, 0.99), weight_decay=0.0)
+    assert (config.actor.engine.schedule.warmup_steps, config.run.total_steps, config.sampling.max_tokens) == (5, 220, 27)
+    assert config.data.eval is not None
+    assert (config.data.eval.max_rows, config.run.eval_sampling.temperature, config.run.eval_sampled) == (500, 0.0, True)
+
+
+def test_warm_start_demonstrations_are_each_seen_once() -> None:
+    warm_start = load(["experiment=quickstart"]).config.warm_start
+    assert warm_start is not None
+    assert warm_start.data is not None
+    assert warm_start.data.max_rows == warm_start.total_steps * warm_start.batch_size  # 600 * 64 = 38400
+    assert warm_start.data.wrong_first_operation == 0.5
+
+
+def test_roles_are_configured_by_the_engines_own_class() -> None:
+    config = load([*RL, "actor.engine.activation_checkpointing=true"]).config
+    assert isinstance(config.actor.engine, FSDPConfig)
+    assert config.actor.engine.activation_checkpointing is True
+
+
+def test_default_of_a_field_that_is_an_instance_survives_a_setting_beside_it() -> None:
+    # eval_sampling is greedy although SamplingConfig's own temperature is 1.
+    config = load([*RL, "data.eval.paths=[test.jsonl]", "run.eval_sampling.max_tokens=9"]).config
+    assert config.run.eval_sampling == SamplingConfig(temperature=0.0, max_tokens=9)
+
+
+def test_ppo_brings_a_critic_with_the_actors_trunk() -> None:
+    config = load([*RL, "algorithm=ppo", "actor.engine.precision.compute=fp32"]).config
+    assert config.algorithm.advantage == "gae"
+    assert config.critic is not None
+    assert (config.critic.engine.model.path, config.critic.engine.model.model_type) == ("model", "value_model")
+    assert config.critic.engine.precision.compute == "fp32"
+
+
+def test_critic_may_override_its_own_block_without_touching_the_actor() -> None:
+    config = load([*RL, "algorithm=ppo", "critic.engine.precision.compute=fp32", "critic.engine.model.path=other"]).config
+    assert config.critic is not None
+    assert (config.critic.engine.precision.compute, config.critic.engine.model.path) == ("fp32", "other")
+    assert (config.actor.engine.precision.compute, config.actor.engine.model.path) == ("bf16", "model")
+
+
+def test_reference_is_frozen_and_starts_from_the_actors_weights() -> None:
+    config = load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.01"]).config
+    assert config.ref is not None
+    assert (config.ref.engine.optimizer, config.ref.engine.model.path) == (None, "model")
+
+
+def test_a_group_choice_can_be_taken_back() -> None:
+    assert load([*RL, "critic=value_model", "critic=null"]).config.critic is None
+    assert load(["experiment=quickstart", "critic=none"]).config.critic is None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo"])
+def test_every_algorithm_composes_with_the_quickstart(algorithm: str) -> None:
+    config = load(["experiment=quickstart", f"algorithm={algorithm}"]).config
+    assert config.algorithm.advantage == ("gae" if algorithm == "ppo" else algorithm)
+
+
+@pytest.mark.parametrize("experiment", ["gsm8k_sft", "gsm8k_grpo", "gsm8k_ppo"])
+def test_every_gsm8k_experiment_needs_only_the_paths(experiment: str) -> None:
+    assert load([f"experiment={experiment}", "data.train.paths=[train.jsonl]"]).config.run.dir == f"runs/{experiment}"
+
+
+def test_deleting_an_override_goes_back_to_the_default() -> None:
+    loaded = load(["experiment=quickstart", "~run.total_steps"])
+    assert (loaded.config.run.total_steps, loaded.origins["run.total_steps"]) == (100, "default")
+
+
+def test_from_an_architecture_to_a_directory_by_deleting_the_former() -> None:
+    model = load(["experiment=quickstart", "~actor.engine.model.architecture", "actor.engine.model.path=dir"]).config.actor.engine.model
+    assert (model.path, dict(model.architecture)) == ("dir", {})
+
+
+def test_plus_is_accepted_where_hydra_users_write_it() -> None:
+    loaded = load([*RL, "+run.seed=7", "++run.dir=there", "+reward.arguments.scale=2.5"])
+    assert (loaded.config.run.seed, loaded.config.run.dir) == (7, "there")
+    assert loaded.config.reward.arguments == {"scale": 2.5}
+
+
+def test_interpolations_reach_defaults_too() -> None:
+    assert load([*RL, "run.dir=runs/seed-${run.seed}"]).config.run.dir == "runs/seed-0"
+
+
+def test_interpolation_of_a_missing_key_names_both() -> None:
+    with pytest.raises(ConfigError, match=r"sampling.max_tokens: Interpolation key 'run.nope' not found"):
+        load([*RL, "sampling.max_tokens=${run.nope}"])
+
+
+def test_megatron_is_refused_with_what_to_choose() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model_engine is megatron, but temper-engine-megatron 0.1 holds no engine yet: choose model_engine=fsdp"
+    ):
+        load([*RL, "model_engine=megatron"])
+
+
+def test_engine_that_is_not_installed_is_named_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"model_engine is nope, but no engine is called 'nope'; installed are: fsdp"):
+        load([*RL, "model_engine=nope"])
+
+
+def test_engine_of_a_third_party_needs_only_its_entry_point(install: Callable[[str, str], None]) -> None:
+    install(
+        "[temper.engine_configs]\nguest = guest_engine:GuestConfig\n",
+        "from dataclasses import dataclass\nfrom temper_engine_api.specs import EngineConfig\n\n"
+        "@dataclass(frozen=True, slots=True, kw_only=True)\nclass GuestConfig(EngineConfig):\n    speed: int = 1\n",
+    )
+    loaded = load([*RL, "model_engine=guest", "actor.engine.speed=3"])
+    assert (loaded.config.model_engine, loaded.resolved["actor"]["engine"]["speed"]) == ("guest", 3)  # type: ignore[index,call-overload]
+    assert loaded.origins["model_engine"] == "command line"
+
+
+def test_loading_twice_in_one_process_leaves_nothing_behind() -> None:
+    first = load(["experiment=quickstart", "run.seed=3"])
+    load([*RL, "algorithm=ppo"])
+    assert load(["experiment=quickstart", "run.seed=3"]) == first
+
+
+def test_result_can_be_sent_to_another_process() -> None:
+    import pickle
+
+    config = load(["experiment=quickstart", "algorithm=ppo"]).config
+    assert pickle.loads(pickle.dumps(config)) == config

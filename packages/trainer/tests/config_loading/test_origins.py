@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import yaml
+
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.config_loading.composition import Layer
+from temper_trainer.config_loading.origins import origins_of
+from temper_trainer.config_loading.schema import leaves_of
+
+from .conftest import RL
+
+
+def test_every_value_has_an_origin() -> None:
+    loaded = load(["experiment=quickstart", "algorithm=ppo"])
+    assert set(loaded.origins) == set(leaves_of(loaded.resolved))
+
+
+def test_origin_is_default_group_or_command_line() -> None:
+    origins = load(["experiment=quickstart", "algorithm=ppo", "run.seed=2"]).origins
+    assert origins["run.seed"] == "command line"
+    assert origins["run.total_steps"] == "group experiment=quickstart"
+    assert origins["algorithm.gae_lambda"] == "group algorithm=ppo"
+    assert origins["critic.engine.model.model_type"] == "group critic=value_model"
+    assert origins["model_engine"] == "group model_engine=fsdp"
+    assert origins["sampling.top_p"] == "default"
+
+
+def test_last_layer_that_speaks_of_a_key_or_its_block_is_its_origin() -> None:
+    layers = [
+        Layer(origin="group a=b", leaves=("x.y", "x.z")),
+        Layer(origin="file f.yaml", leaves=("x",)),
+        Layer(origin="command line", leaves=("x.z",)),
+    ]
+    assert origins_of({"x.y": 1, "x.z": 2, "w": 3}, layers=layers) == {"x.y": "file f.yaml", "x.z": "command line", "w": "default"}
+
+
+def test_a_deletion_makes_a_default_again() -> None:
+    layers = [Layer(origin="group a=b", leaves=("x.y",)), Layer(origin="command line", leaves=("x",), is_deletion=True)]
+    assert origins_of({"x.y": 1}, layers=layers) == {"x.y": "default"}
+
+
+def test_written_config_repeats_the_run(tmp_path: Path) -> None:
+    loaded = load(["experiment=quickstart", "algorithm=ppo", "run.seed=2", "data.prompt_template='Q: {prompt}\\nA:'"])
+    write_resolved(loaded, tmp_path)
+    again = load([], config_dir=str(tmp_path), config_name="config")
+    assert (again.config, again.digest) == (loaded.config, loaded.digest)
+
+
+def test_written_files_say_where_values_came_from(tmp_path: Path) -> None:
+    write_resolved(load([*RL, "run.seed=2"]), tmp_path)
+    assert "  seed: 2  # command line\n" in (tmp_path / "config.yaml").read_text()
+    origins = yaml.safe_load((tmp_path / "config_origins.yaml").read_text())
+    assert (origins["run.seed"], origins["run.total_steps"]) == ("command line", "default")
+
+
+def test_a_template_of_several_lines_survives_writing(tmp_path: Path) -> None:
+    loaded = load([*RL, 'data.prompt_template="first\n\n  {prompt}: x # y\n"'])
+    write_resolved(loaded, tmp_path)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["prompt_template"] == "first\n\n  {prompt}: x # y\n"
+
+
+def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
+    plain = load(RL).digest
+    free = ["run.dir=elsewhere", "run.total_steps=7", "run.progress=false", "run.resume=auto", "run.trackers=[]", "runtime.kind=ray"]
+    assert load([*RL, *free]).digest == plain
+
+
+def test_digest_depends_on_what_is_trained() -> None:
+    changes = ["run.seed=1", "actor.engine.optimizer.lr=1e-3", "algorithm.clip_low=0.1", "data.train.paths=[other.jsonl]"]
+    assert len({load([*RL, change]).digest for change in changes} | {load(RL).digest}) == 5

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config_loading import load
+from temper_trainer.config_loading.outside import check_outside
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> list[str]:
+    """Overrides that name a data file and a model directory which exist."""
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return [f"data.train.paths=[{tmp_path}/train.jsonl]", f"actor.engine.model.path={tmp_path}/model"]
+
+
+def refusal(overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_outside(load(overrides).config)
+    return str(caught.value)
+
+
+def test_what_is_there_is_accepted(there: list[str]) -> None:
+    check_outside(load(there).config)
+
+
+def test_missing_data_file_is_named(there: list[str]) -> None:
+    assert refusal([*there, "data.eval.paths=[gone.jsonl]"]).startswith("data.eval.paths names gone.jsonl, which is no file here (")
+
+
+def test_addresses_with_a_scheme_are_left_to_the_run(there: list[str]) -> None:
+    check_outside(load([*there, "data.eval.paths=['s3://bucket/test.jsonl']"]).config)
+
+
+def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) -> None:
+    text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
+    assert text.startswith(f"actor.engine.model.path is {tmp_path}, but no Hugging Face model lies there (no config.json)")
+
+
+def test_model_from_scratch_without_a_tokenizer_is_told_how_to_train_one() -> None:
+    text = refusal(["experiment=quickstart", "data.tokenizer.kind=pretrained"])
+    assert text.startswith("data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set")
+
+
+def test_unknown_reward_is_refused_before_the_run(there: list[str]) -> None:
+    assert "reward.function is 'gsm8k_stric', which is no registered reward: did you mean" in refusal(
+        [*there, "reward.function=gsm8k_stric"]
+    )
+
+
+def test_sft_asks_for_no_reward(there: list[str]) -> None:
+    check_outside(load([*there, "loop=sft"]).config)

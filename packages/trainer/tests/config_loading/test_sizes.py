@@ -1,0 +1,29 @@
+from temper_trainer.config_loading import load
+from temper_trainer.config_loading.sizes import derived_sizes
+
+from .conftest import RL, SFT
+
+
+def test_sizes_of_rl_multiply_out() -> None:
+    overrides = ["batching.prompts_per_step=6", "algorithm.group_size=4", "batching.num_mini_batches=3", "batching.num_passes=2"]
+    lines = derived_sizes(load([*RL, *overrides, "run.total_steps=10"]).config)
+    assert lines[0] == "a step: 6 prompts x 4 = 24 completions, 6 updates"  # 3 mini-batches, twice
+    assert lines[1] == "an update: 8 completions"  # 24 / 3
+    assert lines[2] == "a run: 10 steps = 240 completions, 60 updates"
+    assert lines[3] == "a sample: at most 1,024 + 512 = 1,536 tokens"
+
+
+def test_sizes_of_the_quickstart_begin_with_the_warm_start() -> None:
+    lines = derived_sizes(load(["experiment=quickstart"]).config)
+    assert lines[0] == "warm start: 600 updates of 64 demonstrations = 38,400 demonstrations"
+    assert "actor: qwen2 from scratch on fsdp, 1 worker, fp32, lr 0.0004" in lines
+
+
+def test_sizes_of_sft_count_demonstrations() -> None:
+    lines = derived_sizes(load([*SFT, "batching.prompts_per_step=32", "run.total_steps=5"]).config)
+    assert lines[0] == "a run: 5 updates of 32 demonstrations = 160 demonstrations"
+
+
+def test_a_frozen_role_says_so() -> None:
+    lines = derived_sizes(load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1"]).config)
+    assert "ref: model on fsdp, 1 worker, bf16, frozen" in lines

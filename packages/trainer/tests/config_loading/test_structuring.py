@@ -1,0 +1,75 @@
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config_loading import load
+
+from .conftest import RL
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run.seed=1.5", "run.seed is 1.5, but must be: whole number."),
+        ("run.seed=1.0", "run.seed is 1.0, but must be: whole number."),
+        ("run.seed=true", "run.seed is true, but must be: whole number."),
+        ("run.seed='1'", "run.seed is '1', but must be: whole number."),
+        ("run.seed=null", "run.seed is null, but must be: whole number."),
+        ("run.save_model='true'", "run.save_model is 'true', but must be: true or false."),
+        ("run.save_model=1", "run.save_model is 1, but must be: true or false."),
+        ("run.dir=3", "run.dir is 3, but must be: text."),
+        ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be: number."),
+        ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number."),
+        ("run.trackers=jsonl", "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb. A list is written [jsonl]."),
+        ("run.trackers=[csv]", "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb."),
+        ("loop=dpo", "loop is 'dpo', but must be: rl | sft."),
+        ("actor.engine.optimizer.betas=[0.9]", "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number."),
+        ("actor=5", "actor is 5, but must be a block of keys."),
+        ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),
+        ("reward.arguments.x=[1]", "reward.arguments is {'x': [1]}, but must be: mapping."),
+    ],
+)
+def test_value_of_the_wrong_type_is_named_with_what_is_expected(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*RL, override])
+    assert str(caught.value) == sentence
+
+
+def test_whole_number_is_taken_where_a_number_is_expected() -> None:
+    value = load([*RL, "reward.timeout_s=3"]).config.reward.timeout_s
+    assert (value, type(value)) == (3.0, float)
+
+
+def test_lists_become_tuples_and_mappings_stay_mappings() -> None:
+    config = load([*RL, "sampling.stop=[END,'a, b']", "actor.engine.optimizer.betas=[0.5,0]"]).config
+    assert config.sampling.stop == ("END", "a, b")
+    assert config.actor.engine.optimizer is not None
+    assert config.actor.engine.optimizer.betas == (0.5, 0.0)
+
+
+def test_free_mapping_keeps_the_type_of_each_value() -> None:
+    arguments = load([*RL, "reward.arguments={a: 1, b: 1.0, c: true, d: text, e: null}"]).config.reward.arguments
+    assert [type(value) for value in arguments.values()] == [int, float, bool, str, type(None)]
+
+
+def test_message_of_a_dataclass_keeps_its_words_and_gains_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"^actor.engine.schedule: schedule.kind is linear, which needs schedule.total_steps"):
+        load([*RL, "actor.engine.schedule.kind=linear"])
+
+
+def test_message_that_already_begins_with_its_key_is_not_doubled() -> None:
+    with pytest.raises(ConfigError, match=r"^run.total_steps is 0, but a run has at least 1.$"):
+        load([*RL, "run.total_steps=0"])
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*RL, "run.seed=x", "sampling.top_p=2.0", "batching.max_tokens=a"])
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["sampling:", "batching.max_tokens", "run.seed"]
+
+
+def test_what_must_be_set_is_asked_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([])
+    assert "data.train: a source of kind jsonl needs paths." in str(caught.value)
+    assert "actor.engine.model: exactly one of model.path (now None) and model.architecture (now {}) must be set" in str(caught.value)

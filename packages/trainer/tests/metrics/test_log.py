@@ -1,0 +1,131 @@
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.metrics.log import RunLog, SampleRow
+from temper_trainer.metrics.records import read_rows
+
+
+def open_log(
+    directory: Path, *, trackers: Sequence[str] = ("jsonl",), resume_step: int | None = None, terminal: bool = False, progress: bool = True
+) -> tuple[RunLog, io.StringIO]:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=100, highlight=False)
+    return RunLog(directory, trackers=trackers, progress=progress, resume_step=resume_step, console=console), text
+
+
+def steps(directory: Path, name: str = "metrics.jsonl") -> list[tuple[str, int]]:
+    return [(row.phase, row.step) for row in read_rows(directory / name)]
+
+
+def test_a_step_is_one_line_on_the_terminal_and_one_in_the_file(tmp_path: Path) -> None:
+    log, text = open_log(tmp_path)
+    with log, log.bar("rl", total=3) as bar:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": step / 4, "batch/tokens": 9.0}, phase="rl")
+            bar.advance()
+    assert text.getvalue() == "rl 1/3  reward 0.250\nrl 2/3  reward 0.500\nrl 3/3  reward 0.750\n"
+    assert steps(tmp_path) == [("rl", 1), ("rl", 2), ("rl", 3)]
+
+
+def test_a_line_is_never_wrapped_and_brackets_are_no_markup(tmp_path: Path) -> None:
+    log, text = open_log(tmp_path)
+    with log:
+        log.say("[bold]" + "x" * 300)
+    assert text.getvalue() == "[bold]" + "x" * 300 + "\n"
+
+
+def test_bars_are_drawn_on_a_terminal_only_when_asked(tmp_path: Path) -> None:
+    for progress in (True, False):
+        log, text = open_log(tmp_path / str(progress), terminal=True, progress=progress)
+        with log, log.bar("rl", total=4, start=2) as bar:
+            bar.advance()
+        assert ("3/4" in text.getvalue()) is progress
+
+
+def test_resumed_run_sets_later_rows_aside(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path)
+    with log:
+        log.log(1, {"actor/loss": 1.0}, phase="warm_start")
+        for step in (1, 2, 3):
+            log.log(step, {"actor/loss": 1.0}, phase="rl")
+            log.show_samples(step, [SampleRow(prompt="p", completion="c", answer="a", reward=1.0)])
+    log, _ = open_log(tmp_path, resume_step=2)
+    with log:
+        log.log(3, {"actor/loss": 2.0}, phase="rl")
+    assert steps(tmp_path) == [("warm_start", 1), ("rl", 1), ("rl", 2), ("rl", 3)]
+    assert steps(tmp_path, "metrics.superseded-1.jsonl") == [("rl", 3)]
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.superseded-1.jsonl").read_text().splitlines()] == [3]
+
+
+def test_run_that_begins_anew_keeps_an_interrupted_warm_start_up_to_its_checkpoint(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path)
+    with log:
+        for step in (1, 2, 3):
+            log.log(step, {"actor/loss": 1.0}, phase="warm_start")
+        log.log(0, {"eval/greedy/reward": 0.5}, phase="eval")
+    log, _ = open_log(tmp_path, resume_step=None)
+    with log, log.bar("warm_start", total=3, start=2):
+        log.log(3, {"actor/loss": 1.0}, phase="warm_start")
+    assert steps(tmp_path) == [("warm_start", 1), ("warm_start", 2), ("warm_start", 3)]
+
+
+def test_samples_are_a_table_and_a_file(tmp_path: Path) -> None:
+    log, text = open_log(tmp_path)
+    with log:
+        log.show_samples(7, [SampleRow(prompt="Tom has [3] pens.\n", completion="3+4=7\n#### 7", answer="7", reward=1.0)])
+    assert "samples of step 7" in text.getvalue()
+    assert "Tom has [3] pens." in text.getvalue()
+    row = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert row == {"step": 7, "prompt": "Tom has [3] pens.\n", "completion": "3+4=7\n#### 7", "answer": "7", "reward": 1.0}
+
+
+def scalars(directory: Path, phase: str, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory / "tensorboard" / phase))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_has_every_scalar_once_also_after_a_resume(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path, trackers=["tensorboard"])
+    with log:
+        for step in (1, 2, 3):
+            log.log(step, {"actor/loss": step / 2}, phase="rl")
+    log, _ = open_log(tmp_path, trackers=["tensorboard"], resume_step=1)
+    with log:
+        log.log(2, {"actor/loss": 5.0}, phase="rl")
+    assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.5), (2, 5.0)]
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_values_that_are_not_finite_reach_every_tracker(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path, trackers=["jsonl", "tensorboard"])
+    with log:
+        log.log(1, {"actor/loss": math.nan}, phase="rl")
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert math.isnan(row.values["actor/loss"])
+
+
+def test_wandb_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'"):
+        open_log(tmp_path, trackers=["wandb"])
+
+
+def fail_after_a_step(log: RunLog) -> None:
+    with log:
+        log.log(1, {"actor/loss": 0.25}, phase="rl")
+        raise ArithmeticError
+
+
+def test_a_failing_run_still_closes_its_files(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path, trackers=["tensorboard"])
+    with pytest.raises(ArithmeticError):
+        fail_after_a_step(log)
+    assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.25)]
