@@ -71,7 +71,7 @@ class Checkpointer:
         """The step directory that ``run.resume`` means: none, the last complete one, or the one it names, verified.
 
         Raises:
-            CheckpointError: it names no complete step directory.
+            CheckpointError: it names no complete step directory, or one of this run that later steps follow.
             DamagedCheckpointError: a file is missing or its checksum differs.
         """
         if resume == "never":
@@ -83,6 +83,7 @@ class Checkpointer:
             found = step_directory(self.root, step)
         else:
             found = Path(resume)
+            self._check_is_last(found)
         try:
             verify(found)
         except DamagedCheckpointError as error:
@@ -90,6 +91,14 @@ class Checkpointer:
                 f"{error} To go on from an earlier complete step, name its directory: run.resume={self.root}/step_..."
             ) from error
         return found
+
+    def _check_is_last(self, found: Path) -> None:
+        last = last_complete_step(self.root)
+        if last is not None and found.resolve().parent == self.root.resolve() and found.name < step_directory(self.root, last).name:
+            raise CheckpointError(
+                f"{found} is followed by {step_directory(self.root, last)}, which going on from it would have to overwrite: move the "
+                "later steps away, or choose another run.dir."
+            )
 
     def read_state(self, directory: Path) -> TrainerState:
         """The trainer's part of a step directory."""

@@ -1,0 +1,58 @@
+"""Small real runs: the quickstart's program with a model of two narrow layers and a handful of problems."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.loops import RunResult, train
+
+SMALL = (
+    "experiment=quickstart",
+    "actor.engine.model.architecture.hidden_size=32",
+    "actor.engine.model.architecture.intermediate_size=64",
+    "actor.engine.model.architecture.num_hidden_layers=2",
+    "data.train.max_rows=64",
+    "run.num_threads=1",
+    "data.eval.max_rows=8",
+    "warm_start.data.max_rows=128",
+    "warm_start.total_steps=4",
+    "warm_start.batch_size=16",
+    "batching.prompts_per_step=4",
+    "algorithm.group_size=4",
+    "run.total_steps=4",
+    "run.table_every=0",
+    "reward.function=temper_trainer_test_rewards:share_of_digits",
+)
+CLOCKS = ("time", "weight_sync/time_s", "rollout/tokens_per_s")
+
+Rows = list[dict[str, float]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunResult]:
+    """Train with these overrides on top of SMALL."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def start(directory: Path, *overrides: str, base: Sequence[str] = SMALL) -> RunResult:
+        loaded = load([*base, f"run.dir={directory}", *overrides])
+        return train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+
+    return start
+
+
+@pytest.fixture
+def rows() -> Callable[..., Rows]:
+    """Logged rows of a phase, without what a clock measured; every number must be finite."""
+
+    def read(directory: Path, *, phase: str = "rl") -> Rows:
+        parsed = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        found = [{k: v for k, v in row.items() if not k.startswith((*CLOCKS, "phase"))} for row in parsed if row["phase"] == phase]
+        for row in found:
+            assert all(math.isfinite(value) for value in row.values()), row
+        return found
+
+    return read

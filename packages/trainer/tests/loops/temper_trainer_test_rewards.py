@@ -1,0 +1,28 @@
+"""Reward functions that the tests of the loops name by import path."""
+
+import os
+import time
+
+from temper_trainer.types import Prompt
+
+
+def share_of_digits(prompt: Prompt, completion: str) -> float:
+    """Share of characters that are digits: a reward that an untrained model already varies in."""
+    del prompt
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+def fails_on_even(prompt: Prompt, completion: str) -> float:
+    """Raises for every second prompt."""
+    if prompt.prompt_id % 2 == 0:
+        raise ValueError("even prompts cannot be scored")
+    return share_of_digits(prompt, completion)
+
+
+def waits(prompt: Prompt, completion: str) -> float:
+    """Slow enough to be interrupted; says that it began."""
+    marker = os.environ["TEMPER_TEST_MARKER"]
+    with open(marker, "a") as file:
+        file.write("x")
+    time.sleep(0.01)
+    return share_of_digits(prompt, completion)

@@ -1,0 +1,155 @@
+"""Whole small runs in one process: what they leave, how they resume, what they refuse."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from temper_trainer.loops import RunResult
+from temper_trainer.reward.scoring import RewardFailureError
+
+Run = Callable[..., RunResult]
+TINY = (
+    "experiment=quickstart",
+    "actor.engine.model.architecture.hidden_size=32",
+    "actor.engine.model.architecture.intermediate_size=64",
+    "actor.engine.model.architecture.num_hidden_layers=2",
+    "data.train.max_rows=64",
+    "run.num_threads=1",
+)
+Rows = Callable[..., list[dict[str, float]]]
+
+
+def test_a_run_leaves_all_that_it_promises(run: Run, tmp_path: Path) -> None:
+    result = run(tmp_path / "run")
+    left = {path.name for path in result.directory.iterdir()}
+    assert {"metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "config_origins.yaml", "checkpoints", "huggingface"} <= left
+    assert set(result.evaluation) == {"eval/greedy/reward", "eval/sampled/reward"}
+    assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_that_is_left_loads_in_transformers_and_completes(run: Run, tmp_path: Path) -> None:
+    directory = str(run(tmp_path / "run", "run.total_steps=1").directory / "huggingface")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    inputs = tokenizer("Tom has 3 pens.", return_tensors="pt")
+    completed = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=2, do_sample=False)
+    assert completed.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
+    run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
+    sft = ("loop=sft", "warm_start=null", "batching.prompts_per_step=16")
+    run(tmp_path / "whole", *sft, "run.total_steps=6", base=TINY)
+    run(tmp_path / "parts", *sft, "run.total_steps=3", "run.save_model=false", base=TINY)
+    run(tmp_path / "parts", *sft, "run.total_steps=6", "run.resume=auto", base=TINY)
+    assert rows(tmp_path / "parts", phase="sft") == rows(tmp_path / "whole", phase="sft")
+    assert len(rows(tmp_path / "whole", phase="sft")) == 6  # 96 of 64 demonstrations: across the end of an epoch
+
+
+def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", "batching.num_mini_batches=2", "batching.num_passes=2", "actor.engine.optimizer.lr=1e-2")
+    found = rows(tmp_path / "run")
+    assert [row["policy/first_ratio_error_max"] for row in found] == [0.0] * 4
+    assert all(row["policy/ratio_error_max"] > 0.0 for row in found), "later updates of a step must move the ratio"
+
+
+def test_every_completion_of_a_step_carries_the_weights_of_that_step(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    assert [row["weight_sync/version"] for row in rows(tmp_path / "run")] == [2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_every_estimator_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
+    run(tmp_path / "run", f"algorithm={algorithm}", "algorithm.group_size=4", "run.total_steps=2", "data.eval=null")
+    assert len(rows(tmp_path / "run")) == 2
+
+
+def test_ppo_trains_policy_and_critic_and_reads_both_kls(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        "algorithm=ppo",
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.01",
+        "algorithm.kl_reward_coef=0.02",
+        "batching.num_mini_batches=2",
+        "critic.engine.optimizer.lr=1e-3",
+    )
+    found = rows(tmp_path / "run")
+    assert found[0]["ref/kl"] == 0.0, "the reference policy is the policy before its first update"
+    assert found[-1]["ref/kl"] != 0.0
+    assert found[0]["policy/first_ratio_error_max"] == 0.0
+    assert all(row["critic/grad_norm"] > 0 for row in found)
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"already holds a run: go on with run\.resume=auto"):
+        run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_an_earlier_one_accepted_when_told(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
+    victim = tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer" / "state.json"
+    victim.write_text(victim.read_text().replace("2", "3"))
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json.*run\.resume="):
+        run(tmp_path / "run", "run.total_steps=3", "run.resume=auto", "data.eval=null")
+    (tmp_path / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "set_aside")
+    earlier = tmp_path / "run" / "checkpoints" / "step_00000001"
+    run(tmp_path / "run", "run.total_steps=3", f"run.resume={earlier}", "data.eval=null")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_step_directory_without_manifest_is_never_resumed_from(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
+    (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "run" / "checkpoints" / ".step_00000002.0a.partial")
+    run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", "run.save_model=false", "data.eval=null")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_going_back_behind_later_checkpoints_is_refused(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
+    earlier = tmp_path / "run" / "checkpoints" / "step_00000001"
+    with pytest.raises(CheckpointError, match=r"step_00000002.*another run\.dir"):
+        run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", "data.eval=null")
+
+
+def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path: Path) -> None:
+    reward = "reward.function=temper_trainer_test_rewards:fails_on_even"
+    run(tmp_path / "run", reward, "reward.max_failure_share=1.0", "batching.prompts_per_step=64", "run.total_steps=1", "data.eval=null")
+    (row,) = rows(tmp_path / "run")
+    assert row["reward/failed"] == 32 * 4  # 64 problems, every one once, half of them even, four completions each
+
+
+def test_too_many_failing_rewards_stop_the_run_with_the_first_failure(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RewardFailureError, match="even prompts cannot be scored"):
+        run(tmp_path / "run", "reward.function=temper_trainer_test_rewards:fails_on_even", "batching.prompts_per_step=64")
+
+
+def test_a_longer_run_goes_on_from_a_finished_one_and_a_shorter_one_is_refused(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", "run.save_model=false", "data.eval=null")
+    with pytest.raises(CheckpointError, match=r"beyond run\.total_steps = 1"):
+        run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
+
+
+def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text())
+    assert (state["step"], state["cursor"], state["weight_version"]) == (3, {"epoch": 0, "index": 12}, 4)  # 3 steps of 4 prompts
