@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without an engine before anything is collected."""
     config.addinivalue_line("markers", "claims(*capabilities): a law for engines that claim all of these")
+    config.addinivalue_line("markers", "disclaims(*capabilities): a law for engines that claim none of these")
     if config.option.help:
         return
     settings = read_settings(config)
@@ -54,16 +55,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out laws about what is not claimed (its refusal is a law of its own), mark expected failures, sort by world size."""
+    """Leave out laws that are not about this engine's claims, mark expected failures, sort by world size.
+
+    What is not claimed is not skipped: its refusal is a law of its own, which only such engines are held to.
+    """
     settings = config.stash[SETTINGS]
     laws = [item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT]
     for law in laws:
         group, world_size = law.path.stem.removeprefix("test_"), law.callspec.params["world_size"]
         law.user_properties += [("group", group), ("world_size", world_size)]
-    unclaimed = {law for law in laws if not _needed_by(law) <= settings.claims}
+    unclaimed = {law for law in laws if not _capabilities_of(law, "claims") <= settings.claims}
     config.stash[FINDINGS].unclaimed += [law.name for law in laws if law in unclaimed]
+    needless = {law for law in laws if _capabilities_of(law, "disclaims") & settings.claims}
     _expect_failures(settings.expected, laws)
-    kept = [item for item in items if item not in unclaimed]
+    kept = [item for item in items if item not in unclaimed | needless]
     items[:] = sorted(kept, key=lambda item: int(_property(item, "world_size") or 0))
 
 
@@ -138,8 +143,8 @@ def _lender(config: pytest.Config) -> Lender | None:
     return cast(Lender | None, config.pluginmanager.get_plugin(LENT))
 
 
-def _needed_by(law: pytest.Function) -> frozenset[Capability]:
-    return frozenset(capability for mark in law.iter_markers("claims") for capability in mark.args)
+def _capabilities_of(law: pytest.Function, marker: str) -> frozenset[Capability]:
+    return frozenset(capability for mark in law.iter_markers(marker) for capability in mark.args)
 
 
 def _property(item: pytest.Item, name: str) -> str | None:
