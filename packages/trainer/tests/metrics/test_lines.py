@@ -9,7 +9,7 @@ def test_line_of_an_rl_step_holds_the_telling_numbers_in_order() -> None:
         "reward/mean": 0.4531,
         "actor/loss": -0.01234,
         "actor/grad_norm": 1.2345,
-        "actor/policy/ratio_mean": 1.0,
+        "policy/ratio_mean": 1.0,
         "rollout/tokens_per_s": 5123.4,
         "rollout/cut_share": 0.5,
     }

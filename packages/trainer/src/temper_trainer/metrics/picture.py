@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from temper_trainer.metrics.records import Row, read_rows
 
@@ -58,14 +59,14 @@ PANELS = (
     Panel(title="loss", phase="rl", metrics=("actor/loss", "critic/loss")),
     Panel(title="gradient norm", phase="rl", metrics=("actor/grad_norm", "critic/grad_norm"), is_log=True),
     Panel(title="completion length, tokens", phase="rl", metrics=("rollout/length_mean", "rollout/length_max")),
-    Panel(title="ratio of new to old policy", phase="rl", metrics=("actor/policy/ratio_mean",)),
+    Panel(title="ratio of new to old policy", phase="rl", metrics=("policy/ratio_mean",)),
     Panel(
         title="divergence, nats a token",
         phase="rl",
-        metrics=("actor/policy/old_kl", "actor/policy/ref_kl", "actor/mismatch/kl", "mismatch/kl"),
+        metrics=("policy/old_kl", "policy/ref_kl", "mismatch/kl"),
         is_log=True,
     ),
-    Panel(title="shares", phase="rl", metrics=("groups/dead_share", "rollout/cut_share", "actor/policy/clip_share_high"), is_share=True),
+    Panel(title="shares", phase="rl", metrics=("groups/dead_share", "rollout/cut_share", "policy/clip_share_high"), is_share=True),
     Panel(title="seconds a step", phase="rl", metrics=("time/step_s", "time/rollout_s", "time/update_s")),
 )
 
@@ -132,6 +133,7 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
         axes.set_ylim(min(-0.02, lowest), None if axes.get_ylim()[1] > 1.05 else 1.02)
     if panel.is_log and 0 < 10 * lowest < highest:
         axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(panel.title)
     axes.set_xlabel("update" if panel.phase in ("warm_start", "sft") else "step")
     axes.legend(loc="best")
