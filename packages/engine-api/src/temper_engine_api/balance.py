@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CLOSE_ENOUGH = 1.005
+CLOSE_ENOUGH = 1.002
 """Heaviest rank over lower bound below which swapping stops: a plan need not be better than the cost model is."""
 EXCHANGES_PER_RANK = 8
 """Most exchanges tried, per rank."""

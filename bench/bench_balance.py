@@ -1,0 +1,149 @@
+"""Sequences over data-parallel ranks by cost: the plan's assignment beside verl's Karmarkar-Karp, and the lower bound of both.
+
+The same work for each: log-normal lengths (median e^7, sigma 0.9, clipped to [32, 16384]), cost 24576 l + l^2 of a sequence of l tokens,
+64 ranks. Quality is the heaviest rank over the lower bound max(mean load, longest sequence), the worst of the seeds; 1 is perfect, waiting
+is what is above. CPU time is the best of the repeats. Contenders that can't be imported are named.
+
+    python bench/bench_balance.py [--ranks 64] [--seeds 5] [--repeats 3] [--json FILE]
+"""
+
+import argparse
+import json
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from temper_engine_api.balance import assign_to_ranks
+
+SIZES = (1024, 102_400)
+"""Sequences; multiples of 64, because verl's equal sizes need that."""
+LARGE = 10_000
+"""Sequences from which one seed and one repeat are enough."""
+
+Contender = Callable[[list[int], int], Sequence[Sequence[int]]]
+"""(cost of each sequence, ranks) -> sequences of each rank."""
+
+
+def temper() -> Contender:
+    """The plan's assignment, from and to plain lists."""
+
+    def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
+        shares: list[list[int]] = [[] for _ in range(num_ranks)]
+        for i, rank in enumerate(assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist()):
+            shares[rank].append(i)
+        return shares
+
+    return run
+
+
+def verl_equal() -> Contender:
+    """Verl's default for its data-parallel ranks: Karmarkar-Karp with as many sequences on every rank."""
+    from verl.utils.seqlen_balancing import karmarkar_karp
+
+    return lambda costs, num_ranks: karmarkar_karp(costs, num_ranks, equal_size=True)
+
+
+def verl_free() -> Contender:
+    """Verl's Karmarkar-Karp without limits on the counts."""
+    from verl.utils.seqlen_balancing import karmarkar_karp
+
+    return lambda costs, num_ranks: karmarkar_karp(costs, num_ranks, equal_size=False)
+
+
+def contiguous() -> Contender:
+    """No balancing: neighbours stay together."""
+
+    def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
+        edges = [len(costs) * rank // num_ranks for rank in range(num_ranks + 1)]
+        return [range(first, last) for first, last in pairwise(edges)]
+
+    return run
+
+
+MAKERS: dict[str, Callable[[], Contender]] = {
+    "contiguous": contiguous,
+    "verl equal counts": verl_equal,
+    "verl free counts": verl_free,
+    "temper": temper,
+}
+
+
+def costs_of(number: int, *, seed: int) -> list[int]:
+    """Costs of log-normal sequences."""
+    draw = random.Random(seed)
+    lengths = (min(max(int(draw.lognormvariate(7.0, 0.9)), 32), 16384) for _ in range(number))
+    return [24576 * n + n * n for n in lengths]
+
+
+def measure(contender: Contender, *, number: int, options: argparse.Namespace) -> dict[str, float]:
+    """Worst quality over the seeds, best CPU time over the repeats, and the range of counts."""
+    seeds, repeats = (1, 1) if number >= LARGE else (options.seeds, options.repeats)
+    seconds, over_bound, counts = [], [], []
+    for seed in range(seeds):
+        costs = costs_of(number, seed=seed)
+        for _ in range(repeats):
+            start = time.process_time()
+            shares = contender(costs, options.ranks)
+            seconds.append(time.process_time() - start)
+        assert sorted(i for share in shares for i in share) == list(range(number))
+        loads = [sum(costs[i] for i in share) for share in shares]
+        over_bound.append(max(loads) / max(sum(costs) / options.ranks, *costs))
+        counts += [len(share) for share in shares]
+    return {"over_bound": max(over_bound), "cpu_ms": 1e3 * min(seconds), "fewest": min(counts), "most": max(counts)}
+
+
+def report(options: argparse.Namespace) -> dict[str, object]:
+    """Run everything, print the table, return what goes into the JSON file."""
+    torch.set_num_threads(1)
+    results: dict[int, dict[str, dict[str, float] | str]] = {}
+    for number in SIZES:
+        results[number] = {}
+        print(f"\n{number} sequences over {options.ranks} ranks")
+        print(f"{'contender':<20}{'heaviest / bound':>18}{'CPU ms':>12}{'sequences per rank':>22}")
+        for name, make in MAKERS.items():
+            if name == "verl free counts" and number >= LARGE:
+                results[number][name] = f"left out: it would hold {number} x {options.ranks} sets"
+                print(f"{name:<20}{results[number][name]}")
+                continue
+            try:
+                contender = make()
+            except ImportError as error:
+                results[number][name] = f"absent ({error})"
+                print(f"{name:<20}absent ({error})")
+                continue
+            row = results[number][name] = measure(contender, number=number, options=options)
+            counts = f"{row['fewest']} to {row['most']}"
+            print(f"{name:<20}{row['over_bound']:>18.4f}{row['cpu_ms']:>12.2f}{counts:>22}")
+    versions = {name: version(name) for name in ("torch", "temper-engine-api")}
+    machine = f"{platform.machine()}, {platform.platform()}, Python {platform.python_version()}"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "versions": versions,
+        "options": vars(options),
+        "results": results,
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = report(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
