@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from temper_engine_api.errors import CheckpointError
 from temper_engine_fsdp.optimizer import Moments
 from temper_engine_fsdp.state import like
 
@@ -34,9 +36,16 @@ def training_tensors(
 
 
 def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int) -> list[str]:
-    """Write with DCP; relative paths of the files that this rank wrote. Collective."""
+    """Write with DCP; relative paths of the files that this rank wrote. Collective.
+
+    Raises:
+        CheckpointError: a rank could not write; says what torch said.
+    """
     folder = Path(directory, STATE_FOLDER)
-    save(dict(tensors), storage_writer=FileSystemWriter(folder))
+    try:
+        save(dict(tensors), storage_writer=FileSystemWriter(folder))
+    except (CheckpointException, RuntimeError, OSError) as error:  # torch wraps a full disk in any of the three
+        raise CheckpointError(f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})") from error
     mine = sorted(path.name for path in folder.glob(f"__{rank}_*"))
     return [f"{STATE_FOLDER}/{name}" for name in (*mine, *([".metadata"] if rank == 0 else []))]
 

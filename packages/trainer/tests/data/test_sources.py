@@ -1,6 +1,7 @@
 """Rows from files, and what is said about files that are not what they should be."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,3 +113,9 @@ def test_a_source_of_kind_datasets_takes_one_name() -> None:
     pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
     with pytest.raises(ConfigError, match="takes one name or directory"):
         load_rows(SourceConfig(kind="datasets", paths=("a", "b")))
+
+
+def test_a_missing_datasets_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs the Hugging Face datasets library: pip install 'temper-trainer\[datasets\]'\."):
+        load_rows(SourceConfig(kind="datasets", paths=("any",)))

@@ -43,3 +43,9 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(function: str, co
 def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="unexpected keyword argument 'tolerance'"):
         resolve_reward(RewardConfig(arguments={"tolerance": 0.1}))
+
+
+def test_a_missing_math_verify_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."):
+        resolve_reward(RewardConfig(function="math_verify"))

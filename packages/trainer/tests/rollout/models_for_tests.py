@@ -24,7 +24,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "eos_token_id": END,
     "pad_token_id": 0,
     # Large enough weights that the next token is neither certain nor uniform.

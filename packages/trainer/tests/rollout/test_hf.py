@@ -1,12 +1,16 @@
 """The hf sampler against what transformers computes one sequence at a time."""
 
 import math
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import ARCHITECTURES, END, Pair, make_prompts, make_requests
@@ -49,6 +53,13 @@ def test_greedy_equals_generate_with_more_requests_than_slots(name: str, pairs: 
     completions = pair.sampler(max_concurrent=3).sample(make_requests(prompts, GREEDY))
     assert [c.tokens for c in completions] == [pair.greedy(prompt, max_tokens=12) for prompt in prompts]
     assert [c.request_id for c in completions] == list(range(11))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_memory_grows_with_longer_prompts_and_shrinks_at_the_end(name: str, pairs: Pairs) -> None:
+    pair, prompts = pairs.get(name), [[5], *make_prompts(6, longest=70), *make_prompts(5, seed=2, longest=230)]
+    completions = pair.sampler(max_concurrent=4).sample(make_requests(prompts, replace(GREEDY, max_tokens=25)))
+    assert [c.tokens for c in completions] == [pair.greedy(prompt, max_tokens=25) for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -130,14 +141,22 @@ def test_a_completion_says_why_it_ended(qwen2: Pair) -> None:
     assert len({completion.finish_reason for completion in completions}) == 2
 
 
+def test_an_end_token_that_only_the_models_generation_config_names_ends_too(qwen2: Pair, tmp_path: Path) -> None:
+    shutil.copytree(qwen2.directory, tmp_path, dirs_exist_ok=True)
+    free = qwen2.sampler().sample(make_requests(make_prompts(1), SAMPLED))[0].tokens
+    GenerationConfig(eos_token_id=[END, free[2]]).save_pretrained(tmp_path)
+    (ended,) = Pair(model=qwen2.model, directory=tmp_path).sampler().sample(make_requests(make_prompts(1), SAMPLED))
+    assert ended.finish_reason is FinishReason.END_TOKEN
+    assert ended.tokens == free[: free.index(free[2]) + 1]
+
+
 def test_a_stop_text_ends_a_completion_and_stays_in_it(qwen2: Pair) -> None:
     prompt = make_prompts(1)[0]
     free = qwen2.sampler().sample(make_requests([prompt], SAMPLED, seeds=[3]))[0].tokens
     # Tokens 2 to 40 are a to z, 0 to 9 and three signs: the third and fourth drawn are the stop text.
     text = "".join("abcdefghijklmnopqrstuvwxyz0123456789.,;"[token - 2] for token in free if token > END)
-    (stopped,) = qwen2.sampler().sample(
-        make_requests([prompt], SamplingConfig(temperature=0.8, max_tokens=12, stop=("##", text[2:4])), seeds=[3])
-    )
+    stopping = replace(SAMPLED, stop=("##", text[2:4]))
+    (stopped,) = qwen2.sampler().sample(make_requests([prompt], stopping, seeds=[3]))
     assert stopped.finish_reason is FinishReason.STOP_TEXT
     assert stopped.tokens == free[: text.index(text[2:4]) + 2]
 
@@ -158,7 +177,7 @@ def test_a_sampler_is_what_the_loops_ask_for(qwen2: Pair) -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "complaint"),
     [
-        ([5] * 60, 5, "a prompt of 60 tokens and sampling.max_tokens 5 make 65, but the model has 64 positions"),
+        ([5] * 252, 5, "a prompt of 252 tokens and sampling.max_tokens 5 make 257, but the model has 256 positions"),
         ([], 5, "at least one token"),
         ([41], 5, "all from 0 to 40"),
     ],
@@ -175,8 +194,8 @@ def test_requests_that_share_an_id_are_refused(qwen2: Pair) -> None:
 
 def test_all_positions_of_the_model_can_be_used(qwen2: Pair) -> None:
     sampling = SamplingConfig(temperature=0.0, max_tokens=4)
-    (completion,) = qwen2.sampler().sample(make_requests([[5] * 60], sampling))
-    assert completion.tokens == qwen2.greedy([5] * 60, max_tokens=4)
+    (completion,) = qwen2.sampler().sample(make_requests([[5] * 252], sampling))
+    assert completion.tokens == qwen2.greedy([5] * 252, max_tokens=4)
 
 
 def test_a_closed_sampler_says_so(qwen2: Pair) -> None:

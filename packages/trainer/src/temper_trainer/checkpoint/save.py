@@ -56,7 +56,7 @@ class Checkpointer:
             (own / STATE_FILE).write_text(state.to_json())
             reports[TRAINER_PART] = [report_part(own, [STATE_FILE])]
             committed = transaction.commit(reports, info=info)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failure = transaction.failure(str(error))
             transaction.abort()
             raise failure from error

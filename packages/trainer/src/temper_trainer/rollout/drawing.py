@@ -106,7 +106,8 @@ def invert(probabilities: Tensor, *, points: Tensor) -> Tensor:
         points: [n] float64 in [0, 1).
     """
     num_tokens = probabilities.shape[-1]
-    padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    size = min(_BLOCK, num_tokens)
+    padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % size)).unflatten(-1, (-1, size))
     before = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = points * before[:, -1]
     block = (before <= target[:, None]).sum(-1)
@@ -114,7 +115,7 @@ def invert(probabilities: Tensor, *, points: Tensor) -> Tensor:
     start = torch.nn.functional.pad(before, (1, 0)).gather(-1, block[:, None])[:, 0]
     # The block's own running sum may end a rounding below its total.
     inside = torch.minimum(target - start, within[:, -1] * (1 - 2.0**-50)).clamp_min(0)
-    found: Tensor = block * _BLOCK + (within <= inside[:, None]).sum(-1)
+    found: Tensor = block * size + (within <= inside[:, None]).sum(-1)
     return found
 
 

@@ -54,11 +54,10 @@ class RoleActor:
 
     def configure(
         self, engine_name: str, config: EngineConfig, num_threads: int | None, rank: int, world_size: int, address: str, port: int
-    ) -> int:
-        """Take a place in the role's process group; returns this process's id."""
+    ) -> None:
+        """Take a place in the role's process group."""
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
         self._worker = TrainingWorker(engine_name=engine_name, config=config, num_threads=num_threads)
-        return os.getpid()
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Run a function on the worker."""
@@ -114,7 +113,7 @@ class RayWorkerGroup(WorkerGroup):
             actor.configure.remote(engine_name, config, num_threads, rank, len(self._actors), address, port)
             for rank, actor in enumerate(self._actors)
         ]
-        self.process_ids = cast("list[int]", _wait_all(refs, timeout_s=self._timeout_s, what=f"{role}: configure"))
+        _wait_all(refs, timeout_s=self._timeout_s, what=f"{role}: configure")
 
     @property
     def num_workers(self) -> int:
@@ -189,7 +188,7 @@ def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what
         except ray.exceptions.RayActorError as error:
             rank = list(refs).index(ready[0])
             raise WorkerError(
-                f"{what}: the worker of rank {rank} died ({error}). Completed steps are safe: go on with run.resume=auto."
+                f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}) Completed steps are safe: go on with run.resume=auto."
             ) from error
     return list(ray.get(list(refs)))
 
