@@ -29,10 +29,20 @@ QUICKSTART = ("experiment=quickstart",)
 """The overrides that make `temper-train` the small run of `dev.py train`."""
 
 
+def fresh_run(root: Path) -> str:
+    """The override that gives the run a folder of its own: runs/quickstart, or the first free runs/quickstart-N."""
+    number = 1
+    while (name := f"runs/quickstart-{number}" if number > 1 else "runs/quickstart") and (root / name).exists():
+        number += 1
+    return f"run.dir={name}"
+
+
 def train(overrides: Sequence[str]) -> int:
     """Give this process over to the quickstart run, so that Ctrl-C and the exit status are the trainer's own."""
     python = ensure_environment(ROOT)
-    command = [str(python), "-m", "temper_trainer", *QUICKSTART, *overrides]
+    has_folder = any(override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides)
+    own = [] if has_folder else [fresh_run(Path.cwd())]
+    command = [str(python), "-m", "temper_trainer", *QUICKSTART, *own, *overrides]
     print("dev: " + " ".join(["python", *command[1:]]), flush=True)
     os.execv(command[0], command)
 

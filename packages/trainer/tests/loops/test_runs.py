@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from temper_trainer.loops import RunResult
 from temper_trainer.reward.scoring import RewardFailureError
 

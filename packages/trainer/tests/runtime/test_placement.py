@@ -1,8 +1,8 @@
 """Placement: which process shares which bundle."""
 
 import pytest
-from temper_engine_api.errors import ConfigError
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.runtime.placement import RoleRequest, plan_placement
 

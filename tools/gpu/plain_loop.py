@@ -1,0 +1,101 @@
+"""The peer of the engine's update on CUDA: a hand-written training loop for one architecture, as fast as torch makes it without tricks.
+
+FSDP2 over decoder layers that keep their parameters gathered, packed sequences through torch's variable-length attention, a chunked
+cross-entropy that computes its gradient in the forward pass, fused AdamW. No log-probs per token, no entropy, no objective.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.varlen import varlen_attn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+KERNEL = "plain_varlen"
+
+
+class _Pack:
+    """The micro-batch that every attention layer now reads."""
+
+    starts: Tensor
+    longest: int
+
+
+_PACK = _Pack()
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> tuple[Tensor, None]:
+    q, k, v = (x[0].transpose(0, 1).to(torch.bfloat16).contiguous() for x in (query, key, value))
+    starts, longest = _PACK.starts, _PACK.longest
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+    assert isinstance(attended, Tensor)
+    return attended[None], None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk):  # type: ignore[no-untyped-def]
+        loss = torch.zeros((), device=hidden.device)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for first in range(0, hidden.shape[0], chunk):
+            rows = slice(first, first + chunk)
+            logits = (hidden[rows] @ weight.t()).float()
+            normaliser = torch.logsumexp(logits, -1)
+            loss += (normaliser - logits.gather(1, labels[rows, None])[:, 0]).sum()
+            p = torch.exp(logits - normaliser[:, None])
+            p.scatter_add_(1, labels[rows, None], p.new_full((p.shape[0], 1), -1.0))
+            low = p.to(hidden.dtype)
+            grad_hidden[rows] = low @ weight
+            grad_weight += low.t() @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), (grad_weight * grad).to(torch.bfloat16), None, None
+
+
+class PlainLoop:
+    """One rank of the loop; needs a default process group."""
+
+    def __init__(self, shape: Mapping[str, int], *, is_compiled: bool) -> None:
+        AttentionInterface.register(KERNEL, _attend)
+        AttentionMaskInterface.register(KERNEL, lambda *_, **__: None)
+        config = Qwen2Config(**shape, tie_word_embeddings=True, use_cache=False)
+        config._attn_implementation = KERNEL
+        with torch.device("cuda"):
+            self.model = Qwen2ForCausalLM(config)
+        layers = self.model.model.layers
+        if is_compiled:
+            for i, layer in enumerate(layers):
+                layers[i] = torch.compile(layer)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(self.model.model, mp_policy=policy, reshard_after_forward=False)
+        self.parameters = [p for name, p in self.model.named_parameters() if "lm_head" not in name]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
+        # A head of its own: FSDP shards the tied one away from the loss.
+        size = (config.vocab_size, config.hidden_size)
+        self.head = torch.randn(size, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+
+    def update(self, tokens: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> float:
+        """One update over these micro-batches; the gradient norm."""
+        total = sum(map(sum, lengths))
+        for i, (ids, sizes) in enumerate(zip(tokens, lengths, strict=True)):
+            self.model.model.set_requires_gradient_sync(i == len(tokens) - 1)
+            starts = torch.tensor([0, *sizes]).cumsum(0).to("cuda", torch.int32)
+            _PACK.starts, _PACK.longest = starts, max(sizes)
+            positions = torch.cat([torch.arange(size) for size in sizes]).to("cuda")
+            hidden = self.model.model(input_ids=ids[None], position_ids=positions[None]).last_hidden_state[0]
+            labels = torch.roll(ids, -1)
+            (_CrossEntropy.apply(hidden.to(torch.bfloat16), self.head, labels, 2048) / total).backward()
+        self.head.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm.full_tensor())  # type: ignore[attr-defined]

@@ -1,0 +1,13 @@
+"""`dev.py train` never meets its own earlier runs."""
+
+from pathlib import Path
+
+from tools.dev import fresh_run
+
+
+def test_every_quickstart_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert fresh_run(tmp_path) == "run.dir=runs/quickstart"
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    assert fresh_run(tmp_path) == "run.dir=runs/quickstart-2"
+    (tmp_path / "runs" / "quickstart-2").mkdir()
+    assert fresh_run(tmp_path) == "run.dir=runs/quickstart-3"
