@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,7 +138,7 @@ def rank_main(rank: int, world_size: int, port: int, path: str, job: str, gemm: 
 def ranks_agree(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
     """Gradient norms of five updates, and of a sixth after saving and loading."""
     for compute in ("fp32", "bf16"):
-        engine = started(small_config(precision=PrecisionSpec(compute=compute)))  # type: ignore[arg-type]
+        engine = started(small_config(precision=PrecisionSpec(compute=compute)))
         packed = engine.shard_data(small_batch(), max_tokens=1024)
         norms = [update(engine, packed) for _ in range(5)]
         folder = rows.path.parent / f"checkpoints-{compute}-{world_size}"
@@ -160,7 +161,7 @@ def throughput(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
         engine = started(config)
         packed = policy_batch(lengths, world_size=world_size)
         name = "engine, resharding" if reshards else "engine"
-        report_speed(rows, lambda engine=engine, packed=packed: update(engine, packed), name=name, rank=rank,
+        report_speed(rows, partial(update, engine, packed), name=name, rank=rank,
                      world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
         engine.close()
         del engine
@@ -175,7 +176,7 @@ def plain(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
     tokens = [torch.randint(0, 151936, (sum(sizes),), device="cuda") for sizes in lengths]
     for is_compiled in (False, True):
         loop = PlainLoop(HALF_BILLION, is_compiled=is_compiled)
-        report_speed(rows, lambda loop=loop: loop.update(tokens, lengths), name="plain, compiled" if is_compiled else "plain",
+        report_speed(rows, partial(loop.update, tokens, lengths), name="plain, compiled" if is_compiled else "plain",
                      rank=rank, world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
         del loop
     torch.distributed.destroy_process_group()

@@ -93,7 +93,8 @@ class PlainLoop:
             positions = torch.cat([torch.arange(size) for size in sizes]).to("cuda")
             hidden = self.model.model(input_ids=ids[None], position_ids=positions[None]).last_hidden_state[0]
             labels = torch.roll(ids, -1)
-            (_CrossEntropy.apply(hidden.to(torch.bfloat16), self.head, labels, 2048) / total).backward()
+            loss: Tensor = _CrossEntropy.apply(hidden.to(torch.bfloat16), self.head, labels, 2048)  # type: ignore[no-untyped-call]
+            (loss / total).backward()
         self.head.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()

@@ -73,10 +73,14 @@ def test_offloaded_parameters_leave_the_device_between_contexts(start: Start, ba
     def resident_bytes() -> int:
         return sum(t.untyped_storage().nbytes() for t in engine._model_tensors())
 
+    def fail_inside() -> None:
+        with engine.eval_mode():
+            assert resident_bytes() > 0
+            raise RuntimeError("the body fails")
+
     assert resident_bytes() == 0
-    with pytest.raises(RuntimeError, match="the body fails"), engine.eval_mode():
-        assert resident_bytes() > 0
-        raise RuntimeError("the body fails")
+    with pytest.raises(RuntimeError, match="the body fails"):
+        fail_inside()
     assert resident_bytes() == 0
 
 

@@ -8,10 +8,14 @@ from temper_engine_fsdp import numerics
 
 
 def test_the_matmul_precision_is_put_back_after_an_exception() -> None:
+    def fail_inside() -> None:
+        with numerics.float32_matmul("medium"):
+            assert torch.get_float32_matmul_precision() == "medium"
+            raise KeyError
+
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(KeyError), numerics.float32_matmul("medium"):
-        assert torch.get_float32_matmul_precision() == "medium"
-        raise KeyError
+    with pytest.raises(KeyError):
+        fail_inside()
     assert torch.get_float32_matmul_precision() == before
 
 
