@@ -1,0 +1,38 @@
+"""The memory of keys and values, and what it does not do."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from temper_engine_api.errors import CapabilityError
+from temper_trainer.rollout.slot_memory import SLOT_ATTENTION, CausalAttention, SlotMemory
+
+
+def keys_of(memory: SlotMemory, *, num_slots: int, length: int) -> torch.Tensor:
+    """[n, length] what the first slots remember, the last position overwritten by -1."""
+    last = torch.full((num_slots, 1, 1, 1), -1.0)
+    slots = torch.arange(num_slots)
+    keys, values = memory.append(0, last, last, slots=slots, positions=torch.full_like(slots, length - 1), length=length)
+    assert torch.equal(keys, values)
+    return keys[:, 0, :, 0]
+
+
+def test_what_is_remembered_survives_growth_and_moves() -> None:
+    memory = SlotMemory(num_layers=1)
+    memory.reserve(num_slots=3, length=2, max_length=500)
+    prompts = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None, :, None]
+    memory.write(0, prompts, prompts, slots=torch.tensor([0, 2, 1]), rows=torch.tensor([0, 0, 1]))
+    memory.reserve(num_slots=3, length=200, max_length=500)
+    memory.move(source=2, target=1)
+    memory.reserve(num_slots=2, length=300, max_length=500)
+    assert keys_of(memory, num_slots=2, length=3).tolist() == [[1, 2, -1], [1, 2, -1]]
+    # Grown room is zeros, never garbage.
+    assert keys_of(memory, num_slots=2, length=300)[:, 3:299].abs().max() == 0
+
+
+def test_a_model_whose_scores_are_capped_is_refused() -> None:
+    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("gemma2", num_key_value_heads=1, head_dim=8, pad_token_id=0, **shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=SLOT_ATTENTION)
+    with pytest.raises(CapabilityError, match="Gemma2Attention caps its attention scores"):
+        model(input_ids=torch.tensor([[3, 4]]), use_cache=False, slots=CausalAttention())
