@@ -1,0 +1,149 @@
+"""One optimiser update as a state machine: what the gradient buffers hold, when a step may happen, and what is counted."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.backend import EngineBackend
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
+from temper_engine_api.schedule import learning_rate
+from temper_engine_api.specs import EngineConfig
+
+
+class Gradients(Enum):
+    """What the gradient buffers hold."""
+
+    EMPTY = "empty"
+    """Nothing since the last ``optimizer_zero_grad``."""
+    PENDING = "pending"
+    """Local sums that are not yet reduced."""
+    FINAL = "final"
+    """Reduced across ranks; only ``optimizer_step`` or ``optimizer_zero_grad`` may follow."""
+    SPENT = "spent"
+    """Used by ``optimizer_step``; only ``optimizer_zero_grad`` may follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What the last ``optimizer_step`` did, the same on every rank."""
+
+    grad_norm: float
+    """Global norm before clipping; NaN or infinite when skipped for that reason; 0.0 when nothing was trained."""
+    outcome: Literal["stepped", "nonfinite", "nothing_trained"]
+    """Both others left weights, optimiser states and learning rate untouched."""
+    sample_ids: tuple[int, ...]
+    """Of this rank's samples, given only when the update was skipped for a non-finite gradient."""
+
+
+class UpdateCycle(EngineBackend):
+    """Zero, accumulate, reduce once, step or skip; the middle part of an engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.last_update: UpdateReport | None = None
+        self.num_nonfinite_updates = 0
+        self.num_updates = 0
+        self.num_schedule_steps = 0
+        self._gradients = Gradients.EMPTY
+        self._trains_something = False
+        self._pending_sample_ids: list[Tensor] = []
+        self._consecutive_skips = 0
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop gradients and begin an update."""
+        self._zero_gradients()
+        self._gradients, self._trains_something, self._pending_sample_ids = Gradients.EMPTY, False, []
+
+    def optimizer_step(self) -> float:
+        """Finalise what is pending, clip, update.
+
+        A non-finite gradient on any rank, or a mini-batch that trains nothing, leaves weights, optimiser states and learning rate
+        untouched on every rank; ``last_update`` says so.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            EngineStateError: no gradients, no optimiser, or too many non-finite updates in a row.
+        """
+        if self.config.optimizer is None:
+            raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't step.")
+        if self._gradients in (Gradients.EMPTY, Gradients.SPENT):
+            raise EngineStateError("there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step().")
+        with self._resident("update"):
+            if self._gradients is Gradients.PENDING:
+                self._reduce_pending_gradients()
+                self._gradients = Gradients.FINAL
+            norm = self._apply_gradients(lr=self.current_lr) if self._trains_something else 0.0
+        self._gradients = Gradients.SPENT
+        self._report_update(norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule, unless the last update was skipped.
+
+        Returns:
+            The learning rate of the next update.
+        """
+        if self.last_update is None or self.last_update.outcome == "stepped":
+            self.num_schedule_steps += 1
+        return self.current_lr
+
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the next update."""
+        if self.config.optimizer is None:
+            return 0.0
+        return learning_rate(self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule)
+
+    def _note_training(self, batch: PackedBatch, *, final: bool) -> None:
+        if self.config.optimizer is None:
+            raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't train.")
+        self._gradients = Gradients.FINAL if final else Gradients.PENDING
+        self._trains_something |= self._rfc_loss is not None or not batch.denominators.is_empty
+        self._pending_sample_ids.append(batch.sample_ids)
+
+    def _report_update(self, norm: float) -> None:
+        if not self._trains_something:
+            self.last_update = UpdateReport(grad_norm=norm, outcome="nothing_trained", sample_ids=())
+        elif math.isfinite(norm):
+            self.num_updates += 1
+            self._consecutive_skips = 0
+            self.last_update = UpdateReport(grad_norm=norm, outcome="stepped", sample_ids=())
+        else:
+            self._report_nonfinite(norm)
+
+    def _report_nonfinite(self, norm: float) -> None:
+        ids = torch.cat(self._pending_sample_ids) if self._pending_sample_ids else torch.empty(0, dtype=torch.int64)
+        self.num_nonfinite_updates += 1
+        self._consecutive_skips += 1
+        self.last_update = UpdateReport(grad_norm=norm, outcome="nonfinite", sample_ids=tuple(ids[ids >= 0].tolist()))
+        assert self.config.optimizer is not None
+        if self._consecutive_skips > self.config.optimizer.max_consecutive_skips:
+            raise EngineStateError(
+                f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}); the last batch holds samples "
+                f"{self.last_update.sample_ids[:8]}. Lower optimizer.lr or look at those samples; "
+                "optimizer.max_consecutive_skips is how many are passed over."
+            )
+
+    def _progress(self) -> Mapping[str, object]:
+        return {
+            "num_updates": self.num_updates,
+            "num_schedule_steps": self.num_schedule_steps,
+            "num_nonfinite_updates": self.num_nonfinite_updates,
+            "consecutive_skips": self._consecutive_skips,
+        }
+
+    def _restore_progress(self, progress: Mapping[str, object]) -> None:
+        names = list(self._progress())
+        counts = [count for count in map(progress.get, names) if isinstance(count, int)]
+        if len(counts) < len(names):
+            raise DamagedCheckpointError(f"progress.json should hold the counters {names}, but holds {dict(progress)}.")
+        self.num_updates, self.num_schedule_steps, self.num_nonfinite_updates, self._consecutive_skips = counts
+        self.last_update = None
