@@ -80,3 +80,24 @@ def test_override_that_cannot_be_used_is_explained(override: str, sentence: str)
 
 def test_last_override_wins() -> None:
     assert load([*RL, "run.seed=1", "run.seed=2"]).config.run.seed == 2
+
+
+def test_settings_of_hydras_own_application_are_unknown_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nhydra: {run: {dir: out}}\n")
+    with pytest.raises(ConfigError, match=r"there is no key hydra.run.dir"):
+        load(RL, config_dir=str(tmp_path), config_name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- temper\n", "mine.yaml is a list, but must be a mapping of keys."),
+        ("defaults: temper\n", "Invalid defaults list in 'mine', defaults must be a list (got str)."),
+        ("defaults: [temper, {a: b, c: d}]\n", "In mine: Too many keys in default item {'a': 'b', 'c': 'd'}."),
+    ],
+)
+def test_file_of_the_wrong_form_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(RL, config_dir=str(tmp_path), config_name="mine")
+    assert str(caught.value) == sentence

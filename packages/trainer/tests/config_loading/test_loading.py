@@ -3,7 +3,6 @@ from collections.abc import Callable
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
@@ -11,23 +10,26 @@ from temper_trainer.config_loading import load
 from .conftest import RL
 
 
-def test_quickstart_is_the_run_that_the_readme_promises() -> None:
+def test_quickstart_is_a_small_model_from_scratch_on_arithmetic() -> None:
     config = load(["experiment=quickstart"]).config
-    assert config.actor.engine.model.architecture["hidden_size"] == 128
-    assert config.warm_start is not None
-    assert (config.warm_start.total_steps, config.warm_start.batch_size, config.warm_start.optimizer.lr) == (600, 64, 2e-3)
-    assert (config.batching.prompts_per_step, config.algorithm.group_size, config.batching.num_mini_batches) == (32, 8, 1)
-    assert config.actor.engine.optimizer == OptimizerSpec(lr=4e-4, betas=(0.9, 0.99), weight_decay=0.0)
-    assert (config.actor.engine.schedule.warmup_steps, config.run.total_steps, config.sampling.max_tokens) == (5, 220, 27)
+    architecture = config.actor.engine.model.architecture
+    assert (architecture["model_type"], architecture["hidden_size"], architecture["num_hidden_layers"]) == ("qwen2", 128, 4)
+    assert (config.data.train.kind, config.data.tokenizer.kind, config.reward.function) == ("arithmetic", "word_level", "gsm8k_strict")
+    assert (config.algorithm.advantage, config.algorithm.group_size, config.batching.num_mini_batches) == ("grpo", 8, 1)
+
+
+def test_quickstart_is_evaluated_on_problems_never_trained_on_greedy_and_sampled() -> None:
+    config = load(["experiment=quickstart"]).config
     assert config.data.eval is not None
-    assert (config.data.eval.max_rows, config.run.eval_sampling.temperature, config.run.eval_sampled) == (500, 0.0, True)
+    assert (config.data.train.split, config.data.eval.split, config.data.eval.max_rows) == ("train", "test", 500)
+    assert (config.run.eval_sampling.temperature, config.run.eval_sampled, config.sampling.temperature) == (0.0, True, 1.0)
 
 
-def test_warm_start_demonstrations_are_each_seen_once() -> None:
+def test_warm_start_demonstrations_are_imperfect_and_each_seen_once() -> None:
     warm_start = load(["experiment=quickstart"]).config.warm_start
     assert warm_start is not None
     assert warm_start.data is not None
-    assert warm_start.data.max_rows == warm_start.total_steps * warm_start.batch_size  # 600 * 64 = 38400
+    assert warm_start.data.max_rows == warm_start.total_steps * warm_start.batch_size
     assert warm_start.data.wrong_first_operation == 0.5
 
 

@@ -13,9 +13,9 @@ def test_sizes_of_rl_multiply_out() -> None:
     assert lines[3] == "a sample: at most 1,024 + 512 = 1,536 tokens"
 
 
-def test_sizes_of_the_quickstart_begin_with_the_warm_start() -> None:
-    lines = derived_sizes(load(["experiment=quickstart"]).config)
-    assert lines[0] == "warm start: 600 updates of 64 demonstrations = 38,400 demonstrations"
+def test_sizes_of_a_run_with_a_warm_start_begin_with_it() -> None:
+    lines = derived_sizes(load(["experiment=quickstart", "warm_start.total_steps=30", "warm_start.batch_size=50"]).config)
+    assert lines[0] == "warm start: 30 updates of 50 demonstrations = 1,500 demonstrations"
     assert "actor: qwen2 from scratch on fsdp, 1 worker, fp32, lr 0.0004" in lines
 
 

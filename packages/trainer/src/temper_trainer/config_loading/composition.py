@@ -12,12 +12,13 @@ from pathlib import Path
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.utils import create_config_search_path
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -63,29 +64,33 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         ConfigError: an override that cannot be parsed, a group without that choice, a missing or malformed file.
     """
     version.setbase("1.3")
-    loader = ConfigLoaderImpl(_search_path(config_dir))
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files.")
+    repository = _repository(config_dir)
     parsed = [_parse(text) for text in overrides]
-    texts = [text for override in parsed for text in _forced(override, loader=loader)]
+    forced = [_parse(text) for override in parsed for text in _forced(override, repository=repository)]
     try:
-        composed = loader.load_configuration(config_name, texts, run_mode=RunMode.RUN, from_shell=False)
-        layers = _file_layers(loader, config_name=config_name, overrides=texts)
+        # Without Hydra's own settings (its run folders, logging, launchers), which nobody here reads.
+        chosen = create_defaults_list(repository, config_name, forced, prepend_hydra=False, skip_missing=False)
+        files = [_load_file(default, repository=repository) for default in chosen.defaults]
+        composed = OmegaConf.merge({}, *(tree for tree, _ in files))
+        ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_sentence(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_sentence(error, loader=loader)) from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(_sentence(error, repository=repository)) from error
+    assert isinstance(composed, DictConfig)
     values = tree_of(composed)
-    values.pop("hydra", None)
     for override in parsed:
-        if _is_bare_engine(override, loader=loader):
+        if _is_bare_engine(override, repository=repository):
             values[ENGINE_GROUP] = str(override.value())
-    return Composition(values=values, layers=(*layers, *_override_layers(parsed, loader=loader)))
+    layers = (*(layer for _, layer in files), *_override_layers(parsed, repository=repository))
+    return Composition(values=values, layers=layers)
 
 
 def group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
     """The choices of a config group, the user's own included."""
-    return list(ConfigLoaderImpl(_search_path(config_dir)).repository.get_group_options(group))
+    return list(_repository(config_dir).get_group_options(group))
 
 
 def tree_of(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
@@ -95,12 +100,12 @@ def tree_of(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
     return tree
 
 
-def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
+def _repository(config_dir: str | None) -> CachingConfigRepository:
     """The user's folder first, so that a file of theirs wins over ours of the same name."""
     path = create_config_search_path(OURS)
     if config_dir is not None:
         path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
-    return path
+    return CachingConfigRepository(ConfigRepository(path))
 
 
 def _parse(text: str) -> Override:
@@ -116,40 +121,37 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _is_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
-    return bool(loader.repository.group_exists(override.key_or_group))
+def _is_group(override: Override, *, repository: CachingConfigRepository) -> bool:
+    return bool(repository.group_exists(override.key_or_group))
 
 
-def _forced(override: Override, *, loader: ConfigLoaderImpl) -> list[str]:
+def _forced(override: Override, *, repository: CachingConfigRepository) -> list[str]:
     """The override as Hydra shall see it: every key may be set, whether or not a file mentions it; keys are checked by us."""
     text, key = str(override.input_line), str(override.key_or_group)
     if override.is_delete():
         return [text]
-    if not _is_group(override, loader=loader):
+    if not _is_group(override, repository=repository):
         return ["++" + text.lstrip("+")]
     if override.value() is None:
         return [f"{key}=none"]
-    return [f"~{key}"] if _is_bare_engine(override, loader=loader) else [text]
+    return [f"~{key}"] if _is_bare_engine(override, repository=repository) else [text]
 
 
-def _is_bare_engine(override: Override, *, loader: ConfigLoaderImpl) -> bool:
+def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) -> bool:
     """Whether it names an engine that has no file of choices: one that brings nothing but its entry point."""
     group = str(override.key_or_group)
-    return group == ENGINE_GROUP and not override.is_delete() and override.value() not in loader.repository.get_group_options(group)
+    return group == ENGINE_GROUP and not override.is_delete() and override.value() not in repository.get_group_options(group)
 
 
-def _file_layers(loader: ConfigLoaderImpl, *, config_name: str, overrides: Sequence[str]) -> list[Layer]:
-    layers = []
-    for default in loader.compute_defaults_list(config_name, list(overrides), run_mode=RunMode.RUN).defaults:
-        if default.config_path is None or default.config_path.startswith("hydra/"):
-            continue
-        loaded = loader.repository.load_config(default.config_path)
-        assert isinstance(loaded.config, DictConfig)
-        prefix = f"{default.package}." if default.package else ""
-        layers.append(
-            Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree_of(loaded.config), prefix=prefix)))
-        )
-    return layers
+def _load_file(default: ResultDefault, *, repository: CachingConfigRepository) -> tuple[dict[str, Plain], Layer]:
+    """What one file says, below the block that its place or its header names."""
+    loaded = repository.load_config(default.config_path)
+    if not isinstance(loaded.config, DictConfig):
+        raise ConfigError(f"{default.config_path}.yaml is a list, but must be a mapping of keys.")
+    tree = tree_of(loaded.config)
+    for part in reversed(default.package.split(".") if default.package else []):
+        tree = {part: tree}
+    return tree, Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree)))
 
 
 def _origin(source: str, config_path: str) -> str:
@@ -160,10 +162,10 @@ def _origin(source: str, config_path: str) -> str:
     return f"group {group}={choice}" if group else "default"
 
 
-def _override_layers(parsed: Sequence[Override], *, loader: ConfigLoaderImpl) -> list[Layer]:
+def _override_layers(parsed: Sequence[Override], *, repository: CachingConfigRepository) -> list[Layer]:
     layers = []
     for override in parsed:
-        if _is_group(override, loader=loader) and not _is_bare_engine(override, loader=loader):
+        if _is_group(override, repository=repository) and not _is_bare_engine(override, repository=repository):
             continue
         key = override.key_or_group
         value = override.value()
@@ -172,13 +174,13 @@ def _override_layers(parsed: Sequence[Override], *, loader: ConfigLoaderImpl) ->
     return layers
 
 
-def _sentence(error: Exception, *, loader: ConfigLoaderImpl) -> str:
+def _sentence(error: Exception, *, repository: CachingConfigRepository) -> str:
     """Hydra's complaint in our words, where it is one that users meet."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
             return f"there is no file {choice}.yaml: look at --config-name and --config-dir."
-        choices = ", ".join(loader.repository.get_group_options(group))
+        choices = ", ".join(repository.get_group_options(group))
         return f"there is no choice {choice} of the group {group}: " + (
             f"choose one of {choices}." if choices else "there is no such group."
         )
