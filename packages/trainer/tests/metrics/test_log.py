@@ -2,6 +2,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def test_values_that_are_not_finite_reach_every_tracker(tmp_path: Path) -> None:
     assert math.isnan(row.values["actor/loss"])
 
 
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="needs an environment without wandb")
 def test_wandb_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'"):
         open_log(tmp_path, trackers=["wandb"])
@@ -129,3 +131,15 @@ def test_a_failing_run_still_closes_its_files(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         fail_after_a_step(log)
     assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.25)]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install 'temper-trainer[wandb]'")
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resume_step in (None, 1):
+        log, _ = open_log(tmp_path, trackers=["wandb"], resume_step=resume_step)
+        with log:
+            log.log(2 if resume_step else 1, {"actor/loss": 1.0}, phase="rl")
+    run_id = (tmp_path / "wandb_id.txt").read_text()
+    assert all(run.name.endswith(run_id) for run in (tmp_path / "wandb").glob("offline-run-*"))

@@ -1,5 +1,6 @@
 """Tracker ``wandb``: Weights & Biases, an extra of temper-trainer."""
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class WandbTracker:
             ) from error
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id(), encoding="utf-8")
+            id_file.write_text(secrets.token_hex(4), encoding="utf-8")
         run_id = id_file.read_text(encoding="utf-8").strip()
         self._run = wandb.init(project="temper", name=directory.name, dir=str(directory), id=run_id, resume="allow")
         self._phases: set[str] = set()
