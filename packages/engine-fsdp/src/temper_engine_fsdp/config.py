@@ -24,7 +24,7 @@ class FSDPConfig(EngineConfig):
     attention: AttentionKernel = "auto"
     """auto is torch_varlen on CUDA in bf16, else sdpa_varlen: causal SDPA over buckets of sequences of similar length."""
     head_chunk_tokens: int | None = None
-    """Positions whose logits are held at once; None fits 64 MiB of float32 logits on a CPU and 1 GiB on CUDA."""
+    """Positions whose logits are held at once; None fits 128 MiB of float32 logits on a CPU and 1 GiB on CUDA."""
     fast_float32_matmul: bool = True
     """Take oneDNN's float32 matmul kernels on a CPU where a test at start finds them as exact as the default ones."""
     save_huggingface_weights: bool = False

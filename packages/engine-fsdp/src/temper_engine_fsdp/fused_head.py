@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CPU_CHUNK_BYTES = 64 << 20
+CPU_CHUNK_BYTES = 128 << 20
 CUDA_CHUNK_BYTES = 1 << 30
 
 
@@ -97,10 +97,15 @@ class _LinearLogprob(torch.autograd.Function):
         size = hidden.shape[0]
         logprob, logsumexp, entropy = (hidden.new_zeros(size, dtype=torch.float32) for _ in range(3))
         logprob_at = hidden.new_zeros(ids.shape, dtype=torch.float32)
+        logits_buffer = _buffer(size, plan=plan, weight=weight)
+        weights_buffer = torch.empty_like(logits_buffer) if plan.wants_entropy else logits_buffer
         for rows in _chunks(size, plan.chunk):
-            logits = _logits(hidden[rows], weight, heat=heat[rows])
+            logits = _logits(hidden[rows], weight, heat=heat[rows], out=logits_buffer)
             chosen = logits.gather(1, torch.cat([labels[rows, None], ids[rows]], dim=1))
-            normaliser = _normalise(logits, entropy=entropy[rows] if plan.wants_entropy else None)
+            if plan.wants_entropy:
+                normaliser = _normalise_with_entropy(logits, scratch=weights_buffer, entropy=entropy[rows])
+            else:
+                normaliser = _normalise(logits)
             logsumexp[rows] = normaliser
             logprob[rows] = chosen[:, 0] - normaliser
             logprob_at[rows] = chosen[:, 1:] - normaliser[:, None]
@@ -124,8 +129,9 @@ class _LinearLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         # Coefficient of p in the gradient of the logits: every log-prob pushes all of p down, the normaliser pulls it up.
         pull = grad_logsumexp - grad_logprob - grad_at.sum(1)
+        buffer = _buffer(hidden.shape[0], plan=plan, weight=weight)
         for rows in _chunks(hidden.shape[0], plan.chunk):
-            logits = _logits(hidden[rows], weight, heat=heat[rows])
+            logits = _logits(hidden[rows], weight, heat=heat[rows], out=buffer)
             logits.sub_(logsumexp[rows, None])
             if plan.entropy_has_gradient:
                 slope = _entropy_slope(logits, grad=grad_entropy[rows], entropy=entropy[rows])
@@ -144,23 +150,36 @@ def _chunks(size: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, size)) for first in range(0, size, chunk)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, heat: Tensor) -> Tensor:
-    """[C, V] float32 logits, a fresh tensor."""
-    logits = (hidden @ weight.t()).float()
+def _buffer(size: int, *, plan: _Plan, weight: Tensor) -> Tensor:
+    """Room for the logits of one chunk, used again for every chunk: on a CPU fresh memory costs more than what is computed in it."""
+    return torch.empty(min(size, plan.chunk), weight.shape[0], dtype=torch.float32, device=weight.device)
+
+
+def _logits(hidden: Tensor, weight: Tensor, *, heat: Tensor, out: Tensor) -> Tensor:
+    """[C, V] float32 logits, in the first rows of the buffer."""
+    logits = out[: hidden.shape[0]]
+    if weight.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        logits.copy_(hidden @ weight.t())
     return logits.div_(heat) if heat.numel() > 0 else logits
 
 
-def _normalise(logits: Tensor, *, entropy: Tensor | None) -> Tensor:
-    """[C] log of the normaliser; fills entropy [C] if given. Destroys the logits."""
+def _normalise(logits: Tensor) -> Tensor:
+    """[C] log of the normaliser. Destroys the logits."""
+    largest = logits.amax(1, keepdim=True)
+    return logits.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
+
+
+def _normalise_with_entropy(logits: Tensor, *, scratch: Tensor, entropy: Tensor) -> Tensor:
+    """[C] log of the normaliser; fills entropy [C]. Destroys the logits."""
     largest = logits.amax(1, keepdim=True)
     logits.sub_(largest)
-    if entropy is None:
-        return logits.exp_().sum(1).log_().add_(largest[:, 0])
-    weights = logits.exp()
+    weights = torch.exp(logits, out=scratch[: logits.shape[0]])
     total = weights.sum(1)
     log_total = total.log()
-    entropy.copy_(log_total - torch.linalg.vecdot(weights, logits) / total)
-    return log_total + largest[:, 0]
+    entropy.copy_(log_total - weights.mul_(logits).sum(1) / total)
+    return log_total.add_(largest[:, 0])
 
 
 def _entropy_slope(logprobs: Tensor, *, grad: Tensor, entropy: Tensor) -> Tensor:
