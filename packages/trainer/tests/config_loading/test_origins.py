@@ -61,10 +61,26 @@ def test_a_template_of_several_lines_survives_writing(tmp_path: Path) -> None:
 
 def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
     plain = load(RL).digest
-    free = ["run.dir=elsewhere", "run.total_steps=7", "run.progress=false", "run.resume=auto", "run.trackers=[]", "runtime.kind=ray"]
+    free = [
+        "run.dir=elsewhere",
+        "run.total_steps=7",
+        "run.progress=false",
+        "run.resume=auto",
+        "run.trackers=[]",
+        "runtime.kind=ray",
+        "actor.num_workers=2",
+    ]
     assert load([*RL, *free]).digest == plain
 
 
 def test_digest_depends_on_what_is_trained() -> None:
     changes = ["run.seed=1", "actor.engine.optimizer.lr=1e-3", "algorithm.clip_low=0.1", "data.train.paths=[other.jsonl]"]
     assert len({load([*RL, change]).digest for change in changes} | {load(RL).digest}) == 5
+
+
+def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
+    for seed in (1, 1, 2, 3):
+        write_resolved(load([*RL, f"run.seed={seed}"]), tmp_path)
+    written = ["config.superseded-1.yaml", "config.superseded-2.yaml", "config.yaml"]
+    assert [yaml.safe_load((tmp_path / name).read_text())["run"]["seed"] for name in written] == [1, 2, 3]
+    assert not (tmp_path / "config.superseded-3.yaml").exists()

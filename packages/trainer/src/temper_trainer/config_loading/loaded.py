@@ -9,6 +9,7 @@ import yaml
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.schema import Plain
 from temper_trainer.config_loading.yaml_text import annotated_text
+from temper_trainer.metrics.records import superseded_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,19 @@ class LoadedConfig:
 def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
     """Write ``config.yaml`` (every value, with the origin of what is no default as a comment) and ``config_origins.yaml`` (all origins).
 
-    ``config.yaml`` is itself a configuration: ``temper-train --config-dir FOLDER --config-name config`` repeats the run.
+    ``config.yaml`` is itself a configuration: ``temper-train --config-dir FOLDER --config-name config`` repeats the run. Where a run is
+    resumed with other settings, the earlier files stay as ``*.superseded-N.yaml``.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(printed(loaded), encoding="utf-8")
     origins = yaml.safe_dump(dict(loaded.origins), sort_keys=False, allow_unicode=True, width=1000)
-    (directory / "config_origins.yaml").write_text(f"# digest {loaded.digest}\n{origins}", encoding="utf-8")
+    _write(directory / "config.yaml", printed(loaded))
+    _write(directory / "config_origins.yaml", f"# digest {loaded.digest}\n{origins}")
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        path.rename(superseded_name(path))
+    path.write_text(text, encoding="utf-8")
 
 
 def printed(loaded: LoadedConfig) -> str:

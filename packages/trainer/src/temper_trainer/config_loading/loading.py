@@ -36,8 +36,12 @@ WITHOUT_INFLUENCE = (
     "run.progress",
     "run.trackers",
     "runtime",
+    *(f"{role}.{key}" for role in ("actor", "critic", "ref") for key in ("num_workers", "pool")),
+    "rollout.max_concurrent",
+    "rollout.pool",
+    "reward.num_workers",
 )
-"""Blocks and keys that a training result does not depend on, so that a resumed run may change them."""
+"""Blocks and keys that a training result does not depend on (up to rounding), so that a resumed run may change them."""
 
 
 def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = PRIMARY) -> LoadedConfig:

@@ -61,7 +61,7 @@ def set_aside(path: Path, *, after_step: int, phase: str | None = None) -> int:
     is_kept = [_is_kept(json.loads(line), after_step=after_step, phase=phase) for line in lines]
     moved = [line for line, kept in zip(lines, is_kept, strict=True) if not kept]
     if moved:
-        _write_lines(_unused_name(path), moved)
+        _write_lines(superseded_name(path), moved)
     if path.exists():
         _write_lines(path, [line for line, kept in zip(lines, is_kept, strict=True) if kept])
     return len(moved)
@@ -81,7 +81,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
                 yield line
 
 
-def _unused_name(path: Path) -> Path:
+def superseded_name(path: Path) -> Path:
+    """``NAME.superseded-N.SUFFIX`` beside a file, with the first N that is free."""
     number = 1
     while (name := path.with_name(f"{path.stem}.superseded-{number}{path.suffix}")).exists():
         number += 1
