@@ -43,7 +43,7 @@ class Fleet:
         self._num_processes = num_processes
         self._folder = folder
         self._device: Literal["cpu", "cuda"] = device
-        self._job_timeout_s = job_timeout_s
+        self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
         self._rendezvous: dict[int, str] = {}
@@ -124,7 +124,7 @@ class Fleet:
 
     def _collect(self, job: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
         replies: dict[int, Reply] = {}
-        deadline = time.monotonic() + self._job_timeout_s
+        deadline = time.monotonic() + self.job_timeout_s
         while len(replies) < len(members):
             open_ends = {connection: i for i, (_, connection) in enumerate(members) if i not in replies}
             ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
@@ -151,7 +151,7 @@ class Fleet:
     def _explain_silence(self, job: str, members: Sequence[tuple[BaseProcess, Connection]], replies: dict[int, Reply]) -> None:
         lines = [f"rank {i} raised in {job}:\n{r.trouble}" for i, r in replies.items() if r.trouble is not None]
         for index in sorted(set(range(len(members))) - set(replies)):
-            after = "after another rank had raised" if lines else f"within {self._job_timeout_s:.0f} s"
+            after = "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
             lines.append(f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}")
         self._give_up("\n".join(lines))
 

@@ -1,0 +1,72 @@
+"""The oracle over several ranks, each with a whole copy: what world size 2 of the kit is tried on, and what saboteurs break.
+
+Gradients are summed by an all-reduce, exactly once per update.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.topology import Axis, Topology
+
+
+class DataParallelOracle(OracleEngine):
+    """Joins the process group that is there; alone where there is none."""
+
+    capabilities = OracleEngine.capabilities | {
+        Capability.DATA_PARALLEL,
+        Capability.RESHARD_ON_LOAD,
+        Capability.OFFLOAD,
+    }
+
+    def _build(self):
+        super()._build()
+        if not dist.is_initialized():
+            return Topology()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
+
+    def _run_schedule(self, batch, *, queries, micro_loss, forward_only, reduce_gradients):
+        answers = super()._run_schedule(
+            batch,
+            queries=queries,
+            micro_loss=micro_loss,
+            forward_only=forward_only,
+            reduce_gradients=reduce_gradients,
+        )
+        if reduce_gradients:
+            self._reduce_pending_gradients()
+        return answers
+
+    def _reduce_pending_gradients(self):
+        for name, gradient in self.gradients().items():
+            self.parameters()[name].grad = self._sum_over_data_parallel(gradient)
+
+    def _sum_over_data_parallel(self, value):
+        total = value.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    def _gather_objects(self, item):
+        if not dist.is_initialized():
+            return [item]
+        items = [None] * dist.get_world_size()
+        dist.all_gather_object(items, item)
+        return items
+
+    def _write_state(self, directory):
+        """Rank 0 writes what all have in common; everyone its random state."""
+        rank = self.topology.global_rank
+        own = f"random-{rank}.pt"
+        torch.save(torch.get_rng_state(), Path(directory) / own)
+        return [own, *(super()._write_state(directory) if rank == 0 else [])]
+
+    def _read_state(self, directory):
+        super()._read_state(directory)
+        own = Path(directory) / f"random-{self.topology.global_rank}.pt"
+        if own.exists():
+            torch.set_rng_state(torch.load(own, weights_only=True))

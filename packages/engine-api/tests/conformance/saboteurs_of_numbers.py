@@ -1,0 +1,246 @@
+"""Engines that are broken on purpose, first half: wrong losses, gradients, log-probs and outputs. Each breaks one thing only."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from data_parallel_oracle import DataParallelOracle
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
+from temper_engine_api.metrics import Metric
+from temper_engine_api.objective import Answers, Query
+
+
+class _OtherBatch(DataParallelOracle):
+    """Runs another batch than the one it was given."""
+
+    def _spoilt(self, batch):
+        raise NotImplementedError
+
+    def _run_schedule(self, batch, **arguments):
+        return super()._run_schedule(self._spoilt(batch), **arguments)
+
+
+class _OtherLoss(DataParallelOracle):
+    """Differentiates another scalar than the one it was given."""
+
+    def _factor(self, batch, micro):
+        raise NotImplementedError
+
+    def _run_schedule(self, batch, *, micro_loss, **arguments):
+        def spoilt(answers, micro):
+            return micro_loss(answers, micro) * self._factor(batch, micro)
+
+        return super()._run_schedule(batch, micro_loss=micro_loss and spoilt, **arguments)
+
+
+class _OtherAnswers(DataParallelOracle):
+    """Its head answers something else."""
+
+    def _spoilt(self, columns, micro):
+        raise NotImplementedError
+
+    def _answer(self, micro, *, queries, only_trained):
+        answers = super()._answer(micro, queries=queries, only_trained=only_trained)
+        return Answers(columns=self._spoilt(dict(answers.columns), micro))
+
+
+class MeanPerMicroBatch(_OtherLoss):
+    """Divides by the trained tokens of each micro-batch and by their number, instead of by those of the mini-batch."""
+
+    def _factor(self, batch, micro):
+        here = max(int(micro.loss_mask.sum()), 1) * self.topology.dp.size
+        return batch.denominators.tokens / here / batch.num_micro_batches
+
+
+class MeanPerRank(_OtherLoss):
+    """Divides by the trained tokens of its own rank, and averages over ranks."""
+
+    def _factor(self, batch, micro):
+        return batch.denominators.tokens / max(int(batch.loss_mask.sum()), 1) / self.topology.dp.size
+
+
+class CountsDummies(_OtherLoss):
+    """Counts the dummy of an empty micro-batch as one more trained token."""
+
+    def _factor(self, batch, micro):
+        tokens = batch.denominators.tokens
+        return tokens / (tokens + int(batch.is_dummy.sum()))
+
+
+class ReducesTwice(DataParallelOracle):
+    """Sums gradients over ranks with the last micro-batch, and once more before the update."""
+
+    def _apply_gradients(self, *, lr):
+        self._reduce_pending_gradients()
+        return super()._apply_gradients(lr=lr)
+
+
+class NeverReducesPending(DataParallelOracle):
+    """Leaves gradients of calls that were not final where they are."""
+
+    def _run_schedule(self, batch, *, reduce_gradients, **arguments):
+        answers = super()._run_schedule(batch, reduce_gradients=False, **arguments)
+        if reduce_gradients:
+            super()._reduce_pending_gradients()
+        return answers
+
+    def _reduce_pending_gradients(self):
+        """Nothing."""
+
+
+class ForgetsTemperature(_OtherBatch):
+    """Log-softmax of the raw logits."""
+
+    def _spoilt(self, batch):
+        return replace(batch, temperature=torch.ones_like(batch.temperature))
+
+
+class TempersLogProbs(_OtherAnswers):
+    """Divides log-probs by the temperature, instead of logits."""
+
+    def _answer(self, micro, *, queries, only_trained):
+        plain = replace(micro, temperature=torch.ones_like(micro.temperature))
+        columns = dict(super(_OtherAnswers, self)._answer(plain, queries=queries, only_trained=only_trained).columns)
+        if Query.LOGPROB in columns:
+            columns[Query.LOGPROB] = columns[Query.LOGPROB] / micro.temperature[micro.sequence_index]
+        return Answers(columns=columns)
+
+
+class ShiftsLabels(_OtherAnswers):
+    """Gives each token the log-prob of the one before."""
+
+    def _spoilt(self, columns, micro):
+        if Query.LOGPROB in columns:
+            columns[Query.LOGPROB] = columns[Query.LOGPROB].roll(1)
+        return columns
+
+
+class DropsFirstResponseToken(_OtherBatch):
+    """Masks the token that follows the prompt."""
+
+    def _spoilt(self, batch):
+        before = torch.cat([batch.loss_mask.new_zeros(1), batch.loss_mask[:-1]])
+        starts = torch.zeros_like(batch.loss_mask)
+        for b in range(batch.num_sequences):
+            first, last = batch.sequence_starts[b : b + 2].tolist()
+            trained = batch.loss_mask[first:last].nonzero()
+            if len(trained):
+                starts[first + int(trained[0])] = True
+        assert before.shape == starts.shape
+        return replace(batch, loss_mask=batch.loss_mask & ~starts)
+
+
+class IgnoresWeights(_OtherBatch):
+    """Takes every token as seriously as any other."""
+
+    def _spoilt(self, batch):
+        if "weights" not in batch.columns:
+            return batch
+        return batch.with_columns({"weights": torch.ones_like(batch.columns["weights"])})
+
+
+class IgnoresPositions(_OtherBatch):
+    """Counts positions itself, whatever was given."""
+
+    def _spoilt(self, batch):
+        return replace(batch, position_ids=None)
+
+
+class LeaksAcrossSequences(DataParallelOracle):
+    """Attention of a sequence sees those before it in the pack."""
+
+    def _answer(self, micro, *, queries, only_trained):
+        parts = []
+        for b in range(micro.num_sequences):
+            first, last = micro.sequence_starts[b : b + 2].tolist()
+            columns = {name: column[:last] for name, column in micro.columns.items()}
+            seen = SequenceBatch(
+                tokens=micro.tokens[:last],
+                sequence_starts=torch.tensor([0, last], dtype=torch.int32),
+                loss_mask=torch.zeros(last, dtype=torch.bool),
+                sample_ids=micro.sample_ids[b : b + 1],
+                group_ids=micro.group_ids[b : b + 1],
+                atom_ids=micro.atom_ids[b : b + 1],
+                temperature=micro.temperature[b : b + 1],
+                columns=columns,
+                position_ids=micro.positions()[:last],
+            )
+            answers = answers_of_sequence(self.model, seen, queries=queries)
+            own = {query: column if query is Query.SCORE else column[first:] for query, column in answers.items()}
+            for query in own.keys() - {Query.SCORE}:
+                own[query] = torch.cat([torch.zeros_like(own[query][:1]), own[query][1:]])
+            parts.append(own)
+        return join_answers(parts, mask=micro.loss_mask if only_trained else None)
+
+
+class AnswersUntrained(DataParallelOracle):
+    """Answers every position in training, also those that nothing trains."""
+
+    def _answer(self, micro, *, queries, only_trained):
+        return super()._answer(micro, queries=queries, only_trained=False)
+
+
+class RoundsLogProbs(_OtherAnswers):
+    """Log-probs in bf16."""
+
+    def _spoilt(self, columns, micro):
+        return {query: column.bfloat16().float() for query, column in columns.items()}
+
+
+class EntropySpoilsLogProbs(_OtherAnswers):
+    """Computing the entropy overwrites what the log-probs are read from."""
+
+    def _spoilt(self, columns, micro):
+        if Query.ENTROPY in columns and Query.LOGPROB in columns:
+            columns[Query.LOGPROB] = columns[Query.LOGPROB] * 0.99
+        return columns
+
+
+class IsRandomInEval(_OtherAnswers):
+    """Keeps a little dropout when it should not."""
+
+    def _spoilt(self, columns, micro):
+        return {query: column * (1 + 1e-3 * torch.rand(())) for query, column in columns.items()}
+
+
+class ValueSeesItsToken(_OtherAnswers):
+    """The value at t is that of the state after tokens[t]."""
+
+    def _answer(self, micro, *, queries, only_trained):
+        if Query.VALUE not in queries:
+            return super(_OtherAnswers, self)._answer(micro, queries=queries, only_trained=only_trained)
+        values = super(_OtherAnswers, self)._answer(micro, queries=queries | {Query.SCORE}, only_trained=False)
+        column = values[Query.VALUE].roll(-1)
+        column = column.index_copy(0, micro.sequence_starts[1:].long() - 1, values[Query.SCORE])
+        if only_trained:
+            column = torch.where(micro.loss_mask, column, 0.0)
+        return Answers(columns={query: column if query is Query.VALUE else values[query] for query in queries})
+
+
+class MergesMicroBatches(DataParallelOracle):
+    """Runs everything at once: the plan seemed wasteful."""
+
+    def _run_schedule(self, batch, **arguments):
+        ends = torch.tensor([0, batch.num_sequences], dtype=torch.int32)
+        return super()._run_schedule(replace(batch, micro_batch_starts=ends), **arguments)
+
+
+class LosesOrder(DataParallelOracle):
+    """Returns gathered outputs in the order of the ranks."""
+
+    def unshard_outputs(self, outputs, *, sample_ids):
+        gathered = [part for part in self._gather_objects(outputs) if part is not None]
+        return super().unshard_outputs(outputs, sample_ids=torch.cat([part.sample_ids for part in gathered]))
+
+
+class SumsLossOverRanks(DataParallelOracle):
+    """Reports the whole loss as the part of every rank."""
+
+    def forward_backward_batch(self, batch, **arguments):
+        result = super().forward_backward_batch(batch, **arguments)
+        if "loss" not in result.metrics or not dist.is_initialized():
+            return result
+        whole = float(self._sum_over_data_parallel(torch.tensor(float(result.metrics["loss"].value))))
+        return replace(result, metrics={**result.metrics, "loss": Metric(value=whole, reduction="sum")})

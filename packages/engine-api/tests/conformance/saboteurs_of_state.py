@@ -1,0 +1,233 @@
+"""Engines that are broken on purpose, second half: wrong updates, weights and checkpoints. Each breaks one thing only."""
+
+import math
+from contextlib import contextmanager
+
+import torch
+from data_parallel_oracle import DataParallelOracle
+
+from temper_engine_api.checkpoint import ENGINE_PART, find_step
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.weights import NamedWeight
+
+
+class IgnoresClip(DataParallelOracle):
+    """The limit of the gradient norm is a dead setting."""
+
+    def _adamw(self, name, parameter, gradient, *, lr, spec):
+        whole = self.gradients()[name]
+        super()._adamw(name, parameter, whole, lr=lr, spec=spec)
+
+
+class ReportsClippedNorm(DataParallelOracle):
+    """The norm after clipping."""
+
+    def _apply_gradients(self, *, lr):
+        norm = super()._apply_gradients(lr=lr)
+        limit = self.config.optimizer.clip_grad_norm
+        return norm if limit is None else min(norm, limit)
+
+
+class ReportsNormOfOneRank(DataParallelOracle):
+    """The norm of its own gradient, from before the reduction."""
+
+    def _reduce_pending_gradients(self):
+        self._local_norm = math.sqrt(sum(float(g.square().sum()) for g in self.gradients().values()))
+        super()._reduce_pending_gradients()
+
+    def _apply_gradients(self, *, lr):
+        norm = super()._apply_gradients(lr=lr)
+        return self._local_norm if math.isfinite(norm) else norm
+
+
+class SkipsAlone(DataParallelOracle):
+    """Only the rank that saw the non-finite gradient skips; the others go on with what they have."""
+
+    def _reduce_pending_gradients(self):
+        self._is_finite = all(bool(g.isfinite().all()) for g in self.gradients().values())
+        if not self._is_finite:
+            self._zero_gradients()
+        super()._reduce_pending_gradients()
+
+    def _apply_gradients(self, *, lr):
+        return super()._apply_gradients(lr=lr) if self._is_finite else math.nan
+
+
+class StepsOnNonfinite(DataParallelOracle):
+    """Takes what is not finite for zero."""
+
+    def _apply_gradients(self, *, lr):
+        for parameter in self.parameters().values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.nan_to_num(0.0, 0.0, 0.0)
+        return super()._apply_gradients(lr=lr)
+
+
+class StepsOnAllMasked(DataParallelOracle):
+    """An update without a gradient still decays weights and moments."""
+
+    def optimizer_step(self):
+        self._trains_something = True
+        return super().optimizer_step()
+
+
+class RateAdvancesOnSkip(DataParallelOracle):
+    """The schedule moves on although nothing was updated."""
+
+    def lr_scheduler_step(self):
+        self.num_schedule_steps += 1
+        return self.current_lr
+
+
+class FirstStepHasNoRate(DataParallelOracle):
+    """Warm-up begins at 0."""
+
+    @property
+    def current_lr(self):
+        warmup = self.config.schedule.warmup_steps
+        if self.num_schedule_steps < warmup:
+            return self.config.optimizer.lr * self.num_schedule_steps / warmup
+        return DataParallelOracle.current_lr.fget(self)
+
+
+class DecaysVectors(DataParallelOracle):
+    """Weight decay for norms and biases too."""
+
+    def _adamw(self, name, parameter, gradient, *, lr, spec):
+        if parameter.ndim < 2:
+            parameter.mul_(1 - lr * spec.weight_decay)
+        super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
+
+
+class ForgetsBiasCorrection(DataParallelOracle):
+    """Counts every update as a late one."""
+
+    def _adamw(self, name, parameter, gradient, *, lr, spec):
+        self.update_counts[name] += 10_000
+        super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
+        self.update_counts[name] -= 10_000
+
+
+class KeepsZeroedGradients(DataParallelOracle):
+    """Gradients outlive ``optimizer_zero_grad``."""
+
+    def _zero_gradients(self):
+        """Nothing."""
+
+
+class DropsGradientsOnLeave(DataParallelOracle):
+    """Leaving a mode frees gradients too."""
+
+    @contextmanager
+    def _resident(self, mode):
+        with super()._resident(mode):
+            yield
+        if mode != "update":
+            super()._zero_gradients()
+
+
+class StaysInModeOnError(DataParallelOracle):
+    """Forgets to leave a mode when its body raises."""
+
+    @contextmanager
+    def _in_mode(self, mode):
+        if self._mode is not None:
+            raise EngineStateError(f"{mode}_mode() inside {self._mode}_mode().")
+        with self._resident(mode):
+            self._mode = mode
+            yield
+            self._mode = None
+
+
+class LosesTiedHead(DataParallelOracle):
+    """Exports the tied head as a tensor of its own, as it was at the start."""
+
+    def _build(self):
+        topology = super()._build()
+        self._head = self.model.get_output_embeddings().weight.detach().clone()
+        return topology
+
+    def _iterate_weights(self):
+        yield from super()._iterate_weights()
+        if "lm_head.weight" not in self.parameters():
+            yield NamedWeight("lm_head.weight", self._head)
+
+
+class ExportsStaleWeights(DataParallelOracle):
+    """Exports what it loaded."""
+
+    def _build(self):
+        topology = super()._build()
+        self._first = list(super()._iterate_weights())
+        return topology
+
+    def _iterate_weights(self):
+        yield from self._first
+
+
+class LoadsLeniently(DataParallelOracle):
+    """Takes the weights that it knows, and says nothing of the others."""
+
+    def _load_weights(self, stream):
+        known = self.parameters()
+        with torch.no_grad():
+            for name, tensor in stream:
+                if name in known and known[name].shape == tensor.shape:
+                    known[name].copy_(tensor)
+
+
+class LosesMoments(DataParallelOracle):
+    """Loads weights, and begins with fresh moments."""
+
+    def _read_state(self, directory):
+        super()._read_state(directory)
+        for name, parameter in self.parameters().items():
+            self.first_moments[name] = torch.zeros_like(parameter)
+            self.second_moments[name] = torch.zeros_like(parameter)
+
+
+class RestartsSchedule(DataParallelOracle):
+    """The learning rate begins anew after loading."""
+
+    def _restore_progress(self, progress):
+        super()._restore_progress({**progress, "num_schedule_steps": 0})
+
+
+class ForgetsRandomState(DataParallelOracle):
+    """Random numbers after loading are others."""
+
+    def _read_state(self, directory):
+        before = torch.get_rng_state()
+        super()._read_state(directory)
+        torch.set_rng_state(before)
+
+
+class LoadsUnchecked(DataParallelOracle):
+    """Reads a checkpoint without looking at its manifest."""
+
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
+        self.read_part(str(find_step(local_path) / ENGINE_PART))
+
+
+class PortableStateLosesCounts(DataParallelOracle):
+    """The portable state arrives without its update counts."""
+
+    def _load_state(self, stream):
+        super()._load_state(stream)
+        self.update_counts = dict.fromkeys(self.update_counts, 0)
+
+
+class SharesStateBetweenEngines(DataParallelOracle):
+    """A second engine finds the moments of the first."""
+
+    _moments: dict = {}
+
+    def _build(self):
+        topology = super()._build()
+        for name, moment in self.first_moments.items():
+            self.first_moments[name] = self._moments.get(name, moment)
+        return topology
+
+    def _adamw(self, name, parameter, gradient, *, lr, spec):
+        super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
+        self._moments[name] = self.first_moments[name]

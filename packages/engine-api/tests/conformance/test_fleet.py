@@ -1,0 +1,82 @@
+"""The fleet tells apart what raises, what dies and what hangs, and goes on afterwards."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from temper_engine_api.conformance.fleet import Fleet, RankFailureError
+
+ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
+
+
+def who_am_i(rank, *, add):
+    total = torch.tensor(rank.index + add)
+    dist.all_reduce(total)
+    return rank.index, rank.world_size, dist.get_world_size(), int(total)
+
+
+def raise_on(rank, *, index):
+    if rank.index == index:
+        raise ZeroDivisionError("a fault of this rank")
+    return "fine"
+
+
+def raise_while_others_wait(rank):
+    if rank.index == 0:
+        raise ZeroDivisionError("a fault of this rank")
+    dist.barrier()
+
+
+def die(rank):
+    if rank.index == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def sleep_long(rank):
+    time.sleep(60 if rank.index == 1 else 0)
+
+
+@pytest.fixture(scope="module")
+def fleet(lent):
+    return lent.fleet
+
+
+def run(fleet, job, *, world_size=2, **arguments):
+    return fleet.run(job, engine=ORACLE, world_size=world_size, arguments=arguments)
+
+
+def test_every_rank_answers_in_order_at_every_world_size(fleet):
+    # 0 + 5 + 1 + 5 = 11 over two ranks.
+    assert run(fleet, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
+    assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
+    assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(fleet):
+    with pytest.raises(RankFailureError, match=r"rank 1 raised in \S*test_fleet:raise_on:\n(.|\n)*a fault of this rank"):
+        run(fleet, raise_on, index=1)
+    assert run(fleet, raise_on, index=7) == ["fine", "fine"]
+
+
+def test_ranks_that_wait_for_one_that_raised_are_ended(fleet):
+    with pytest.raises(RankFailureError, match=r"rank 0 raised(.|\n)*rank 1 did not answer(.|\n)*barrier"):
+        run(fleet, raise_while_others_wait)
+    assert run(fleet, raise_on, index=7) == ["fine", "fine"]
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code(fleet):
+    with pytest.raises(RankFailureError, match=r"rank 1 died in \S*test_fleet:die with exit code 3"):
+        run(fleet, die)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
+    impatient = Fleet(2, folder=tmp_path)
+    run(impatient, raise_on, index=7)
+    impatient.job_timeout_s = 1.0
+    with pytest.raises(RankFailureError, match=r"rank 1 did not answer \S*test_fleet:sleep_long(.|\n)*sleep_long"):
+        run(impatient, sleep_long)
+    impatient.close()

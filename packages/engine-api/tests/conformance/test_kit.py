@@ -1,0 +1,105 @@
+"""The kit as a command: usage errors, expected failures, reports, and the laws on the oracle itself."""
+
+import pytest
+
+from temper_engine_api.conformance.oracle import OracleEngine
+
+ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
+LAW = "test_update::test_clip_is_applied"
+BROKEN = "saboteurs_of_state:IgnoresClip"
+
+
+class ClaimsNothing(OracleEngine):
+    capabilities = frozenset()
+
+
+def usage_error(kit, capsys, *arguments, engine=ORACLE, **options):
+    kit.run(engine, *arguments, laws=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    return capsys.readouterr().err
+
+
+def expecting(tmp_path, **fields):
+    path = tmp_path / "expected.toml"
+    path.write_text("[[expected]]\n" + "".join(f"{name} = {value!r}\n" for name, value in fields.items()))
+    return "--expected-failures", str(path)
+
+
+def test_a_run_without_an_engine_is_refused(kit, capsys):
+    assert "needs --engine NAME" in usage_error(kit, capsys, engine="")
+
+
+def test_an_unknown_engine_is_refused(kit, capsys):
+    assert "no engine is called 'nonesuch'" in usage_error(kit, capsys, engine="nonesuch")
+    assert "can't be imported" in usage_error(kit, capsys, engine="no_such_module:Engine")
+    assert "derives from" in usage_error(kit, capsys, engine="collections:OrderedDict")
+
+
+def test_world_sizes_that_are_not_claimed_are_refused(kit, capsys):
+    assert "does not claim data_parallel" in usage_error(kit, capsys, world_sizes="1,2")
+    assert "expected positive numbers" in usage_error(kit, capsys, world_sizes="two")
+
+
+def test_a_broken_law_fails_the_run(kit):
+    found = kit.run(BROKEN, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    assert (len(found.broken), len(found.held)) == (1, 0)
+
+
+def test_an_expected_failure_passes_the_run(kit, tmp_path):
+    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7", world_sizes=[1])
+    report = tmp_path / "report.md"
+    kit.run(BROKEN, *expected, "--report", str(report), laws=[LAW], status=pytest.ExitCode.OK)
+    assert "clip is a dead key, issue 7" in report.read_text()
+
+
+def test_an_expected_failure_that_holds_fails_the_run(kit, tmp_path):
+    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7")
+    found = kit.run(ORACLE, *expected, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(found.broken) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"law": "test_no_such_law", "reason": "none"}, "no collected law matches"),
+        ({"law": "test_clip_is_applied"}, "a reason is needed"),
+        ({"law": "test_clip_is_applied", "reason": "x", "weather": "bad"}, "weather"),
+    ],
+)
+def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, sentence):
+    assert sentence in usage_error(kit, capsys, *expecting(tmp_path, **fields))
+
+
+def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
+    report = tmp_path / "report.md"
+    laws = ["test_residency::test_offloaded_weights_answer_as_well", "test_residency::test_moving_by_hand_changes_no_number"]
+    found = kit.run(ORACLE, "--report", str(report), laws=laws, status=pytest.ExitCode.OK)
+    assert [name.partition("[")[0] for name in found.held] == ["test_moving_by_hand_changes_no_number"]
+    assert "## Not claimed\n\n* `test_offloaded_weights_answer_as_well[1-rank]`" in report.read_text()
+
+
+def test_a_part_of_the_laws_is_no_report_of_conformance(kit, tmp_path, capsys):
+    kit.run(ORACLE, laws=[LAW], status=pytest.ExitCode.OK)
+    assert "a partial run, from which nothing follows" in capsys.readouterr().out
+
+
+def test_a_law_of_a_mandatory_group_does_not_skip(kit, lent, monkeypatch):
+    def skipping(*_, **__):
+        pytest.skip("this machine is too small")
+
+    monkeypatch.setattr(lent.fleet, "run", skipping)
+    found = kit.run(ORACLE, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(found.broken) == 1
+
+
+@pytest.mark.slow
+def test_the_oracle_keeps_every_law(kit, tmp_path):
+    report = tmp_path / "report.md"
+    found = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
+    assert len(found.held) > 150
+    assert "It conforms:" in report.read_text()
+
+
+@pytest.mark.nightly
+def test_the_oracle_keeps_every_law_over_two_ranks(kit):
+    found = kit.run("data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK)
+    assert len(found.held) > 300

@@ -1,0 +1,111 @@
+"""The oracle against formulas that it does not use itself."""
+
+import torch
+from torch.nn import functional
+
+from temper_engine_api.conformance.measure import WHOLE, share_of, update_once
+from temper_engine_api.conformance.models import QWEN2_GROUPED, REWARD, VALUE
+from temper_engine_api.conformance.probes import TokenProbe
+from temper_engine_api.conformance.rank import Rank
+from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import OptimizerSpec
+
+
+def padded_logits(engine, batch):
+    """[B, L, V] of all sequences at once, padded on the right, by the model's own forward."""
+    longest = int(batch.lengths.max())
+    tokens = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
+    mask = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
+    for b, (first, last) in enumerate(zip(batch.sequence_starts, batch.sequence_starts[1:], strict=False)):
+        tokens[b, : last - first] = batch.tokens[first:last]
+        mask[b, : last - first] = 1
+    return engine.model(input_ids=tokens, attention_mask=mask).logits, tokens, mask
+
+
+def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
+    reference, batch = lent.reference, lent.reference.batch()
+    recipe = reference.recipe(QWEN2_GROUPED)
+    engine = reference.rank.kept_engine(recipe)
+    with torch.no_grad():
+        logits, tokens, mask = padded_logits(engine, batch)
+    tempered = logits / batch.temperature[:, None, None]
+    costs = functional.cross_entropy(tempered[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    rows = torch.cat([torch.zeros(batch.num_sequences, 1), -costs.view(batch.num_sequences, -1)], dim=1)
+    expected = rows[mask.bool()]
+    actual = reference.outputs(recipe, batch, Query.LOGPROB)
+    assert torch.allclose(actual, expected, atol=3e-6)
+    assert not torch.allclose(actual, expected.roll(1), atol=1e-1)
+
+
+def test_its_entropy_is_that_of_a_categorical_distribution(lent):
+    reference, batch = lent.reference, lent.reference.batch()
+    recipe = reference.recipe(QWEN2_GROUPED)
+    with torch.no_grad():
+        logits, _, mask = padded_logits(reference.rank.kept_engine(recipe), batch)
+    entropy = torch.distributions.Categorical(logits=logits / batch.temperature[:, None, None]).entropy()
+    expected = torch.cat([torch.zeros(batch.num_sequences, 1), entropy[:, :-1]], dim=1)[mask.bool()]
+    assert torch.allclose(reference.outputs(recipe, batch, Query.ENTROPY), expected, atol=3e-6)
+
+
+def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
+    reference, batch = lent.reference, lent.reference.batch()
+    recipe = reference.recipe(QWEN2_GROUPED)
+    measured = reference.update(recipe, LikelihoodProbe(), batch).gradients
+    engine = reference.rank.kept_engine(recipe)
+    logits, tokens, mask = padded_logits(engine, batch)
+    trained = torch.zeros_like(mask, dtype=torch.bool)
+    trained[mask.bool()] = batch.loss_mask
+    tempered = (logits / batch.temperature[:, None, None])[:, :-1][trained[:, 1:]]
+    functional.cross_entropy(tempered, tokens[:, 1:][trained[:, 1:]]).backward()
+    for name, parameter in engine.parameters().items():
+        assert torch.allclose(measured[name], parameter.grad, atol=2e-6), name
+    engine.optimizer_zero_grad()
+
+
+def test_its_updates_are_those_of_torchs_adamw(lent):
+    reference = lent.reference
+    spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
+    engine = Rank(type(reference.rank.kept_engine(reference.recipe(QWEN2_GROUPED)))).engine(reference.recipe(QWEN2_GROUPED, optimizer=spec))
+    engine.set_loss_fn(TokenProbe())
+    copies = {name: p.detach().clone().requires_grad_() for name, p in engine.parameters().items()}
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [c for c in copies.values() if c.ndim >= 2], "weight_decay": 0.1},
+            {"params": [c for c in copies.values() if c.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.8, 0.95),
+        eps=1e-3,
+    )
+    for seed in range(3):
+        batch = reference.batch(seed=seed)
+        update_once(engine, [share_of(engine, batch, split=WHOLE)])
+        for name, copy in copies.items():
+            copy.grad = engine.gradients()[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.5)
+        theirs.step()
+        assert torch.isclose(norm, torch.tensor(engine.last_update.grad_norm), rtol=1e-5)
+        for name, copy in copies.items():
+            assert torch.allclose(engine.parameters()[name], copy, atol=1e-6), name
+
+
+def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
+    reference, batch = lent.reference, lent.reference.batch()
+    engine = reference.rank.kept_engine(reference.recipe(VALUE))
+    values = reference.outputs(reference.recipe(VALUE), batch, Query.VALUE)
+    first, last = batch.sequence_starts[:2].tolist()
+    with torch.no_grad():
+        scores = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, :, 0]
+    assert values[0] == 0
+    assert torch.allclose(values[first + 1 : last], scores[:-1], atol=1e-6)
+
+
+def test_its_scores_are_those_of_the_last_token(lent):
+    reference, batch = lent.reference, lent.reference.batch()
+    engine = reference.rank.kept_engine(reference.recipe(REWARD))
+    scores = reference.outputs(reference.recipe(REWARD), batch, Query.SCORE)
+    first, last = batch.sequence_starts[2:4].tolist()
+    with torch.no_grad():
+        expected = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, -1, 0]
+    assert torch.isclose(scores[2], expected, atol=1e-6)

@@ -1,0 +1,113 @@
+"""The probe objectives on numbers that can be worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.conformance.probes import (
+    BatchStatisticProbe,
+    PairProbe,
+    SequenceProbe,
+    TokenProbe,
+    TopKProbe,
+    ValueProbe,
+)
+from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query, registered_objectives
+
+
+def pair(columns=None, sequence_columns=None):
+    """Two sequences of two tokens, the second of each trained."""
+    mask = torch.tensor([False, True])
+    parts = {name: list(torch.tensor(column).view(2, 2, *torch.tensor(column).shape[1:])) for name, column in (columns or {}).items()}
+    return from_sequences(
+        [torch.tensor([1, 2]), torch.tensor([3, 4])],
+        loss_masks=[mask, mask],
+        sample_ids=[10, 11],
+        atom_ids=[0, 0],
+        group_ids=[0, 0],
+        columns=parts,
+        sequence_columns={name: torch.tensor(column) for name, column in (sequence_columns or {}).items()},
+    )
+
+
+def answering(query, column):
+    return Answers(columns={query: torch.tensor(column)})
+
+
+def test_token_probe_clips_on_both_sides():
+    # Ratios 1.5 and 0.5 at the trained tokens. Advantage 2: min(1.5 * 2, 1.3 * 2) = 2.6. Advantage -1: min(-0.5, -0.8) = -0.8.
+    batch = pair(
+        {"old_logprobs": [0.0] * 4, "advantages": [0.0, 2.0, 0.0, -1.0], "weights": [1.0, 1.0, 1.0, 3.0]},
+    )
+    terms = TokenProbe()(answering(Query.LOGPROB, [0.0, math.log(1.5), 0.0, math.log(0.5)]), batch)
+    assert terms.loss[batch.loss_mask].tolist() == pytest.approx([-2.6, 0.8])
+    assert terms.weight[batch.loss_mask].tolist() == [1.0, 3.0]
+    assert terms.metrics["ratio"].result == pytest.approx(1.0)
+
+
+def test_token_probe_asks_for_entropy_where_it_pays_for_it():
+    batch = pair({"old_logprobs": [0.0] * 4, "advantages": [0.0] * 4, "weights": [1.0] * 4})
+    answers = Answers(columns={Query.LOGPROB: torch.zeros(4), Query.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0])})
+    probe = TokenProbe(entropy_coefficient=0.5)
+    assert probe.needs == {Query.LOGPROB, Query.ENTROPY}
+    assert probe(answers, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
+
+
+def test_sequence_probe_takes_the_geometric_mean():
+    # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214, clipped to 1.1 where that is the smaller term.
+    batch = pair({"old_logprobs": [0.0] * 4}, {"sequence_advantages": [1.0, 1.0]})
+    terms = SequenceProbe()(answering(Query.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
+    assert terms.level == "sequence"
+    assert terms.loss.tolist() == pytest.approx([-math.exp(0.05), -1.1])
+
+
+def test_pair_probe_halves_the_loss_of_a_pair():
+    # Margin: 0.5 * ((-1 + 3) - (-2 + 2)) = 1; -log sigmoid(1) = 0.3133, half for each.
+    batch = pair({"ref_logprobs": [0.0, -3.0, 0.0, -2.0]}, {"is_chosen": [True, False]})
+    terms = PairProbe(beta=0.5)(answering(Query.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch)
+    assert terms.loss.tolist() == pytest.approx([0.5 * math.log(1 + math.exp(-1))] * 2)
+
+
+def test_topk_probe_is_zero_where_the_teacher_agrees():
+    teacher = [[math.log(0.5), math.log(0.25)]] * 4
+    batch = pair({LOGPROB_AT_IDS: [[0, 1]] * 4, "teacher_logprobs": teacher})
+    assert TopKProbe()(answering(Query.LOGPROB_AT, teacher), batch).loss.tolist() == [0.0] * 4
+    # A student with log-probs 1 lower everywhere: (0.5 + 0.25) * 1.
+    lower = [[a - 1.0, b - 1.0] for a, b in teacher]
+    assert TopKProbe()(answering(Query.LOGPROB_AT, lower), batch).loss.tolist() == pytest.approx([0.75] * 4)
+
+
+def test_value_probe_takes_the_worse_of_two():
+    # V = 1, old 0, eps 0.2, R = 1: unclipped 0, clipped (0.2 - 1)^2 / 2 = 0.32. V = 0.1, R = 1.1: both are 0.5.
+    batch = pair({"old_values": [0.0] * 4, "returns": [0.0, 1.0, 0.0, 1.1]})
+    terms = ValueProbe()(answering(Query.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
+    assert terms.loss[batch.loss_mask].tolist() == pytest.approx([0.32, 0.5])
+
+
+def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(lent):
+    batch = lent.reference.batch()
+    order = [6, 0, 3, 7, 1, 5, 2, 4]
+    probe = BatchStatisticProbe()
+    kept = probe.prepare(batch, seed=3)
+    moved = probe.prepare(batch.select(order), seed=3)
+    assert torch.equal(batch.with_columns(kept).select(order).columns["is_kept"], moved["is_kept"])
+    dropped = int((kept["is_kept"] == 0).sum())
+    assert 0 < dropped <= 0.3 * int(batch.loss_mask.sum())
+    assert not torch.equal(probe.prepare(batch, seed=4)["is_kept"], kept["is_kept"])
+
+
+def test_batch_statistic_probe_drops_only_large_covariances(lent):
+    batch = lent.reference.batch()
+    mask = batch.loss_mask
+    logprobs, advantages = batch.columns["old_logprobs"], batch.columns["advantages"]
+    covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
+    is_dropped = BatchStatisticProbe().prepare(batch, seed=3)["is_kept"] == 0
+    assert bool((covariance[is_dropped] > 0).all())
+    assert bool(mask[is_dropped].all())
+
+
+def test_the_six_probes_are_registered():
+    names = {"probe_token", "probe_sequence", "probe_pair", "probe_topk", "probe_batch_statistic", "probe_value"}
+    assert names <= registered_objectives().keys()

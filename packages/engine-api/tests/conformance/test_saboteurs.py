@@ -1,0 +1,35 @@
+"""Every engine that is broken on purpose is caught, by the laws that say so."""
+
+import inspect
+
+import pytest
+import saboteurs_of_numbers
+import saboteurs_of_state
+from data_parallel_oracle import DataParallelOracle
+from saboteur_table import SABOTEURS
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
+def test_a_broken_engine_is_caught_by_its_laws(kit, saboteur):
+    for law in saboteur.laws:
+        found = kit.run(saboteur.name, "--maxfail=1", laws=[law], world_sizes=str(saboteur.world_size))
+        assert found.broken, f"{law} holds for {saboteur.name}: {saboteur.engine.__doc__}"
+
+
+def test_every_broken_engine_is_in_the_table():
+    classes = [
+        member
+        for module in (saboteurs_of_numbers, saboteurs_of_state)
+        for name, member in inspect.getmembers(module, inspect.isclass)
+        if member.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    assert {saboteur.engine for saboteur in SABOTEURS} == set(classes)
+
+
+def test_laws_that_catch_saboteurs_hold_for_the_engine_that_they_break(kit):
+    for world_size in (1, 2):
+        laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == world_size for law in saboteur.laws})
+        name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
+        found = kit.run(name, laws=laws, world_sizes=str(world_size))
+        assert not found.broken
+        assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
