@@ -100,15 +100,17 @@ def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
     engine.load_checkpoint(str(small_disk))
 
 
-def test_damage_is_refused_before_the_first_weight_changes(make_engines: MakeEngines, tmp_path: Path) -> None:
-    engines, fresh = make_engines(2), make_engines(2, model=OTHER_SEED)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("file", ["progress.json", "rank_0.pt", "rank_1.pt"])
+def test_damage_is_refused_before_the_first_weight_changes(make_engines: MakeEngines, tmp_path: Path, file: str, num_ranks: int) -> None:
+    engines, fresh = make_engines(2), make_engines(num_ranks, model=OTHER_SEED)
     on_every_rank(engines, save(1, tmp_path))
-    shard = tmp_path / "step_00000001" / "engine" / "rank_0.pt"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    path = tmp_path / "step_00000001" / "engine" / file
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     before = fresh[0].table.detach().clone()
     for error in on_every_rank(fresh, lambda engine: engine.load_checkpoint(str(tmp_path))):
         assert isinstance(error, DamagedCheckpointError)
-        assert "rank_0.pt has another checksum" in str(error)
+        assert f"{file} has another checksum" in str(error)
     assert all(torch.equal(engine.table, before) for engine in fresh)
 
 

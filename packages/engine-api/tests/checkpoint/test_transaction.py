@@ -132,6 +132,12 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
     save_step(2, root=small_disk)  # there is room again
 
 
+def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(save_step: SaveStep, small_disk: Path) -> None:
+    (save_step(1, root=small_disk) / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved"), begin(small_disk, 2) as transaction:
+        (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path

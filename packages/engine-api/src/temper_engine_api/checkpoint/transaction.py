@@ -20,7 +20,7 @@ from temper_engine_api.checkpoint.layout import (
     partial_directory,
     step_directory,
 )
-from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo, read_manifest
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo
 from temper_engine_api.checkpoint.parts import FileRecord, PartReport, fault_of
 from temper_engine_api.errors import CheckpointError
 
@@ -95,11 +95,10 @@ class Transaction:
     def failure(self, reason: str) -> CheckpointError:
         """The error for a save that failed, with what the disk has to say; to be called before ``abort``."""
         root = self.final.parent
-        written = sum(path.stat().st_size for path in self.staging.rglob("*") if path.is_file())
         last = last_complete_step(root)
-        needed = "" if last is None else f"; step {last} takes {_size(read_manifest(step_directory(root, last)).num_bytes)}"
+        needed = "" if last is None else f"; step {last} takes {_size(_bytes_below(step_directory(root, last)))}"
         return CheckpointError(
-            f"step {self.step} could not be saved: {reason}. {_size(written)} of it were written and "
+            f"step {self.step} could not be saved: {reason}. {_size(_bytes_below(self.staging))} of it were written and "
             f"{_size(shutil.disk_usage(root).free)} are free at {root}{needed}. Make room there or save elsewhere; "
             "earlier steps are untouched."
         )
@@ -164,6 +163,10 @@ def _collect(reports: Mapping[str, Sequence[PartReport]]) -> tuple[FileRecord, .
             if by_path.setdefault(record.path, record) != record:
                 raise CheckpointError(f"two ranks wrote {record.path} with different content: give each rank its own files.")
     return tuple(by_path[path] for path in sorted(by_path))
+
+
+def _bytes_below(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _size(num_bytes: int) -> str:
