@@ -122,7 +122,7 @@ def job_residency(rows: Rows) -> None:
     packed = engine.shard_data(small_batch(), max_tokens=1024)
     here = started(small_config())
     norms = [(update(engine, packed), update(here, packed)) for _ in range(3)]
-    kept = sum(t.untyped_storage().nbytes() for t in (*engine._model_tensors(), *engine._optimizer_tensors()))
+    kept = sum(t.untyped_storage().nbytes() for t in (*engine._parts.model_tensors(), *engine._parts.optimizer_tensors()))
     rows.add({"job": "residency", "bytes_on_device": kept, "ok": kept == 0 and all(a == b for a, b in norms)})
     engine.close()
     here.close()

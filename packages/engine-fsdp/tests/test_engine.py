@@ -71,7 +71,7 @@ def test_offloaded_parameters_leave_the_device_between_contexts(start: Start, ba
     engine = start(residency=EVERYTHING_OFFLOADED)
 
     def resident_bytes() -> int:
-        return sum(t.untyped_storage().nbytes() for t in engine._model_tensors())
+        return sum(t.untyped_storage().nbytes() for t in engine._parts.model_tensors())
 
     def fail_inside() -> None:
         with engine.eval_mode():

@@ -3,14 +3,11 @@
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig
+from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
@@ -20,35 +17,14 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
-from temper_engine_fsdp import attention, huggingface, numerics, persistence, process_group, state, weights
+from temper_engine_fsdp import huggingface, numerics, persistence, process_group, state, weights
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.module import PackedModel, build_head, shard
-from temper_engine_fsdp.optimizer import ShardedAdamW, local
-from temper_engine_fsdp.process_group import Membership
-from temper_engine_fsdp.residency import Residency
-from temper_engine_fsdp.runner import MicroBatchRunner
+from temper_engine_fsdp.optimizer import ShardedAdamW
+from temper_engine_fsdp.parts import MODEL, OPTIMIZER, Parts, build_parts
 
-MODEL, OPTIMIZER = "model", "optimizer"
 _GROUPS: Mapping[str, tuple[str, ...]] = {"train": (MODEL,), "eval": (MODEL,), "update": (MODEL, OPTIMIZER)}
-_FIRST_QUERY = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
 
 ObjectT = TypeVar("ObjectT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What ``init_model`` builds."""
-
-    membership: Membership
-    mesh: DeviceMesh
-    root: PackedModel
-    hf_config: PretrainedConfig
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: ShardedAdamW | None
-    runner: MicroBatchRunner
-    residency: Residency
-    has_fast_matmul: bool
 
 
 class FSDPEngine(BaseEngine):
@@ -71,75 +47,18 @@ class FSDPEngine(BaseEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._built: _Parts | None = None
+        self._built: Parts | None = None
 
     def _build(self) -> Topology:
-        config = self.config
-        device = process_group.choose_device(config.device)
-        if config.deterministic:
-            numerics.check_deterministic_environment(device)
-        membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
-        mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
-        kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
-        attention.register()
-        hf = build_model(config.model, attention=kernel)
-        root = PackedModel(hf, head=build_head(hf, config=config))
-        shard(root, config=config, mesh=mesh)
-        runner = MicroBatchRunner(
-            root,
-            device=device,
-            needs_buckets=kernel == attention.SDPA_VARLEN,
-            reshards=config.reshard_after_forward,
-            dummy_query=_FIRST_QUERY[config.model.model_type],
-        )
-        parameters = weights.named_parameters(root)
-        shards = mesh.get_group(process_group.SHARD_AXIS)
-
-        def sum_over_shards(value: Tensor) -> Tensor:
-            dist.all_reduce(value, group=shards)
-            return value
-
-        optimizer = None
-        if config.optimizer is not None:
-            optimizer = ShardedAdamW(parameters, spec=config.optimizer, sum_over_shards=sum_over_shards)
-        is_plain_cpu = device.type == "cpu" and config.precision.compute == "fp32"
-        self._built = _Parts(
-            membership=membership,
-            mesh=mesh,
-            root=root,
-            hf_config=hf.config,
-            parameters=parameters,
-            optimizer=optimizer,
-            runner=runner,
-            residency=Residency({MODEL: self._model_tensors, OPTIMIZER: self._optimizer_tensors}),
-            has_fast_matmul=is_plain_cpu and config.fast_float32_matmul and numerics.fast_matmul_is_exact(),
-        )
-        self._park_what_is_configured()
-        size, rank = membership.world_size, membership.rank
+        self._built = build_parts(self.config)
+        size, rank = self._built.membership.world_size, self._built.membership.rank
         return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
 
     @property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> Parts:
         if self._built is None:
             raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
         return self._built
-
-    def _park_what_is_configured(self) -> None:
-        if self.config.residency.offload_parameters:
-            self._parts.residency.park(MODEL)
-        if self.config.residency.offload_optimizer:
-            self._parts.residency.park(OPTIMIZER)
-
-    def _model_tensors(self) -> Iterator[Tensor]:
-        for parameter in self._parts.parameters.values():
-            yield local(parameter)
-            if parameter.grad is not None:
-                yield local(parameter.grad)
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self._parts.optimizer is not None:
-            for moments in self._parts.optimizer.moments.values():
-                yield from (moments.first, moments.second)
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         return self._parts.residency.resident(*_GROUPS[mode])
