@@ -149,6 +149,18 @@ def test_a_longer_run_goes_on_from_a_finished_one_and_a_shorter_one_is_refused(r
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
+def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(run: Run, tmp_path: Path) -> None:
+    folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
+    run(folder, "run.total_steps=1", "data.eval=null")
+    first = load_file(folder / "huggingface" / "model.safetensors")
+    run(folder, "run.total_steps=1", *always)  # nothing is trained: the model stays where it is
+    run(folder, "run.total_steps=3", *always)
+    last, kept = (load_file(folder / name / "model.safetensors") for name in ("huggingface", "huggingface.superseded-1"))
+    assert not (folder / "huggingface.superseded-2").exists()
+    assert all(torch.equal(first[name], kept[name]) for name in first)
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
 def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text())

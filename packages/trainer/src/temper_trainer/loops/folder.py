@@ -5,6 +5,7 @@ from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RunConfig
+from temper_trainer.metrics.records import superseded_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
         return (self.root / "config.yaml").exists() or self.checkpoints.exists() or (self.root / "metrics.jsonl").exists()
+
+    def set_model_aside(self) -> None:
+        """Before training goes on: an earlier end's model becomes ``NAME.superseded-N``, so that it is not taken for the last one."""
+        if self.model.exists():
+            self.model.rename(superseded_name(self.model))
 
 
 def open_folder(run: RunConfig) -> RunFolder:

@@ -64,6 +64,8 @@ def run_rl(
         if resume_from is not None:
             checkpointer.read_roles(resume_from, roles={name: role.read_part for name, role in rooms.roles.items()})
             log.say(f"going on from step {state.step} ({resume_from})")
+        if state.step < config.run.total_steps:
+            folder.set_model_aside()
         rooms.publisher.publish(rooms.canary)
         if state.step == 0:
             evaluate_all(rooms, step=0, moment="before RL")

@@ -79,6 +79,8 @@ def run_sft(
             stream = PromptStream(stage.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor)
             done = state.step
             log.say(f"{stage.phase}: going on from step {done} ({found})")
+        if done < stage.total_steps:
+            stage.folder.set_model_aside()
         with log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
             for step in range(done + 1, stage.total_steps + 1):
                 log.log(step, _sft_update(config, stage, group=group, stream=stream, step=step), phase=stage.phase)
