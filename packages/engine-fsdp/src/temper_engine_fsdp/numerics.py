@@ -17,9 +17,14 @@ def fast_matmul_is_exact() -> bool:
 
     On most processors it computes in float32 and is up to 2.4 times faster; where there are bf16 matrix units it rounds to bf16.
     """
+    # Libraries turn to matrix units only above some size, so a small product alone would prove nothing.
+    return all(_is_exact(rows, inner) for rows, inner in ((96, 384), (512, 1024)))
+
+
+def _is_exact(rows: int, inner: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn(96, 384, generator=generator)
-    b = torch.randn(384, 96, generator=generator)
+    a = torch.randn(rows, inner, generator=generator)
+    b = torch.randn(inner, rows, generator=generator)
     exact = a.double() @ b.double()
     with float32_matmul("highest"):
         usual = (a @ b - exact).square().mean().sqrt()

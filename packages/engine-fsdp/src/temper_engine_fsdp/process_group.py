@@ -1,13 +1,15 @@
 """The process group and mesh an engine runs on: joins the default group where there is one, else makes it and later unmakes it."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from temper_engine_api.errors import ConfigError
 
@@ -27,6 +29,30 @@ class Membership:
     """Where this rank computes."""
     made_group: bool
     """Whether the engine made the default group, and so must destroy it."""
+
+
+class _Rendezvous:
+    """One store per address for the life of a process; every group made over it gets keys of its own.
+
+    A store per group would be torn down on one rank while another already looks for its successor at the same port, and finds the keys
+    (NCCL's address among them) of the group that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[tuple[str, ...], tuple[Store, int, int]] = {}
+        self._num_groups: Counter[tuple[str, ...]] = Counter()
+
+    def next_store(self, timeout: timedelta) -> tuple[Store, int, int]:
+        """(store, rank, world size) of the next group; ranks agree on its keys because they make their groups in the same order."""
+        place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        if place not in self._stores:
+            self._stores[place] = next(rendezvous("env://", timeout=timeout))
+        store, rank, world_size = self._stores[place]
+        self._num_groups[place] += 1
+        return PrefixStore(f"temper_engine_fsdp/{self._num_groups[place]}", store), rank, world_size
+
+
+_RENDEZVOUS = _Rendezvous()
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -51,7 +77,8 @@ def join(*, device: torch.device, timeout_s: float) -> Membership:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = _RENDEZVOUS.next_store(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         # A store in memory: a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
