@@ -188,7 +188,8 @@ def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what
         except ray.exceptions.RayActorError as error:
             rank = list(refs).index(ready[0])
             raise WorkerError(
-                f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}) Completed steps are safe: go on with run.resume=auto."
+                f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). "
+                "Completed steps are safe: go on with run.resume=auto."
             ) from error
     return list(ray.get(list(refs)))
 
