@@ -25,7 +25,7 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
 def open_tokenizer(config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]) -> PreTrainedTokenizerBase:
     """The run's tokenizer: the one that an earlier start of this run saved, else loaded or trained now."""
-    texts = [text for row in rows for text in row.texts]
+    texts = [config.data.prompt_template.replace("{prompt}", ""), *(text for row in rows for text in row.texts)]
     return build_tokenizer(config.data.tokenizer, model_path=config.actor.engine.model.path, texts=texts, directory=folder.tokenizer)
 
 

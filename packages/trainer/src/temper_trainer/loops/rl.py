@@ -57,7 +57,10 @@ def run_rl(
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     state = TrainerState(step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef)
     if resume_from is not None:
-        state = replace(checkpointer.read_state(resume_from), config_digest=digest)
+        state = checkpointer.read_state(resume_from)
+        if state.config_digest != digest:
+            log.say(f"the configuration differs from the one that made {resume_from}: compare config.yaml with config.superseded-*.yaml")
+        state = replace(state, config_digest=digest)
     with open_rooms(
         config, log=log, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, state=state, runtime=runtime
     ) as rooms:

@@ -17,6 +17,7 @@ from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.kl import KlController, estimate_kl, sequence_kl
 from temper_trainer.algorithms.mismatch import mismatch_metrics
 from temper_trainer.algorithms.objectives import needs_old_logprobs
+from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
 from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.report import describe, plan_metrics
@@ -202,6 +203,8 @@ def update_roles(
             metrics.append(update_metrics(result))
         merged = merge_metrics(metrics)
         found |= {name if "/" in name else f"{role}/{name}": metric.result for name, metric in merged.items()}
+        if isinstance(objective, ValueObjective):
+            found["value/explained_variance"] = explained_variance(merged)
     return found
 
 

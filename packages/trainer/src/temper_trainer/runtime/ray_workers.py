@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.specs import EngineConfig, ModelSpec
-from temper_engine_api.weights import NamedWeight
+from temper_engine_api.weights import NamedWeight, checksum
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
@@ -78,8 +78,10 @@ class SamplerActor:
         """Run a function on the sampler."""
         return function(self._sampler, *arguments)
 
-    def hold(self, weights: list[NamedWeight]) -> None:
+    def hold(self, weights: list[NamedWeight], sha256: str) -> None:
         """Keep a part of a set until it is complete."""
+        if checksum(weight.tensor for weight in weights) != sha256:
+            raise WeightError(f"{len(weights)} weights from {weights[0].name} on arrived damaged (checksum differs): publish them again.")
         self._held += weights
 
     def commit(self, count: int, version: int) -> int:
@@ -157,7 +159,11 @@ class RaySampler:
         count = 0
         for part in _parts(stream):
             count += len(part)
-            _wait_all([self._actor.hold.remote(part)], timeout_s=self._timeout_s, what="rollout: receive weights")
+            _wait_all(
+                [self._actor.hold.remote(part, checksum(weight.tensor for weight in part))],
+                timeout_s=self._timeout_s,
+                what="rollout: receive weights",
+            )
         ref = self._actor.commit.remote(count, version)
         (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load weights")
         self._version = cast("int", held)
