@@ -208,8 +208,9 @@ def disagreements(rows: list[dict[str, object]]) -> list[str]:
         ours, theirs = row["norms"], alone[row["compute"]]
         assert isinstance(ours, list)
         assert isinstance(theirs, list)
-        limit = 1e-4 if row["compute"] == "fp32" else 2e-2
-        if any(not math.isclose(a, b, rel_tol=limit) for a, b in zip(ours[:3], theirs[:3], strict=True)):
+        # Rounding to bf16 grows with every update, so there only the first two are comparable.
+        limit, count = (1e-4, 3) if row["compute"] == "fp32" else (2e-2, 2)
+        if any(not math.isclose(a, b, rel_tol=limit) for a, b in zip(ours[:count], theirs[:count], strict=True)):
             found.append(f"{row['compute']} at {row['world_size']} ranks: norms {ours}, alone {theirs}")
     return found
 
