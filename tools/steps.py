@@ -84,7 +84,13 @@ STEPS = (
         budget_s=20,
         commands=(("-c", "from importlinter.cli import lint_imports_command as c; c()"), ("tools/layers.py",)),
     ),
-    Step(name="engine-api", budget_s=60, commands=_pytest("packages/engine-api/tests"), is_pytest=True),
+    Step(
+        name="engine-api",
+        budget_s=60,
+        commands=_pytest("packages/engine-api/tests", "--ignore=packages/engine-api/tests/conformance"),
+        is_pytest=True,
+    ),
+    Step(name="kit-itself", budget_s=3 * 60, commands=_pytest("packages/engine-api/tests/conformance"), is_pytest=True),
     Step(
         name="kit-on-fsdp",
         budget_s=5 * 60,
