@@ -7,7 +7,7 @@ Order of calls: ``init_model``, ``set_loss_fn``, then per update ``optimizer_zer
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -133,6 +133,27 @@ class BaseEngine(UpdateCycle):
             return StepResult(outputs=None, metrics=settled)
         columns = {query: torch.cat([answer[query] for answer in answers]) for query in asked}
         return StepResult(outputs=outputs_of(batch, columns), metrics=settled)
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: RawBatch,
+        ctx: Context = ...,
+        forward_only: Literal[False] = ...,
+        preprocess_fn: PreprocessFn | None = ...,
+        postprocess_fn: PostprocessFn | None = ...,
+    ) -> tuple[Predictions | None, Tensor | None, Context]: ...
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: RawBatch,
+        ctx: Context = ...,
+        *,
+        forward_only: Literal[True],
+        preprocess_fn: PreprocessFn | None = ...,
+        postprocess_fn: PostprocessFn | None = ...,
+    ) -> tuple[Predictions | None, Context]: ...
 
     def forward_backward_step(
         self,

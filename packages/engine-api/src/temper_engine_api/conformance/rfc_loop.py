@@ -95,7 +95,7 @@ def rfc_loop(
     for batch in train_loader:
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            preds, loss, ctx = engine.forward_backward_step(batch, ctx, forward_only=False, **hooks)  # type: ignore[misc]
+            preds, loss, ctx = engine.forward_backward_step(batch, ctx, forward_only=False, **hooks)
         grad_norm = engine.optimizer_step()
         current_lr = engine.lr_scheduler_step()
         assert isinstance(loss, Tensor)
@@ -104,7 +104,7 @@ def rfc_loop(
         rates.append(current_lr)
         seen.append(preds)
     with engine.eval_mode():
-        evaluated, ctx = engine.forward_backward_step(train_loader[-1], ctx, forward_only=True, **hooks)  # type: ignore[misc]
+        evaluated, ctx = engine.forward_backward_step(train_loader[-1], ctx, forward_only=True, **hooks)
 
     assert ctx is not None
     return LoopResult(
