@@ -1,73 +1,17 @@
 """The kit runs inside its own tests: one fleet of two ranks and one oracle for all of them."""
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.entry_point import KIT
 from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.plugin import LENT
 from temper_engine_api.conformance.reference import Reference
 
 # Rank processes import the broken engines by name; they start with this session's path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass
-class Laws:
-    """Which laws a run of the kit found to hold, and which broken; a pytest plugin."""
-
-    held: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.broken.append(report.nodeid.rpartition("::")[2])
-        elif report.when == "call":
-            self.held.append(report.nodeid.rpartition("::")[2])
-
-
-@dataclass
-class Lent:
-    """What is costly to start."""
-
-    fleet: Fleet
-    reference: Reference
-
-
-@dataclass
-class Kit:
-    """Runs the kit in this process."""
-
-    lent: Lent
-    folder: Path
-
-    def run(self, engine, *arguments, laws=(), world_sizes="1", status=None):
-        """The outcome by law; ``laws`` are ``test_file::test_name``, all of them by default."""
-        ini = self.folder / "empty.ini"
-        ini.write_text("[pytest]\n")
-        found = Laws()
-        code = pytest.main(
-            [
-                *("-c", str(ini), "--rootdir", str(self.folder), "-p", "no:cacheprovider", "-p", "no:timeout", "-q"),
-                *("--tb=short", "--pyargs", *([f"{KIT}.{law}" for law in laws] or [KIT])),
-                *("--engine", engine, "--world-sizes", world_sizes, *arguments),
-            ],
-            plugins=[found, _Lender(self.lent)],
-        )
-        if status is not None:
-            assert code == status
-        return found
-
-
-class _Lender:
-    def __init__(self, lent):
-        self._lent = lent
-
-    def pytest_configure(self, config):
-        config.pluginmanager.register(self._lent, LENT)
+from kit_runner import Kit, Lent
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 import saboteurs_of_numbers
 import saboteurs_of_state
 from data_parallel_oracle import DataParallelOracle
-from saboteur_table import SABOTEURS
+from saboteur_table import PAGE, SABOTEURS
 
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
@@ -33,3 +33,12 @@ def test_laws_that_catch_saboteurs_hold_for_the_engine_that_they_break(kit):
         found = kit.run(name, laws=laws, world_sizes=str(world_size))
         assert not found.broken
         assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
+
+
+def test_the_published_table_names_every_broken_engine_and_its_laws():
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    published = {cells[1].strip(): cells[4] for cells in rows}
+    assert published.keys() == {saboteur.engine.__name__ for saboteur in SABOTEURS}
+    for saboteur in SABOTEURS:
+        for law in saboteur.laws:
+            assert f"**{law.partition('::')[2]}**" in published[saboteur.engine.__name__]

@@ -24,6 +24,9 @@ JOB_TIMEOUT_S = 120.0
 GRACE_S = 5.0
 """How long the other ranks may go on after one has raised."""
 
+EXIT_S = 2.0
+"""How long a rank may take to leave its process group and exit."""
+
 
 class RankFailureError(AssertionError):
     """A rank raised, died or hung; the message names rank and job. It is the law's failure, so it is an AssertionError."""
@@ -91,9 +94,10 @@ class Fleet:
 
     def close(self) -> None:
         """End every process."""
-        for process, connection in self._members:
+        for _, connection in self._members:
             connection.close()
-            process.join(timeout=2.0)
+        for process, _ in self._members:
+            process.join(timeout=EXIT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -144,7 +148,7 @@ class Fleet:
             # Both ends are ours: the other one is a process that this one started.
             reply: Reply = pickle.loads(connection.recv_bytes())  # noqa: S301
         except (EOFError, ConnectionResetError):
-            process.join(timeout=2.0)
+            process.join(timeout=EXIT_S)
             self._give_up(f"rank {index} died in {job} with exit code {process.exitcode}.")
         return reply
 

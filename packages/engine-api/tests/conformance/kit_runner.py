@@ -1,0 +1,66 @@
+"""Runs the kit in this process, with a fleet and an oracle that many runs share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.conformance.entry_point import KIT
+from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.plugin import LENT
+from temper_engine_api.conformance.reference import Reference
+
+
+@dataclass
+class Laws:
+    """Which laws a run of the kit found to hold, and which broken; a pytest plugin."""
+
+    held: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.broken.append(report.nodeid.rpartition("::")[2])
+        elif report.when == "call":
+            self.held.append(report.nodeid.rpartition("::")[2])
+
+
+@dataclass
+class Lent:
+    """What is costly to start."""
+
+    fleet: Fleet
+    reference: Reference
+
+
+@dataclass
+class Kit:
+    """Runs the kit in this process."""
+
+    lent: Lent
+    folder: Path
+
+    def run(self, engine, *arguments, laws=(), world_sizes="1", status=None):
+        """The outcome by law; ``laws`` are ``test_file::test_name``, all of them by default."""
+        ini = self.folder / "empty.ini"
+        ini.write_text("[pytest]\n")
+        found = Laws()
+        code = pytest.main(
+            [
+                *("-c", str(ini), "--rootdir", str(self.folder), "-p", "no:cacheprovider", "-p", "no:timeout", "-q"),
+                *("--tb=short", "--pyargs", *([f"{KIT}.{law}" for law in laws] or [KIT])),
+                *("--engine", engine, "--world-sizes", world_sizes, *arguments),
+            ],
+            plugins=[found, _Lender(self.lent)],
+        )
+        if status is not None:
+            assert code == status
+        return found
+
+
+class _Lender:
+    def __init__(self, lent):
+        self._lent = lent
+
+    def pytest_configure(self, config):
+        config.pluginmanager.register(self._lent, LENT)
