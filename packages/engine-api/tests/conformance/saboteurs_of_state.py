@@ -144,12 +144,13 @@ class LosesTiedHead(DataParallelOracle):
 
     def _build(self):
         topology = super()._build()
-        self._head = self.model.get_output_embeddings().weight.detach().clone()
+        head = self.model.get_output_embeddings()
+        self._head = None if head is None else head.weight.detach().clone()
         return topology
 
     def _iterate_weights(self):
         yield from super()._iterate_weights()
-        if "lm_head.weight" not in self.parameters():
+        if self._head is not None and "lm_head.weight" not in self.parameters():
             yield NamedWeight("lm_head.weight", self._head)
 
 
