@@ -105,7 +105,8 @@ class Fleet:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with _environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"):
+        # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once.
+        with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8"):
             for index in range(self._num_processes):
                 ours, theirs = context.Pipe()
                 process = context.Process(

@@ -167,3 +167,14 @@ def measure_outputs(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, queries
     with engine.eval_mode():
         result = engine.forward_backward_batch(share_of(engine, batch, split=split), forward_only=True, outputs=queries)
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+
+
+class Interrupted(Exception):
+    """Raised by a body."""
+
+
+def interrupted_training(engine: BaseEngine, share: PackedBatch, *, is_final: bool) -> None:
+    """A backward pass, and then trouble."""
+    with engine.train_mode():
+        engine.forward_backward_batch(share, forward_only=False, final=is_final)
+        raise Interrupted

@@ -24,7 +24,10 @@ Job = Callable[Concatenate["Rank", P], T]
 READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, clip_grad_norm=None)
 """Updates nothing and, with a first decay of 0, leaves exactly the last gradient as first moment: how the kit reads gradients."""
 
-COLLECTIVE_TIMEOUT_S = 20.0
+TRAINS = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
+"""Every term of the update is large enough to be missed."""
+
+COLLECTIVE_TIMEOUT_S = 60.0
 """Longest wait of a collective: a rank that waits in vain fails with its own traceback before the fleet loses patience."""
 
 

@@ -37,7 +37,8 @@ GROUPS = {
     "batch": Group(about="plans are executed, order and samples are kept"),
     "checkpoint": Group(about="resume, damage, retention, other world sizes"),
     "weights": Group(about="export and load under Hugging Face names, the portable state"),
-    "state_machine": Group(about="calls in an order without meaning are refused; the RFC's loop"),
+    "state_machine": Group(about="calls in an order without meaning are refused"),
+    "rfc_loop": Group(about="the RFC's training loop as users write it"),
     "residency": Group(about="moving and offloading change no number", is_mandatory=False),
     "capability": Group(about="what is not claimed is refused"),
 }

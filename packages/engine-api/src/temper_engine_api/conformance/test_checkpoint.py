@@ -2,8 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,14 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.conformance.checkpoint_jobs import Progress, load_and_train, progress_of, train, train_and_save
 from temper_engine_api.conformance.fleet import RankFailureError
-from temper_engine_api.conformance.measure import WHOLE, Update, merged, share_of, state_of, update_once
+from temper_engine_api.conformance.measure import Update, merged, state_of
 from temper_engine_api.conformance.models import QWEN2_GROUPED
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.test_update import TRAINS
 from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, assert_close, assert_same_state
-from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from temper_engine_api.specs import ScheduleSpec
 from temper_engine_api.weights import TrainingState
@@ -40,46 +36,6 @@ def recipe(reference: Reference) -> Recipe:
 def batches(reference: Reference) -> list[SequenceBatch]:
     """Four mini-batches."""
     return [reference.batch(seed=seed) for seed in range(4)]
-
-
-def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
-    """One update each."""
-    engine.set_loss_fn(TokenProbe())
-    return [update_once(engine, [share_of(engine, batch, split=WHOLE)]) for batch in batches]
-
-
-def train_and_save(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int) -> str:
-    """The committed directory, as every rank is told."""
-    engine = rank.engine(recipe)
-    train(engine, batches)
-    return engine.save_checkpoint(str(folder), global_step=step)
-
-
-def load_and_train(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> list[Update]:
-    """In an engine that has already trained something else, all of which must be forgotten."""
-    engine = rank.engine(recipe)
-    train(engine, batches[:1])
-    engine.load_checkpoint(str(folder))
-    return train(engine, batches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What an engine counts."""
-
-    num_updates: int
-    num_schedule_steps: int
-    num_nonfinite_updates: int
-    lr: float
-
-
-def progress_of(engine: BaseEngine) -> Progress:
-    return Progress(
-        num_updates=engine.num_updates,
-        num_schedule_steps=engine.num_schedule_steps,
-        num_nonfinite_updates=engine.num_nonfinite_updates,
-        lr=engine.current_lr,
-    )
 
 
 def test_resume_is_bitwise(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.measure import (
     WHOLE,
+    Interrupted,
     Update,
+    interrupted_training,
     measure_outputs,
     share_of,
     state_of,
@@ -18,12 +20,10 @@ from temper_engine_api.conformance.measure import (
 )
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.rfc_loop import mean_cost, postprocess_fn, preprocess_fn, rfc_loop
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.test_state_machine import Interrupted, interrupted_training
-from temper_engine_api.conformance.test_update import TRAINS
 from temper_engine_api.conformance.tolerances import assert_all_equal, assert_same_state
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ResidencySpec

@@ -5,28 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from temper_engine_api.batch import PackedBatch, SequenceBatch
-from temper_engine_api.conformance.measure import WHOLE, Update, measure_update, share_of, update_once
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.measure import WHOLE, Interrupted, Update, interrupted_training, measure_update, share_of, update_once
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.conformance.rfc_loop import (
-    LoopResult,
-    MeanOfRankMeans,
-    mean_cost,
-    postprocess_fn,
-    preprocess_fn,
-    rfc_loop,
-)
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.test_update import TRAINS
 from temper_engine_api.conformance.tolerances import (
     GRADIENT,
     LOGPROB,
-    LOSS,
-    LOSS_TERMS,
-    UPDATE,
     assert_all_close,
     assert_close,
     assert_same_state,
@@ -34,13 +22,6 @@ from temper_engine_api.conformance.tolerances import (
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import ScheduleSpec
-
-FALLING = ScheduleSpec(kind="linear", total_steps=8)
-
-
-class Interrupted(Exception):
-    """Raised by a body."""
 
 
 def test_calls_in_a_meaningless_order_are_refused(subject: Subject, reference: Reference) -> None:
@@ -148,13 +129,6 @@ def update_after_interruptions(rank: Rank, *, recipe: Recipe, batch: SequenceBat
     return update_once(engine, [share]).gradients
 
 
-def interrupted_training(engine: BaseEngine, share: PackedBatch, *, is_final: bool) -> None:
-    """A backward pass, and then trouble."""
-    with engine.train_mode():
-        engine.forward_backward_batch(share, forward_only=False, final=is_final)
-        raise Interrupted
-
-
 def test_nothing_is_known_before_init_model(subject: Subject, reference: Reference) -> None:
     subject.run(use_before_init, recipe=reference.recipe(QWEN2_GROUPED))
 
@@ -186,84 +160,6 @@ def two_lives(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> list[Updat
         updates.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]))
         engine.close()
     return updates
-
-
-def test_rfc_loop_with_a_callable(subject: Subject, reference: Reference) -> None:
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
-    batches = [reference.batch(seed=seed) for seed in range(3)]
-    results = subject.run(
-        rfc_loop,
-        recipe=recipe,
-        batches=batches,
-        loss_fn=mean_cost,
-        preprocess_fn=preprocess_fn,
-        postprocess_fn=postprocess_fn,
-    )
-    expected = reference.run(
-        rfc_loop,
-        recipe=recipe,
-        batches=batches,
-        loss_fn=MeanOfRankMeans(subject.world_size),
-        preprocess_fn=preprocess_fn,
-        postprocess_fn=postprocess_fn,
-    )
-    assert_same_loop(results, expected)
-    # Two hooks in each of three training calls and in one evaluation.
-    assert {result.num_hook_calls for result in results} == {8}
-
-
-def test_rfc_loop_with_an_objective(subject: Subject, reference: Reference) -> None:
-    # Rows lie on other ranks than a plan would put them, and the loss is the same: the denominators are those of the whole mini-batch.
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
-    batches = [reference.batch(seed=seed) for seed in range(3)]
-    results = subject.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe())
-    assert_same_loop(results, reference.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe()))
-
-
-def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
-    """Losses and norms on every rank, and the weights at the end."""
-    for result in results:
-        for loss, want in zip(result.losses, expected.losses, strict=True):
-            assert_close(loss, want, LOSS, what="loss", at_least=LOSS_TERMS)
-        for norm, want in zip(result.grad_norms, expected.grad_norms, strict=True):
-            assert_close(norm, want, UPDATE, what="gradient norm")
-        assert result.rates == expected.rates
-    masters = [{name: entry.master for name, entry in each.state.items()} for each in (results[0], expected)]
-    assert_all_close(masters[0], masters[1], UPDATE, what="weights")
-
-
-def test_rfc_predictions_are_detached_columns_of_the_call(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
-    results = subject.run(rfc_loop, recipe=recipe, batches=[batch], loss_fn=TokenProbe())
-    for index, result in enumerate(results):
-        rows = range(index, batch.num_sequences, subject.world_size)
-        mine = batch.with_columns({"expected": logprobs}).select(rows)
-        if result.seen is None or result.evaluated is None:
-            continue
-        assert not result.seen.requires_grad
-        assert_close(result.evaluated, mine.columns["expected"], LOGPROB, what="predictions, forward only")
-        trained = torch.where(mine.loss_mask, mine.columns["expected"], 0.0)
-        assert_close(result.seen, trained, LOGPROB, what="predictions in training")
-
-
-def test_two_rfc_calls_add_up(subject: Subject, reference: Reference) -> None:
-    # Calls before a step add up: the same call twice doubles the gradient.
-    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    once, twice = (subject.run(gradients_of_rfc_calls, recipe=recipe, batch=batch, num_calls=n)[0] for n in (1, 2))
-    assert_all_close(twice, {name: 2 * gradient for name, gradient in once.items()}, GRADIENT, what="gradient")
-
-
-def gradients_of_rfc_calls(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, num_calls: int) -> dict[str, torch.Tensor]:
-    """Of a callable, called so many times before the step."""
-    engine = rank.kept_engine(recipe)
-    engine.set_loss_fn(mean_cost)
-    rows = batch.select(range(rank.index, batch.num_sequences, rank.world_size))
-    with engine.train_mode():
-        for _ in range(num_calls):
-            engine.forward_backward_step(rows, {"calls": 0}, postprocess_fn=postprocess_fn)
-    engine.optimizer_step()
-    return {entry.name: entry.first_moment for entry in engine.export_state()}
 
 
 def test_the_kit_reads_gradients_as_they_are(subject: Subject, reference: Reference) -> None:

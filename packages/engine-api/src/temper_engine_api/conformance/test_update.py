@@ -23,7 +23,7 @@ from temper_engine_api.conformance.measure import (
 )
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import READ_GRADIENTS, Rank, Recipe
+from temper_engine_api.conformance.rank import READ_GRADIENTS, TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import LOSS, UPDATE, assert_all_close, assert_close, assert_same_state
@@ -31,8 +31,6 @@ from temper_engine_api.errors import EngineStateError
 from temper_engine_api.schedule import learning_rate
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 
-TRAINS = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
-"""Every term of the update is large enough to be missed."""
 SCHEDULES = (
     ScheduleSpec(warmup_steps=2),
     ScheduleSpec(kind="linear", warmup_steps=1, total_steps=4, min_lr_ratio=0.1),

@@ -14,10 +14,9 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.measure import WHOLE, Update, share_of, state_of, update_once, weights_of
 from temper_engine_api.conformance.models import LANGUAGE_MODELS, QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED, VALUE, TinyModel, write_model
 from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.test_update import TRAINS
 from temper_engine_api.conformance.tolerances import LOGPROB, assert_all_equal, assert_close, assert_same_state
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, WeightError
