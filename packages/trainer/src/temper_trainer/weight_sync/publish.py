@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
@@ -73,7 +75,8 @@ class Publisher:
     def _compare(self, canary: Canary) -> float:
         (sampled,) = self._sampler.logprobs([canary.tokens], temperature=1.0)
         trained = canary.engine_logprobs()
-        difference = max(abs(a - b) for a, b in zip(sampled, trained, strict=True))
+        # torch rather than max(): a NaN on either side must not hide behind a number.
+        difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())
         if not difference <= canary.tolerance:
             raise WeightError(
                 f"after publishing weights {self.version}, engine and sampler differ by {difference:.4g} in a log-prob of the canary "

@@ -1,0 +1,71 @@
+"""The model directory that a run leaves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.checkpoint import huggingface
+
+SPEC = ModelSpec(
+    architecture={
+        "model_type": "qwen2",
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def weights() -> list[NamedWeight]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(huggingface.model_config(SPEC))
+    return [NamedWeight(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+
+@pytest.mark.parametrize("shard_bytes", [4 << 30, 600])
+def test_what_is_written_loads_with_the_same_weights_and_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int) -> None:
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", shard_bytes)
+    sent = weights()
+    huggingface.write_model_directory(iter(sent), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in sent)
+    assert loaded.config.use_cache, "without it generate runs without its cache, silently"
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    assert index.exists() == (shard_bytes == 600)
+    if index.exists():
+        assert set(json.loads(index.read_text())["weight_map"]) == {name for name, _ in sent}
+
+
+def test_an_existing_directory_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
+        huggingface.write_model_directory(iter(weights()), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")
+    assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
+
+
+def test_a_stream_that_breaks_leaves_no_directory(tmp_path: Path) -> None:
+    def broken() -> "object":
+        yield weights()[0]
+        raise OSError("no space left on device")
+
+    with pytest.raises(CheckpointError, match="no space left on device"):
+        huggingface.write_model_directory(broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,51 @@
+"""Publishing to the honest fake sampler: numbers, and the canary."""
+
+import pytest
+import torch
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.rollout.scripted import ScriptedSampler
+from temper_trainer.weight_sync.buckets import WeightBucket, pack_buckets
+from temper_trainer.weight_sync.publish import Canary, Publisher
+
+
+def export() -> list[WeightBucket]:
+    return list(pack_buckets([NamedWeight("w", torch.zeros(2))]))
+
+
+def sampler(logprob: float = -1.0) -> ScriptedSampler:
+    return ScriptedSampler(lambda request: [request.prompt_tokens[-1]], end_token_id=1, logprob=logprob)
+
+
+def test_every_publish_has_the_next_number() -> None:
+    receiver = sampler()
+    publisher = Publisher(export=export, sampler=receiver, version=4)
+    assert [publisher.publish()["weight_sync/version"] for _ in range(3)] == [5.0, 6.0, 7.0]
+    assert receiver.weight_version == 7
+
+
+def test_a_canary_that_agrees_reports_its_difference() -> None:
+    canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, -1.01], tolerance=0.05)
+    metrics = Publisher(export=export, sampler=sampler()).publish(canary)
+    assert metrics["weight_sync/canary_difference"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("wrong", [-1.2, float("nan")])
+def test_a_canary_that_differs_stops_the_run(wrong: float) -> None:
+    canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, wrong], tolerance=0.05)
+    with pytest.raises(WeightError, match=r"differ by .* rollout\.canary_tolerance"):
+        Publisher(export=export, sampler=sampler()).publish(canary)
+
+
+def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
+    class Deaf(ScriptedSampler):
+        """Takes weights and stays at its version."""
+
+        @property
+        def weight_version(self) -> int:
+            return 0
+
+    deaf = Deaf(lambda request: [request.prompt_tokens[-1]], end_token_id=1)
+    with pytest.raises(WeightError, match="weights 1 were published, but the sampler holds 0"):
+        Publisher(export=export, sampler=deaf).publish()
