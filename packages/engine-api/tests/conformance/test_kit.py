@@ -1,5 +1,8 @@
 """The kit as a command: usage errors, expected failures, reports, and the laws on the oracle itself."""
 
+import subprocess
+import sys
+
 import pytest
 
 from temper_engine_api.conformance.oracle import OracleEngine
@@ -89,6 +92,14 @@ def test_a_law_of_a_mandatory_group_does_not_skip(kit, lent, monkeypatch):
     monkeypatch.setattr(lent.fleet, "run", skipping)
     found = kit.run(ORACLE, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
     assert len(found.broken) == 1
+
+
+def test_the_command_starts_where_warnings_are_errors(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    command = [sys.executable, "-m", "temper_engine_api.conformance", "--engine", ORACLE, "--collect-only", "-q"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "test_resume_is_bitwise[1-rank]" in ended.stdout
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ def main(arguments: list[str] | None = None) -> int:
         pytest's exit status: 0 when every law held.
     """
     chosen = sys.argv[1:] if arguments is None else arguments
-    return int(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", "--pyargs", KIT, *chosen]))
+    # pytest wants to rewrite the asserts of every module of an entry point; this one and its package are already imported.
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    return int(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", *quiet, "--pyargs", KIT, *chosen]))
 
 
 if __name__ == "__main__":
