@@ -36,8 +36,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
-    "engine-fsdp": ("temper_engine_fsdp.adapter",),
-    "trainer": ("temper_trainer.runtime.ray",),
+    "trainer": ("temper_trainer.runtime.ray_runtime", "temper_trainer.runtime.ray_workers"),
 }
 """Modules that only an extra makes importable."""
 
@@ -175,7 +174,8 @@ def build(session: nox.Session) -> None:
         module = "temper_" + package.replace("-", "_")
         wheel = WHEELS / f"{module}-{_version(package)}-py3-none-any.whl"
         sources = ROOT / "packages" / package / "src"
-        wanted = [f"{module}/py.typed", *(str(path.relative_to(sources)) for path in sources.rglob("*.yaml"))]
+        licence = f"{module}-{_version(package)}.dist-info/licenses/LICENSE"
+        wanted = [f"{module}/py.typed", licence, *(str(path.relative_to(sources)) for path in sources.rglob("*.yaml"))]
         lost = set(wanted) - set(zipfile.ZipFile(wheel).namelist())
         if lost:
             session.error(f"{wheel.name} lacks {', '.join(sorted(lost))}")
