@@ -3,6 +3,7 @@
 import argparse
 import errno
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    sys.path.insert(0, os.getcwd())  # as with python -m: reward functions of one's own lie beside the run
     try:
         return _act(asked)
     except ConfigError as error:

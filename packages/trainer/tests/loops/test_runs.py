@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
 from temper_trainer.reward.scoring import RewardFailureError
 
@@ -165,3 +166,49 @@ def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) 
     run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text())
     assert (state["step"], state["cursor"], state["weight_version"]) == (3, {"epoch": 0, "index": 12}, 4)  # 3 steps of 4 prompts
+
+
+SFT = ("loop=sft", "warm_start=null", "batching.prompts_per_step=16")
+
+
+def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "whole", *SFT, "run.total_steps=4", base=TINY)
+    run(tmp_path / "first", *SFT, "run.total_steps=2", "run.save_model=false", base=TINY)
+    named = tmp_path / "first" / "checkpoints" / "step_00000002"
+    run(tmp_path / "second", *SFT, "run.total_steps=4", f"run.resume={named}", base=TINY)
+    assert rows(tmp_path / "second", phase="sft") == rows(tmp_path / "whole", phase="sft")[2:]
+    assert not (tmp_path / "first" / "huggingface").exists(), "run.save_model=false leaves no model"
+
+
+def test_a_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "sft", *SFT, "run.total_steps=1", base=TINY)
+    named = tmp_path / "sft" / "checkpoints" / "step_00000001"
+    with pytest.raises(CheckpointError, match="is a checkpoint of phase sft, and this is phase rl"):
+        run(tmp_path / "rl", f"run.resume={named}")
+
+
+def test_dropped_prompts_are_said_and_logged_for_both_sets(
+    run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", "warm_start=null", "data.max_prompt_tokens=28", "data.overlong_prompts=drop", "run.total_steps=1")
+    (first, *_) = rows(tmp_path / "run")
+    assert first["data/dropped"] > 0
+    assert first["eval/dropped"] > 0
+    assert "dropped prompts longer than data.max_prompt_tokens = 28" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("batching.max_tokens=40", r"batching\.max_tokens is 40"),
+        ("actor.engine.model.architecture.max_position_embeddings=40", r"max_position_embeddings is 40"),
+    ],
+)
+def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(run: Run, tmp_path: Path, setting: str, key: str) -> None:
+    with pytest.raises(DataError, match=rf"arithmetic.*tokens, but .*{key}"):
+        run(tmp_path / "run", *SFT, setting, "data.max_prompt_tokens=40", "data.overlong_prompts=drop", base=TINY)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir .* can't be made"):
+        run(Path("/proc/nowhere/run"))

@@ -100,9 +100,19 @@ class Checkpointer:
                 "later steps away, or choose another run.dir."
             )
 
-    def read_state(self, directory: Path) -> TrainerState:
-        """The trainer's part of a step directory."""
-        return TrainerState.from_json((directory / TRAINER_PART / STATE_FILE).read_text())
+    def read_state(self, directory: Path, *, phase: str) -> TrainerState:
+        """The trainer's part of a step directory.
+
+        Raises:
+            CheckpointError: another phase made it.
+        """
+        state = TrainerState.from_json((directory / TRAINER_PART / STATE_FILE).read_text())
+        if state.phase != phase:
+            raise CheckpointError(
+                f"{directory} is a checkpoint of phase {state.phase}, and this is phase {phase}: resume from one of its own, or begin with "
+                "actor.engine.model.path at the model directory that the other left."
+            )
+        return state
 
     def read_roles(self, directory: Path, *, roles: Mapping[str, ReadPart]) -> None:
         """Restore every role.

@@ -11,8 +11,10 @@ from temper_trainer.types import DataCursor
 class TrainerState:
     """The trainer's part of a checkpoint."""
 
+    phase: str
+    """rl, sft or warm_start: steps of one are no steps of another."""
     step: int
-    """Completed steps."""
+    """Completed steps of the phase."""
     cursor: DataCursor
     """Where in the training data."""
     weight_version: int
@@ -36,6 +38,7 @@ class TrainerState:
         values = json.loads(text)
         match values:
             case {
+                "phase": str(phase),
                 "step": int(step),
                 "cursor": {"epoch": int(epoch), "index": int(index)},
                 "weight_version": int(version),
@@ -43,5 +46,5 @@ class TrainerState:
                 "kl_coef": float(kl_coef),
             }:
                 cursor = DataCursor(epoch=epoch, index=index)
-                return cls(step=step, cursor=cursor, weight_version=version, config_digest=digest, kl_coef=kl_coef)
+                return cls(phase=phase, step=step, cursor=cursor, weight_version=version, config_digest=digest, kl_coef=kl_coef)
         raise DamagedCheckpointError(f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step.")

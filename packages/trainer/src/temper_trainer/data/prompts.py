@@ -33,9 +33,28 @@ def encode_demonstrations(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBas
     kept = _encode(rows, tokenizer, config)
     solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"] if kept else []
     end = tokenizer.eos_token_id
-    return [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)], len(rows) - len(
-        kept
-    )
+    demonstrations = [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)]
+    return demonstrations, len(rows) - len(kept)
+
+
+def check_fits(demonstrations: Sequence[Demonstration], *, max_tokens: tuple[int, str]) -> None:
+    """Refuse the first demonstration that is longer than what a run can train on.
+
+    Args:
+        demonstrations: with their prompts.
+        max_tokens: the limit, and the key that sets it.
+
+    Raises:
+        DataError: naming the row.
+    """
+    limit, key = max_tokens
+    for demonstration in demonstrations:
+        length = len(demonstration.prompt.tokens) + len(demonstration.tokens)
+        if length > limit:
+            raise DataError(
+                f"{demonstration.prompt.source}: prompt and solution have {length} tokens, but {key} is {limit}: raise it, or remove "
+                "the row."
+            )
 
 
 def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:

@@ -1,7 +1,7 @@
 """Whole runs: RL with an optional warm start, or supervised fine-tuning."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import CheckpointError
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
+from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_prompts
 from temper_trainer.data.rows import Row
 from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.interrupts import StopRequest
-from temper_trainer.loops.opening import fit_models, load_problems, open_tokenizer, with_training
+from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_tokenizer, with_training
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
@@ -44,11 +44,11 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
-    done = 0 if found is None else checkpointer.read_state(found).step
+    done = 0 if found is None else checkpointer.read_state(found, phase=config.loop).step
     if done > config.run.total_steps:
         raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")
     problems = load_problems(config)
-    tokenizer = open_tokenizer(config, folder=folder, rows=[row for rows in problems.values() for row in rows])
+    tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *problems.get("warm_start", [])])
     write_config(folder.root)
     with (
         open_runtime(config) as runtime,
@@ -65,7 +65,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             stop=stop,
             runtime=runtime,
         )
-        evaluation = run.sft() if config.loop == "sft" else run.rl(found)
+        evaluation = run.sft(found) if config.loop == "sft" else run.rl(found)
         log.draw()
     return RunResult(directory=folder.root, evaluation=evaluation)
 
@@ -83,9 +83,10 @@ class _Run:
     stop: StopRequest
     runtime: Runtime
 
-    def sft(self) -> dict[str, float]:
+    def sft(self, found: Path | None) -> dict[str, float]:
         config = fit_models(self.config, self.tokenizer)
-        stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder)
+        stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder, resume_from=found)
+        stage = replace(stage, saves_model=config.run.save_model)
         run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return {}
 
@@ -93,9 +94,8 @@ class _Run:
         model = None if self.config.warm_start is None else self._warm_start()
         config = fit_models(self.config, self.tokenizer, trained_model=model)
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
-        eval_prompts, _ = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
-        if num_dropped:
-            self.log.say(f"dropped {num_dropped} prompts longer than data.max_prompt_tokens = {config.data.max_prompt_tokens}")
+        eval_prompts, num_eval_dropped = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
+        self._count_dropped("rl", data=num_dropped, eval=num_eval_dropped)
         return run_rl(
             config,
             log=self.log,
@@ -115,15 +115,16 @@ class _Run:
         if not (folder.model / "config.json").exists():
             config = fit_models(self.config, self.tokenizer)
             rows = self.problems.get("warm_start", self.problems["train"])
-            stage = self._stage(config, phase="warm_start", rows=rows, folder=folder)
+            found = Checkpointer(root=folder.checkpoints, max_to_keep=None).find("never" if config.run.resume == "never" else "auto")
+            stage = self._stage(config, phase="warm_start", rows=rows, folder=folder, resume_from=found)
             run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return str(folder.model)
 
-    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder) -> SftStage:
+    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder, resume_from: Path | None) -> SftStage:
         warm_start = config.warm_start
         demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
-        if num_dropped:
-            self.log.say(f"{phase}: dropped {num_dropped} demonstrations whose prompts are too long")
+        self._count_dropped(phase, data=num_dropped)
+        check_fits(demonstrations, max_tokens=longest_demonstration(config))
         return SftStage(
             phase=phase,
             engine=config.actor.engine if warm_start is None else with_training(config.actor.engine, config),
@@ -131,4 +132,12 @@ class _Run:
             total_steps=config.run.total_steps if warm_start is None else warm_start.total_steps,
             batch_size=config.batching.prompts_per_step if warm_start is None else warm_start.batch_size,
             folder=folder,
+            resume_from=resume_from,
         )
+
+    def _count_dropped(self, phase: str, **counts: int) -> None:
+        """Say and log how many prompts were dropped for their length, by set."""
+        if any(counts.values()):
+            limit = self.config.data.max_prompt_tokens
+            self.log.say(f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}")
+            self.log.log(0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase)

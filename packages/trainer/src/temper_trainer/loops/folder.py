@@ -57,5 +57,8 @@ def open_folder(run: RunConfig) -> RunFolder:
         raise ConfigError(f"run.dir {run.dir} is a file: choose a folder.")
     if folder.holds_run and run.resume == "never":
         raise ConfigError(f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir.")
-    folder.root.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir {run.dir} can't be made: {error.strerror}. Choose a folder that you may write to.") from error
     return folder

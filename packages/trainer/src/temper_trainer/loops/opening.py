@@ -52,6 +52,14 @@ def fit_models(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, tra
     return replace(config, actor=actor, critic=fit(config.critic), ref=fit(config.ref))
 
 
+def longest_demonstration(config: TrainerConfig) -> tuple[int, str]:
+    """Tokens that a demonstration may have, and the key that says so: the cap of a micro-batch, or the model's positions."""
+    positions = config.actor.engine.model.architecture.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < config.batching.max_tokens:
+        return positions, "actor.engine.model.architecture.max_position_embeddings"
+    return config.batching.max_tokens, "batching.max_tokens"
+
+
 def with_training(engine: EngineConfig, config: TrainerConfig) -> EngineConfig:
     """The actor's engine with the warm start's own optimiser and schedule."""
     assert config.warm_start is not None

@@ -55,9 +55,11 @@ def run_rl(
         RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
     """
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
-    state = TrainerState(step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef)
+    state = TrainerState(
+        phase="rl", step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef
+    )
     if resume_from is not None:
-        state = checkpointer.read_state(resume_from)
+        state = checkpointer.read_state(resume_from, phase="rl")
         if state.config_digest != digest:
             log.say(f"the configuration differs from the one that made {resume_from}: compare config.yaml with config.superseded-*.yaml")
         state = replace(state, config_digest=digest)
@@ -144,6 +146,7 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
 
 def _save(rooms: Rooms, *, step: int, kl: KlController, checkpointer: Checkpointer, digest: str) -> Path:
     state = TrainerState(
+        phase="rl",
         step=step,
         cursor=rooms.prompts.cursor,
         weight_version=rooms.publisher.version,

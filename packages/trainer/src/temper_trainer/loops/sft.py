@@ -45,6 +45,10 @@ class SftStage:
     """Demonstrations of one update."""
     folder: RunFolder
     """Where its checkpoints and model go."""
+    resume_from: Path | None
+    """Step directory that it goes on from."""
+    saves_model: bool = True
+    """Whether it leaves a Hugging Face model directory."""
 
 
 def run_sft(
@@ -56,11 +60,8 @@ def run_sft(
     digest: str,
     stop: StopRequest,
     runtime: Runtime,
-) -> Path:
-    """Train, save, and write the model directory.
-
-    Returns:
-        The Hugging Face model directory.
+) -> None:
+    """Train, save, and write the model directory where the stage leaves one.
 
     Raises:
         RunInterrupted: stopped from outside; the checkpoint is saved.
@@ -72,9 +73,9 @@ def run_sft(
         group.init()
         group.set_objective(sft_objective())
         done = 0
-        found = checkpointer.find("auto" if config.run.resume != "never" else "never")
+        found = stage.resume_from
         if found is not None:
-            state = checkpointer.read_state(found)
+            state = checkpointer.read_state(found, phase=stage.phase)
             checkpointer.read_roles(found, roles={"actor": group.read_part})
             stream = PromptStream(stage.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor)
             done = state.step
@@ -87,11 +88,12 @@ def run_sft(
                 bar.advance()
                 every = config.run.save_every
                 if stop.is_set or step == stage.total_steps or (every and step % every == 0):
-                    state = TrainerState(step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
+                    state = TrainerState(phase=stage.phase, step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
                     saved = checkpointer.save(state, roles={"actor": group.write_part}, topology={"actor.dp": group.dp_size})
                     if stop.is_set:
                         raise RunInterrupted(step=step, checkpoint=str(saved))
-        return write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
+        if stage.saves_model:
+            write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
     finally:
         group.close()
 
