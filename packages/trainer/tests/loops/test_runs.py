@@ -190,11 +190,11 @@ def test_a_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> N
 def test_dropped_prompts_are_said_and_logged_for_both_sets(
     run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "run", "warm_start=null", "data.max_prompt_tokens=28", "data.overlong_prompts=drop", "run.total_steps=1")
+    run(tmp_path / "run", "warm_start=null", "data.max_prompt_tokens=24", "data.overlong_prompts=drop", "run.total_steps=1")
     (first, *_) = rows(tmp_path / "run")
     assert first["data/dropped"] > 0
     assert first["eval/dropped"] > 0
-    assert "dropped prompts longer than data.max_prompt_tokens = 28" in capsys.readouterr().out
+    assert "dropped prompts longer than data.max_prompt_tokens = 24" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
