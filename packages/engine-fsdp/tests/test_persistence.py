@@ -1,12 +1,17 @@
 """Training state through DCP, and random-number states by rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.specs import Scalar
 from temper_engine_fsdp import persistence
+from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 CPU = torch.device("cpu")
@@ -43,3 +48,38 @@ def test_moments_and_counts_come_back_bit_for_bit(start: Callable[..., FSDPEngin
         assert (theirs.name, theirs.update_count) == (ours.name, 2)
         for column in ("master", "first_moment", "second_moment"):
             assert torch.equal(getattr(theirs, column), getattr(ours, column)), (ours.name, column)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"num_hidden_layers": 3}, r"unexpected first_moment\.model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"missing first_moment\.model\.layers\.1\."),
+        ({"intermediate_size": 40}, r"first_moment\.\S*down_proj\.weight: shape \(32, 40\), expected \(32, 48\)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, tmp_path: Path, change: Mapping[str, Scalar], difference: str
+) -> None:
+    other = start(model=replace(config.model, architecture={**config.model.architecture, **change}, seed=1))
+    engine = start()
+    step, before = other.save_checkpoint(str(tmp_path), global_step=2), list(engine.export_state())
+    with pytest.raises(CheckpointError, match=rf"{difference}.*Resume with the configuration that made it"):
+        engine.load_checkpoint(step)
+    for ours, theirs in zip(engine.export_state(), before, strict=True):
+        assert torch.equal(ours.master, theirs.master), ours.name
+
+
+def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, tmp_path: Path
+) -> None:
+    trained, reader = start(model=replace(config.model, seed=1)), start(optimizer=None)
+    reader.load_checkpoint(trained.save_checkpoint(str(tmp_path), global_step=1))
+    with reader.export_weights() as ours, trained.export_weights() as theirs:
+        assert all(torch.equal(one.tensor, other.tensor) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_weights_alone_do_not_resume_training(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
+    step = start(optimizer=None).save_checkpoint(str(tmp_path), global_step=1)
+    with pytest.raises(CheckpointError, match=r"missing first_moment\."):
+        start().load_checkpoint(step)

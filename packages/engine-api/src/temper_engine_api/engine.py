@@ -327,6 +327,7 @@ class BaseEngine(UpdateCycle):
         Raises:
             IncompleteCheckpointError: no manifest.
             DamagedCheckpointError: a file is missing or its checksum differs; names it.
+            CheckpointError: a model with other parameters or shapes made it; nothing has changed then.
         """
         checkpoint.load_alone(
             self,

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from temper_engine_api.errors import EngineStateError, WeightError
+from temper_engine_api.errors import CheckpointError, EngineStateError, WeightError
 
 
 class NamedWeight(NamedTuple):
@@ -99,6 +100,20 @@ def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntr
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise WeightError(f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded.")
+
+
+def check_saved(expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path) -> None:
+    """As ``check_complete``, for what a checkpoint holds: to be called before the first tensor is read.
+
+    Raises:
+        CheckpointError: another configuration made it; names up to five differences.
+    """
+    try:
+        check_complete(expected, saved)
+    except WeightError as error:
+        raise CheckpointError(
+            f"the checkpoint in {directory} is that of another model or optimizer: {error} Resume with the configuration that made it."
+        ) from error
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:

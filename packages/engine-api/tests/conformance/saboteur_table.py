@@ -99,6 +99,7 @@ SABOTEURS = (
         state.LoadsUnchecked,
         ("test_checkpoint::test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file",),
     ),
+    Saboteur(state.LoadsWhatItKnows, ("test_checkpoint::test_a_checkpoint_of_another_model_is_refused",)),
     Saboteur(state.PortableStateLosesCounts, ("test_weights::test_portable_state_continues_bitwise",)),
     Saboteur(state.SharesStateBetweenEngines, ("test_state_machine::test_a_second_engine_follows_a_closed_one",)),
 )

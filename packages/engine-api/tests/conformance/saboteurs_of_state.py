@@ -210,6 +210,13 @@ class LoadsUnchecked(DataParallelOracle):
         self.read_part(str(find_step(local_path) / ENGINE_PART))
 
 
+class LoadsWhatItKnows(DataParallelOracle):
+    """Takes from a checkpoint what has its names, and passes over the layers of a deeper model."""
+
+    def _check_saved(self, masters, *, directory):
+        super()._check_saved({name: master for name, master in masters.items() if name in self.parameters()}, directory=directory)
+
+
 class PortableStateLosesCounts(DataParallelOracle):
     """The portable state arrives without its update counts."""
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.weights import WeightEntry, check_saved
 from temper_engine_fsdp.optimizer import Moments
 from temper_engine_fsdp.state import like
 
@@ -51,8 +53,32 @@ def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int) -
 
 
 def read_tensors(tensors: Mapping[str, Tensor], *, directory: str) -> None:
-    """Fill these tensors from what ``write_tensors`` wrote at this or another world size. Collective."""
-    load(dict(tensors), storage_reader=FileSystemReader(Path(directory, STATE_FOLDER)))
+    """Fill these tensors from what ``write_tensors`` wrote at this or another world size. Collective.
+
+    Optimiser states that nobody asks for (optimizer: null) may stay unread; in all else names and shapes agree both ways.
+
+    Raises:
+        CheckpointError: another configuration made it; nothing has been read then.
+    """
+    reader = FileSystemReader(Path(directory, STATE_FOLDER))
+    wanted = [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
+    kinds = {"parameter", "buffer"} | {_kind(name) for name in tensors}
+    # DCP reads what is asked and passes over the rest: a deeper model's first layers would load into a shallower one.
+    check_saved(wanted, [entry for entry in _saved_entries(reader) if _kind(entry.name) in kinds], directory=directory)
+    load(dict(tensors), storage_reader=reader)
+
+
+def _saved_entries(reader: FileSystemReader) -> list[WeightEntry]:
+    saved = reader.read_metadata().state_dict_metadata
+    return [
+        WeightEntry(name=name, shape=tuple(tensor.size), dtype=tensor.properties.dtype)
+        for name, tensor in saved.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    ]
+
+
+def _kind(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def write_random_state(*, directory: str, rank: int, device: torch.device) -> str:

@@ -61,6 +61,15 @@ QWEN3 = TinyModel(name="qwen3", architecture={"model_type": "qwen3", "tie_word_e
 PEAKED = TinyModel(name="qwen2-peaked", architecture={"model_type": "qwen2", "tie_word_embeddings": False}, head_scale=20.0)
 VALUE = TinyModel(name="value", architecture=QWEN2_GROUPED.architecture, model_type="value_model")
 REWARD = TinyModel(name="reward", architecture=QWEN2_GROUPED.architecture, model_type="reward_model")
+OTHER_SHAPES = tuple(
+    TinyModel(name=f"qwen2-{name}", architecture={**QWEN2_GROUPED.architecture, **change})
+    for name, change in {
+        "shallower": {"num_hidden_layers": 1},
+        "deeper": {"num_hidden_layers": 3},
+        "wider": {"intermediate_size": 56},
+    }.items()
+)
+"""QWEN2_GROUPED with fewer layers, with more, and with other shapes under the same names."""
 
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 

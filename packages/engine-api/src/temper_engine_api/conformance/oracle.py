@@ -22,7 +22,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete, check_saved
 
 STATE_FILE = "oracle.pt"
 
@@ -179,12 +179,17 @@ class OracleEngine(BaseEngine):
 
     def _read_state(self, directory: str) -> None:
         state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
+        self._check_saved(state["masters"], directory=directory)
         with torch.no_grad():
             for name, parameter in self.parameters().items():
                 parameter.copy_(state["masters"][name])
         self.first_moments, self.second_moments = state["first_moments"], state["second_moments"]
         self.update_counts = state["update_counts"]
         torch.set_rng_state(state["random"])
+
+    def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
+        """Refuse another model's before anything changes."""
+        check_saved(self._entries(), [_entry(name, tensor) for name, tensor in masters.items()], directory=directory)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         return value

@@ -14,7 +14,7 @@ from temper_engine_api.checkpoint import complete_steps
 from temper_engine_api.conformance.checkpoint_jobs import Progress, load_and_train, progress_of, train, train_and_save
 from temper_engine_api.conformance.fleet import RankFailureError
 from temper_engine_api.conformance.measure import Update, merged, state_of
-from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
@@ -136,11 +136,12 @@ def damage(victim: Path, how: str) -> None:
 
 def refused_load(rank: Rank, *, recipe: Recipe, folder: Path, kind: str) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
     """The refusal's sentence, and the state around it."""
-    expected = {"damaged": DamagedCheckpointError, "incomplete": IncompleteCheckpointError}[kind]
+    expected = {"damaged": DamagedCheckpointError, "incomplete": IncompleteCheckpointError, "foreign": CheckpointError}[kind]
     engine = rank.engine(recipe)
     before = state_of(engine)
     with pytest.raises(expected) as caught:
         engine.load_checkpoint(str(folder))
+    assert caught.type is expected
     return str(caught.value), before, state_of(engine)
 
 
@@ -150,6 +151,16 @@ def test_a_step_without_its_manifest_is_refused(subject: Subject, recipe: Recipe
     for place in (step, tmp_path):
         for _, before, after in subject.run(refused_load, recipe=recipe, folder=place, kind="incomplete"):
             assert_same_state(after, before)
+
+
+@pytest.mark.parametrize("other", OTHER_SHAPES, ids=lambda model: model.name)
+def test_a_checkpoint_of_another_model_is_refused(
+    subject: Subject, reference: Reference, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path, other: TinyModel
+) -> None:
+    foreign = reference.recipe(other, optimizer=TRAINS, schedule=COSINE)
+    subject.run(train_and_save, recipe=foreign, batches=batches[:1], folder=tmp_path, step=1)
+    for _, before, after in subject.run(refused_load, recipe=recipe, folder=tmp_path, kind="foreign"):
+        assert_same_state(after, before)
 
 
 def test_a_save_that_fails_leaves_the_step_before(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
