@@ -1,5 +1,6 @@
 """Frozen settings of an engine: the only home of their defaults. Importing this needs no torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,11 +54,11 @@ class OptimizerSpec:
     """Updates in a row that may be skipped for non-finite gradients before the run stops."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.eps <= 0 or not all(0 <= b < 1 for b in self.betas):
+        if not 0 <= self.lr < math.inf or not 0 < self.eps < math.inf or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
-        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off.")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
         if self.max_consecutive_skips < 0:
             raise ConfigError(f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0.")

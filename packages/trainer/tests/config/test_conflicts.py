@@ -13,6 +13,7 @@ RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
         (["critic=value_model"], "algorithm.advantage is grpo", "critic is set"),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
+        (["ref=frozen", "loop=sft"], "ref is set in loop sft", "remove it (ref=none)"),
         (["actor.num_workers=2"], "actor.num_workers is 2", "runtime.kind is inline"),
         (["sampling.temperature=0"], "sampling.temperature is 0", "loop rl"),
         (["batching.max_tokens=1000"], "batching.max_tokens is 1000", "data.max_prompt_tokens (1024) and sampling.max_tokens (512)"),
@@ -33,6 +34,16 @@ def test_conflict_names_both_keys(overrides: list[str], first: str, second: str)
 def test_samples_longer_than_the_models_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"):  # 96 + 300
         load(["experiment=quickstart", "sampling.max_tokens=300"])
+
+
+def test_completions_of_an_evaluation_must_fit_the_models_positions_too() -> None:
+    with pytest.raises(ConfigError, match=r"is 256, but .* run\.eval_sampling\.max_tokens \(200\) allow samples of 296"):  # 96 + 200
+        load(["experiment=quickstart", "run.eval_sampling.max_tokens=200"])
+
+
+def test_prompts_of_sft_longer_than_the_models_positions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_position_embeddings is 1024, but data\.max_prompt_tokens is 1025"):
+        load(["experiment=gsm8k_sft", "data.train.paths=[train.jsonl]", "data.max_prompt_tokens=1025"])
 
 
 def test_reference_that_would_be_trained_is_refused() -> None:

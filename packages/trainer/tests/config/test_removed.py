@@ -29,5 +29,10 @@ def test_any_key_of_a_block_that_is_gone_is_refused() -> None:
     assert "belongs to the block reward_model of the older generation" in str(removal_of("reward_model.megatron.seed"))
 
 
+def test_the_rfcs_spelling_of_the_worker_switch_is_told_where_it_lives() -> None:
+    text = str(removal_of("trainer.use_legacy_worker_impl"))
+    assert "now it is: use_legacy_worker_impl, at the top level." in text
+
+
 def test_living_keys_are_left_alone() -> None:
     assert [key for key in KEYS if removal_of(key) is not None] == []

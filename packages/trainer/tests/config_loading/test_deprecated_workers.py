@@ -23,7 +23,7 @@ def test_disable_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_enable_without_the_shim_says_how_to_install_it() -> None:
-    with pytest.raises(ConfigError, match=r"no package offers deprecated workers .*: install them with pip install temper-legacy-shim"):
+    with pytest.raises(ConfigError, match=r"no package offers deprecated workers .*: they will come with temper-legacy-shim"):
         load([*RL, "use_legacy_worker_impl=enable"])
 
 

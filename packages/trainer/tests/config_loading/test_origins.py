@@ -74,7 +74,7 @@ def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
 
 
 def test_digest_depends_on_what_is_trained() -> None:
-    changes = ["run.seed=1", "actor.engine.optimizer.lr=1e-3", "algorithm.clip_low=0.1", "data.train.paths=[other.jsonl]"]
+    changes = ["run.seed=1", "actor.engine.optimizer.lr=1e-3", "algorithm.entropy_coef=0.1", "data.train.paths=[other.jsonl]"]
     assert len({load([*RL, change]).digest for change in changes} | {load(RL).digest}) == 5
 
 

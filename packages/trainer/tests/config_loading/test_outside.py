@@ -52,3 +52,20 @@ def test_unknown_reward_is_refused_before_the_run(there: list[str]) -> None:
 
 def test_sft_asks_for_no_reward(there: list[str]) -> None:
     check_outside(load([*there, "loop=sft"]).config)
+
+
+def test_folder_that_holds_a_run_is_refused_before_the_run(there: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    taken = [*there, f"run.dir={tmp_path}"]
+    assert refusal(taken) == f"run.dir {tmp_path} already holds a run: go on with run.resume=auto, or choose another run.dir."
+    check_outside(load([*taken, "run.resume=auto"]).config)
+
+
+def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path) -> None:
+    assert refusal([*there, "run.resume=atuo"]).startswith("run.resume is atuo, but must be never, auto, or the path of a step directory")
+    check_outside(load([*there, f"run.resume={tmp_path}"]).config)
+
+
+def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal([*there, "run.trackers=[wandb]"]).startswith("run.trackers names wandb, which is not installed: pip install")

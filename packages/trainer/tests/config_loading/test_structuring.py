@@ -57,7 +57,7 @@ def test_message_of_a_dataclass_keeps_its_words_and_gains_the_key() -> None:
 
 
 def test_message_that_already_begins_with_its_key_is_not_doubled() -> None:
-    with pytest.raises(ConfigError, match=r"^run.total_steps is 0, but a run has at least 1.$"):
+    with pytest.raises(ConfigError, match=r"^run.total_steps is 0, but must be at least 1.$"):
         load([*RL, "run.total_steps=0"])
 
 

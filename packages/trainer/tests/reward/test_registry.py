@@ -1,5 +1,7 @@
 """Reward functions by name and by import path."""
 
+from pathlib import Path
+
 import pytest
 
 from temper_engine_api.errors import ConfigError
@@ -30,7 +32,7 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
     [
         ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
         ("quality", "Registered are exact_match, gsm8k_flexible"),
-        ("no_such_module:f", "names module 'no_such_module', which can't be imported"),
+        ("no_such_module:f", "names module 'no_such_module', which can't be imported .*: put the folder that holds it on PYTHONPATH"),
         ("temper_trainer.reward.gsm8k:gsm8k_stict", "did you mean 'gsm8k_strict'"),
         ("temper_trainer.reward.gsm8k:MARK", "has no such function"),
     ],
@@ -38,6 +40,13 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
 def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(function: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         resolve_reward(RewardConfig(function=function))
+
+
+def test_a_module_that_raises_while_it_is_imported_is_refused_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward_that_raises.py").write_text("SCALE = 1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): mend the module"):
+        resolve_reward(RewardConfig(function="reward_that_raises:f"))
 
 
 def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:

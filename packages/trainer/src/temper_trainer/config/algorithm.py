@@ -1,9 +1,11 @@
 """What is optimised: advantages, the policy's objective, KL, and how per-token losses become one number."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.ranges import check_range
 
 AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 AggregationName = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
@@ -49,15 +51,28 @@ class AlgorithmConfig:
     """Range around the old value within which the value loss follows; only for gae."""
 
     def __post_init__(self) -> None:
+        self._check_ranges()
         self._check_advantage()
         self._check_kl()
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"algorithm.dual_clip is {self.dual_clip}, but must be above 1.")
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
             raise ConfigError(
                 f"algorithm.horizon is {self.horizon} with algorithm.aggregation {self.aggregation}: sequence_mean_token_sum_norm divides "
                 "by it and needs it (the longest completion in tokens), the others take none."
             )
+
+    def _check_ranges(self) -> None:
+        check_range("algorithm.group_size", self.group_size, at_least=1)
+        check_range("algorithm.clip_low", self.clip_low, at_least=0)
+        check_range("algorithm.clip_high", self.clip_high, at_least=0)
+        check_range("algorithm.dual_clip", self.dual_clip, above=1)
+        check_range("algorithm.horizon", self.horizon, at_least=1)
+        check_range("algorithm.entropy_coef", self.entropy_coef)
+        check_range("algorithm.kl_loss_coef", self.kl_loss_coef, at_least=0)
+        check_range("algorithm.kl_reward_coef", self.kl_reward_coef, at_least=0)
+        check_range("algorithm.kl_horizon", self.kl_horizon, at_least=1)
+        check_range("algorithm.gamma", self.gamma, at_least=0, at_most=1)
+        check_range("algorithm.gae_lambda", self.gae_lambda, at_least=0, at_most=1)
+        check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
         if self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline") and self.group_size < 2:
@@ -83,7 +98,7 @@ class AlgorithmConfig:
     def _check_kl(self) -> None:
         if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
             raise ConfigError("algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3.")
-        if self.kl_target is not None and (self.kl_reward_coef <= 0 or self.kl_target <= 0):
+        if self.kl_target is not None and (self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf):
             raise ConfigError(
                 f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is {self.kl_reward_coef}: the target must be above "
                 "0, and steers a coefficient that must begin above 0."

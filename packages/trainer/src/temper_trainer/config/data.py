@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.ranges import check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +30,17 @@ class SourceConfig:
     """arithmetic only: share of demonstrations whose first operation is wrong, carried through to a wrong answer."""
 
     def __post_init__(self) -> None:
+        check_range("max_rows", self.max_rows, at_least=1)
+        check_range("wrong_first_operation", self.wrong_first_operation, at_least=0, at_most=1)
         if self.kind == "arithmetic":
+            if self.split not in ("train", "test"):
+                raise ConfigError(f"split is {self.split!r}, but a source of kind arithmetic has two: train, and test (never trained on).")
             if self.paths or self.max_rows is None:
                 raise ConfigError("a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate.")
         elif not self.paths:
             raise ConfigError(f"a source of kind {self.kind} needs paths.")
         if self.kind != "arithmetic" and (self.wrong_first_operation or self.seed):
             raise ConfigError(f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: remove them.")
-        if not 0.0 <= self.wrong_first_operation <= 1.0:
-            raise ConfigError(f"wrong_first_operation is {self.wrong_first_operation}, but is a share: between 0 and 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class TokenizerConfig:
     """bpe only, where it is needed: entries of the vocabulary."""
 
     def __post_init__(self) -> None:
+        check_range("tokenizer.vocab_size", self.vocab_size, at_least=1)
         if self.kind != "pretrained" and self.path is not None:
             raise ConfigError(f"tokenizer.path has no effect with tokenizer.kind {self.kind}: remove it.")
         if (self.kind == "bpe") != (self.vocab_size is not None):
@@ -79,6 +83,11 @@ class DataConfig:
     shuffle: bool = True
     """Order of each epoch is a pure function of (run.seed, epoch); False keeps the file's."""
 
+    def __post_init__(self) -> None:
+        check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
+        if "{prompt}" not in self.prompt_template:
+            raise ConfigError(f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}} where the prompt goes.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
@@ -94,3 +103,8 @@ class RewardConfig:
     """Processes that score; 0 scores in the driver's process, in which a hanging function is abandoned after timeout_s."""
     max_failure_share: float = 0.1
     """Share of failed rewards (raised, timed out, not finite) in a step above which the run stops; below it they are left out."""
+
+    def __post_init__(self) -> None:
+        check_range("reward.timeout_s", self.timeout_s, above=0)
+        check_range("reward.num_workers", self.num_workers, at_least=0)
+        check_range("reward.max_failure_share", self.max_failure_share, at_least=0, at_most=1)

@@ -77,7 +77,7 @@ REMOVED = (
     RemovedKey(key="trainer.resume_mode", replacement="run.resume"),
     RemovedKey(key="trainer.nnodes", replacement="actor.num_workers under runtime.kind=ray"),
     RemovedKey(key="trainer.n_gpus_per_node", replacement="actor.num_workers and runtime.gpus_per_worker under runtime.kind=ray"),
-    RemovedKey(key="trainer.use_legacy_worker_impl", replacement="use_legacy_worker_impl"),
+    RemovedKey(key="trainer.use_legacy_worker_impl", replacement="use_legacy_worker_impl, at the top level"),
 )
 
 BLOCKS = ("actor_rollout_ref", "reward_model", "custom_reward_function", "trainer")
@@ -97,6 +97,6 @@ def removal_of(key: str) -> str | None:
 
 def _hint(key: str) -> str:
     return (
-        f"`temper-migrate explain {key}` says more, `temper-migrate config FILE` translates a whole file, `temper-migrate script FILE` a "
-        "launch script (pip install temper-legacy-shim)."
+        f"`temper-migrate explain {key}` (says more), `temper-migrate config FILE` (translates a whole file) and `temper-migrate script "
+        "FILE` (a launch script) will come with temper-legacy-shim; its present release is a placeholder."
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.ranges import check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +23,12 @@ class SamplingConfig:
     """Texts that end a completion, besides the end token; the text stays in the completion's tokens."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
-            raise ConfigError(
-                f"sampling: temperature {self.temperature} must be >= 0, top_p {self.top_p} in (0, 1], top_k {self.top_k} >= 0, "
-                f"max_tokens {self.max_tokens} >= 1."
-            )
+        check_range("temperature", self.temperature, at_least=0)
+        check_range("top_p", self.top_p, above=0, at_most=1)
+        check_range("top_k", self.top_k, at_least=0)
+        check_range("max_tokens", self.max_tokens, at_least=1)
+        if "" in self.stop:
+            raise ConfigError(f"stop is {list(self.stop)}, but an empty text would end every completion at once: take it out.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +47,7 @@ class RolloutConfig:
     """After each weight sync, compare a prompt's log-probs in engine and sampler."""
     canary_tolerance: float = 0.05
     """Largest difference of a log-prob that the canary accepts; bf16 on both sides needs about 0.2."""
+
+    def __post_init__(self) -> None:
+        check_range("rollout.max_concurrent", self.max_concurrent, at_least=1)
+        check_range("rollout.canary_tolerance", self.canary_tolerance, above=0)

@@ -1,5 +1,6 @@
 """The whole configuration of a run, and the parts of it that concern the run itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,6 +8,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, OptimizerSpec, ScheduleSpec
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.data import DataConfig, RewardConfig, SourceConfig
+from temper_trainer.config.ranges import check_range
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 
 
@@ -46,8 +48,13 @@ class RunConfig:
     """Where metrics go."""
 
     def __post_init__(self) -> None:
-        if self.total_steps < 1:
-            raise ConfigError(f"run.total_steps is {self.total_steps}, but a run has at least 1.")
+        check_range("run.total_steps", self.total_steps, at_least=1)
+        check_range("run.save_every", self.save_every, at_least=0)
+        check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
+        check_range("run.eval_every", self.eval_every, at_least=0)
+        check_range("run.num_table_rows", self.num_table_rows, at_least=0)
+        check_range("run.table_every", self.table_every, at_least=0)
+        check_range("run.num_threads", self.num_threads, at_least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,9 @@ class RoleConfig:
     """Processes of the role; more than 1 needs the ray runtime."""
     pool: str = "train"
     """Resource pool; roles of one pool share its devices."""
+
+    def __post_init__(self) -> None:
+        check_range("num_workers", self.num_workers, at_least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,11 @@ class RuntimeConfig:
     worker_timeout_s: float = 1800.0
     """ray only: longest wait for a worker before the run stops and says which."""
 
+    def __post_init__(self) -> None:
+        check_range("runtime.cpus_per_worker", self.cpus_per_worker, above=0)
+        check_range("runtime.gpus_per_worker", self.gpus_per_worker, at_least=0)
+        check_range("runtime.worker_timeout_s", self.worker_timeout_s, above=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
@@ -92,6 +107,10 @@ class SftConfig:
     """Of the warm start; the actor's own begins anew after it."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """Of the warm start."""
+
+    def __post_init__(self) -> None:
+        check_range("warm_start.total_steps", self.total_steps, at_least=1)
+        check_range("warm_start.batch_size", self.batch_size, at_least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +163,15 @@ def _conflicts(config: TrainerConfig) -> list[str]:
             f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
             "gae needs a critic, every other estimator and loop sft take none."
         )
-    if needs_ref != (config.ref is not None):
+    if config.loop == "sft" and config.ref is not None:
+        found.append("ref is set in loop sft, which only imitates and has no reference policy: remove it (ref=none).")
+    elif needs_ref != (config.ref is not None):
         found.append(
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef is "
             f"{config.algorithm.kl_reward_coef}, and ref is {'set' if config.ref else 'not set'}: a coefficient above 0 needs the ref "
             "role, and the ref role needs one."
         )
-    found += _sizes_that_do_not_fit(config) if config.loop == "rl" else []
+    found += _sizes_that_do_not_fit(config)
     if config.loop == "rl" and config.sampling.temperature == 0:
         found.append("sampling.temperature is 0 (greedy) in loop rl, where completions of a prompt would all be equal: set it above 0.")
     if config.loop == "sft" and config.warm_start is not None:
@@ -174,15 +195,30 @@ def _conflicts(config: TrainerConfig) -> list[str]:
 
 
 def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
-    """Lengths of RL that exceed a cap."""
-    found = []
-    parts = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) and sampling.max_tokens ({config.sampling.max_tokens})"
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    advice = "raise the first or lower one of the others."
-    if longest > config.batching.max_tokens:
-        found.append(f"batching.max_tokens is {config.batching.max_tokens}, but {parts} allow samples of {longest} tokens: {advice}")
+    """Lengths that exceed a cap; of loop sft only the prompts' are known before the data is read."""
+    prompt = config.data.max_prompt_tokens
+    key = "actor.engine.model.architecture.max_position_embeddings"
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
-        key = "actor.engine.model.architecture.max_position_embeddings"
-        found.append(f"{key} is {positions}, but {parts} allow samples of {longest} tokens: {advice}")
+    caps = {key: positions} if isinstance(positions, int) else {}
+    if config.loop == "sft":
+        return [
+            f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower the other."
+            for cap in caps.values()
+            if prompt > cap
+        ]
+    completion = {"sampling.max_tokens": config.sampling.max_tokens}
+    found = _too_long({"batching.max_tokens": config.batching.max_tokens} | caps, prompt=prompt, completion=completion)
+    if config.data.eval is not None:
+        found += _too_long(caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": config.run.eval_sampling.max_tokens})
     return found
+
+
+def _too_long(caps: Mapping[str, int], *, prompt: int, completion: Mapping[str, int]) -> list[str]:
+    """One sentence per cap, by key, that a prompt and a completion, whose key says its longest, exceed together."""
+    return [
+        f"{key} is {cap}, but data.max_prompt_tokens ({prompt}) and {other} ({length}) allow samples of {prompt + length} tokens: "
+        "raise the first or lower one of the others."
+        for key, cap in caps.items()
+        for other, length in completion.items()
+        if prompt + length > cap
+    ]

@@ -201,6 +201,6 @@ def _yaml_sentence(error: yaml.YAMLError) -> str:
 
 def _one_line(error: BaseException) -> str:
     """An error and its cause as one paragraph that ends in a full stop."""
-    parts = [" ".join(str(part).split()) for part in (error, error.__cause__) if part is not None]
-    text = ": ".join(part for part in dict.fromkeys(parts) if part)
+    parts = [" ".join(str(part).split()) for part in (error, error.__cause__)]
+    text = ": ".join(part for part in dict.fromkeys(parts) if part not in ("", "None"))
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -25,8 +25,8 @@ def check_worker_switch(config: TrainerConfig) -> None:
     found = sorted(point.name for point in entry_points(group=GROUP))
     if not found:
         raise ConfigError(
-            f"use_legacy_worker_impl is enable, but no package offers deprecated workers (entry points {GROUP!r}): install them with "
-            "pip install temper-legacy-shim, or set use_legacy_worker_impl=disable to run on engines."
+            f"use_legacy_worker_impl is enable, but no package offers deprecated workers (entry points {GROUP!r}): they will "
+            "come with temper-legacy-shim; set use_legacy_worker_impl=disable to run on engines."
         )
     raise ConfigError(
         f"use_legacy_worker_impl is enable, and the deprecated workers {', '.join(found)} are installed, but temper-trainer 0.1 drives "

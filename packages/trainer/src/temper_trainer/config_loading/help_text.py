@@ -3,6 +3,7 @@
 import ast
 import inspect
 import itertools
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,12 @@ def _class_meaning(cls: type) -> str:
 
 
 def _default_text(entry: Entry) -> str:
-    return f"={scalar_text(entry.default)}" if entry.has_default else " (must be set)"
+    if not entry.has_default:
+        return " (must be set)"
+    text = scalar_text(entry.default)
+    if isinstance(entry.default, str) and text.startswith("'"):
+        text = shlex.quote(f'"{entry.default}"')  # once for the shell, once for Hydra's grammar
+    return f"={text}"
 
 
 def _wrapped(text: str) -> list[str]:

@@ -54,6 +54,18 @@ RULES = (
         reason="with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or remove it",
     ),
     Rule(
+        keys=("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+        applies=lambda config: (
+            config.loop == "rl"
+            and config.batching.num_mini_batches * config.batching.num_passes == 1
+            and config.algorithm.kl_reward_coef == 0
+        ),
+        reason=(
+            "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio is always 1: raise one of them, or "
+            "remove it"
+        ),
+    ),
+    Rule(
         keys=("algorithm.gamma",),
         applies=lambda config: config.algorithm.advantage not in ("gae", "reinforce_plus_plus"),
         reason="with an algorithm.advantage that weighs whole completions: remove it, or use gae or reinforce_plus_plus",
@@ -113,7 +125,10 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
-    for name, source in {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}.items():
+    sources = {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}
+    if all(source is None or source.kind == "arithmetic" for source in sources.values()):
+        yield _always(("data.chat_template",), "with sources of kind arithmetic, whose prompts are no chat messages: remove it")
+    for name, source in sources.items():
         if source is None:
             continue
         if source.kind in ("jsonl", "parquet"):

@@ -1,11 +1,12 @@
-"""What a configuration refers to outside itself: files, model directories, the reward function. Looked at without torch."""
+"""What a configuration refers to outside itself: files, folders, model directories, libraries, the reward function; without torch."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.run import RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward
 
 
@@ -13,9 +14,9 @@ def check_outside(config: TrainerConfig) -> None:
     """Refuse what is not there; addresses with a scheme (``s3://...``) are left to the run.
 
     Raises:
-        ConfigError: one line per missing file or directory, or the reward's own sentence.
+        ConfigError: one line per file, directory or library that is missing, or in the way; or the reward's own sentence.
     """
-    if problems := [*_missing_data(config), *_missing_models(config)]:
+    if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
     if config.loop == "rl":
         resolve_reward(config.reward)
@@ -52,6 +53,20 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
             "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
             "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
         )
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run was begun in a folder."""
+    return any((folder / name).exists() for name in ("config.yaml", "checkpoints", "metrics.jsonl"))
+
+
+def _problems_of_run(run: RunConfig) -> Iterator[str]:
+    if run.resume == "never" and holds_run(Path(run.dir)):
+        yield f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
+    if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
+        yield f"run.resume is {run.resume}, but must be never, auto, or the path of a step directory, and no directory lies there."
+    if "wandb" in run.trackers and importlib.util.find_spec("wandb") is None:
+        yield "run.trackers names wandb, which is not installed: pip install 'temper-trainer[wandb]', or take it out of run.trackers."
 
 
 def _is_local(path: str) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RunConfig
+from temper_trainer.config_loading.outside import holds_run
 from temper_trainer.metrics.records import superseded_name
 
 
@@ -38,7 +39,7 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
-        return (self.root / "config.yaml").exists() or self.checkpoints.exists() or (self.root / "metrics.jsonl").exists()
+        return holds_run(self.root)
 
     def set_model_aside(self) -> None:
         """Before training goes on: an earlier end's model becomes ``NAME.superseded-N``, so that it is not taken for the last one."""

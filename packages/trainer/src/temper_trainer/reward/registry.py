@@ -82,8 +82,12 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
 def _import(module: str, name: str) -> Callable[..., float]:
     try:
         holder = importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"reward.function names module {module!r}, which can't be imported: {error}.") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        advice = "put the folder that holds it on PYTHONPATH" if is_absent else "mend the module"
+        raise ConfigError(
+            f"reward.function names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}."
+        ) from error
     members = vars(holder)
     found = members.get(name)
     if not callable(found):
