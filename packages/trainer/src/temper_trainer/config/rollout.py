@@ -9,7 +9,7 @@ from temper_trainer.config.ranges import check_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Of every completion; evaluation has its own."""
+    """Of every completion; evaluation has its own. How many a prompt gets is algorithm.group_size, each with a seed of its own."""
 
     temperature: float = 1.0
     """Divides logits; 0 is greedy. Training needs it above 0, and the engine divides by the same."""
