@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.data.arithmetic import Step, arithmetic_rows, draw_problem, is_test_question, solve, with_wrong_first_operation
-from temper_trainer.data.rows import DataError
 
 EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 
@@ -84,5 +83,5 @@ def test_a_split_that_does_not_exist_is_refused() -> None:
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(DataError, match="has no rows"):
-        arithmetic_rows(source(0))
+    with pytest.raises(ConfigError, match="max_rows is 0, but must be at least 1"):
+        source(0)

@@ -34,7 +34,7 @@ class SourceConfig:
         check_range("wrong_first_operation", self.wrong_first_operation, at_least=0, at_most=1)
         if self.kind == "arithmetic":
             if self.split not in ("train", "test"):
-                raise ConfigError(f"split is {self.split!r}, but a source of kind arithmetic has two: train, and test (never trained on).")
+                raise ConfigError(f"split is {self.split!r}, but must be train or test (never trained on) for kind arithmetic.")
             if self.paths or self.max_rows is None:
                 raise ConfigError("a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate.")
         elif not self.paths:
