@@ -6,6 +6,7 @@ from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.folder import holds_run
 from temper_trainer.config.run import RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward
 
@@ -53,11 +54,6 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
             "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
             "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
         )
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run was begun in a folder."""
-    return any((folder / name).exists() for name in ("config.yaml", "checkpoints", "metrics.jsonl"))
 
 
 def _problems_of_run(run: RunConfig) -> Iterator[str]:

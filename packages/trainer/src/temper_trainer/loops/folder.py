@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.folder import holds_run
 from temper_trainer.config.run import RunConfig
-from temper_trainer.config_loading.outside import holds_run
 from temper_trainer.metrics.records import superseded_name
 
 
