@@ -17,7 +17,7 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
 
     Raises:
         DataError: a prompt is too long and overlong_prompts is error, or it has no tokens, or there were rows and none is left.
-        ConfigError: prompt_template has no place for the prompt, or chat messages meet a tokenizer without a chat template.
+        ConfigError: chat messages meet a tokenizer without a chat template.
     """
     kept = _encode(rows, tokenizer, config)
     return [prompt for _, prompt in kept], len(rows) - len(kept)
@@ -64,8 +64,6 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
         ConfigError: as encode_prompts.
     """
     if isinstance(row.prompt, str):
-        if _PLACE not in config.prompt_template:
-            raise ConfigError(f"data.prompt_template is {config.prompt_template!r}, but must contain {_PLACE} where the prompt goes.")
         # Not str.format: templates and prompts are full of other braces.
         return config.prompt_template.replace(_PLACE, row.prompt)
     template = config.chat_template or tokenizer.chat_template
