@@ -26,7 +26,6 @@ WHEELS = ROOT / ".temper" / "wheels"
 
 PLACEHOLDERS = {
     "engine-megatron": "temper-engine-megatron has no engine yet",
-    "legacy-shim": "temper-legacy-shim has no API yet",
 }
 """Packages that hold their place only; a session that would test one skips with this sentence."""
 
@@ -36,6 +35,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
+    "legacy-shim": ("temper_legacy_shim.checkpoints", "temper_legacy_shim.workers"),
     "trainer": ("temper_trainer.runtime.ray_runtime", "temper_trainer.runtime.ray_workers"),
 }
 """Modules that only an extra makes importable."""

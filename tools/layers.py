@@ -30,7 +30,13 @@ ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
 GUESTS = (
     Guest(
         module="torch.distributed",
-        hosts=(*ENGINES, KIT, "temper_engine_api.checkpoint", "temper_trainer.weight_sync.collective"),
+        hosts=(
+            *ENGINES,
+            KIT,
+            "temper_engine_api.checkpoint",
+            "temper_trainer.weight_sync.collective",
+            "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
+        ),
     ),
     Guest(module="peft", hosts=(*(f"{engine}.adapter" for engine in ENGINES), KIT)),
     Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),

@@ -1,1 +1,4 @@
-"""The place of the help for users of older worker-class systems; it has no API yet."""
+"""Help for users of older worker-class systems: the command ``temper-migrate``, checkpoint converters, deprecated workers.
+
+Import from the rooms (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports nothing, so that the command starts at once.
+"""

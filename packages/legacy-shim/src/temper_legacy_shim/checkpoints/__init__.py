@@ -1,0 +1,1 @@
+"""Checkpoints of older systems: lazily readable, convertible, never executed."""

@@ -1,0 +1,38 @@
+"""What the shim raises. Every message says what was wrong, what was expected, and what to do.
+
+ShimError
+├── UsageError(ValueError)          options that conflict, are missing, or have no effect on this input
+├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a file of it is missing
+├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others; names file and key
+│   └── UnsafeFileError             a file asks for something that no checkpoint needs; names the global
+├── OutputError(RuntimeError)       the output exists, is in use, or can't be written
+└── VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
+"""
+
+
+class ShimError(Exception):
+    """Root of every error that the shim raises on purpose."""
+
+
+class UsageError(ShimError, ValueError):
+    """Options conflict, are missing, or have no effect on this input."""
+
+
+class LayoutError(ShimError, ValueError):
+    """A directory is no checkpoint that we know, or a file of it is missing."""
+
+
+class DamagedFileError(ShimError, ValueError):
+    """A file is truncated, malformed, or contradicts the others."""
+
+
+class UnsafeFileError(DamagedFileError):
+    """A file asks for a global that no checkpoint needs; nothing of it was executed."""
+
+
+class OutputError(ShimError, RuntimeError):
+    """The output exists already, is in use, or can't be written."""
+
+
+class VerificationError(ShimError, RuntimeError):
+    """What was written is not what was read, or a receipt does not hold."""
