@@ -7,6 +7,7 @@ environment (what a wheel declares, what its lower bounds are) make their own wi
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -120,9 +121,9 @@ def isolated(session: nox.Session, package: str) -> None:
     session.install("-c", CONSTRAINTS, TORCH)
     session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
     # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
-    session.chdir(session.create_tmp())
-    session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
-    session.chdir(ROOT)
+    # Not nox's own: that one becomes TMPDIR, and Ray's sockets below it get names longer than a socket may have.
+    with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
+        session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
     if package not in PLACEHOLDERS:
         with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
         session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
@@ -138,8 +139,8 @@ def compat(session: nox.Session, pair: str) -> None:
         tag = _last_tag(tagged)
         if tag is None:
             session.skip(f"temper-{tagged} has no released version yet (no tag {tagged}/v*)")
-        checkout = Path(session.create_tmp()) / tagged
-        checkout.mkdir(exist_ok=True)
+        checkout = session.env_dir / "tagged" / tagged
+        checkout.mkdir(parents=True, exist_ok=True)
         archive = checkout.with_suffix(".tar")
         session.run("git", "archive", f"--output={archive}", tag, f"packages/{tagged}", external=True)
         session.run("tar", "-xf", str(archive), "-C", str(checkout), external=True)
