@@ -20,6 +20,7 @@ from temper_trainer.config_loading.sizes import derived_sizes
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 141
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -31,13 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted.
+        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted, 141 nobody reads the output any more.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.path.insert(0, os.getcwd())  # as with python -m: reward functions of one's own lie beside the run
     try:
-        return _act(asked)
+        code = _act(asked)
+        sys.stdout.flush()  # here, where a reader that went away (| head) is an exit code; at the interpreter's end it is a traceback
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO_READER
     except ConfigError as error:
         return _fail(f"configuration error:\n{error}", code=EXIT_WRONG_CONFIG)
     except TemperError as error:

@@ -56,6 +56,15 @@ def test_module_and_command_are_the_same(tmp_path: Path) -> None:
     assert run("experiment=quickstart", "--check", cwd=tmp_path)[1] == done.stdout
 
 
+def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path) -> None:
+    process = start("experiment=quickstart", "--print", cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # as `| head` does once it has its lines
+    errors = process.stderr.read()
+    assert (process.wait(timeout=60), errors) == (141, "")
+
+
 def test_wrong_configuration_leaves_no_traceback(tmp_path: Path) -> None:
     code, out, err = run("loop=dpo", cwd=tmp_path)
     assert (code, out) == (2, "")

@@ -1,0 +1,134 @@
+"""What bench_update.py trains, and what each contender reports: one model, the same sequences, one clock.
+
+The model has Qwen2's architecture with 18.9 million parameters. The sequences are long-tailed as rollouts are: prompts of 16 to 64
+tokens, responses log-normal with a median of 90 and a sigma of 0.9, clipped to [8, 960]; the loss is on the response.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 8192
+ARCHITECTURE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NUM_SEQUENCES = 32
+MICRO_BATCH_TOKENS = 2048
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One prompt with its response."""
+
+    tokens: Tensor
+    """[L] int64."""
+    is_response: Tensor
+    """[L] bool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one contender came to; the first update warms up and is in ``losses`` only."""
+
+    tokens: list[int]
+    """Real tokens of each timed update, over all ranks."""
+    wall_s: list[float]
+    """Of each timed update."""
+    cpu_s: list[float]
+    """Of each timed update, over all ranks."""
+    losses: list[float]
+    """Mean negative log-likelihood per trained token of every update, warm-up first; empty where its batches are others."""
+
+    def summary(self) -> dict[str, object]:
+        """The median update, and this process's peak memory."""
+        per_cpu = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.cpu_s, strict=True))
+        per_wall = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.wall_s, strict=True))
+        return {
+            "tokens_per_cpu_s": per_cpu[len(per_cpu) // 2],
+            "tokens_per_s": per_wall[len(per_wall) // 2],
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "losses": self.losses,
+        }
+
+
+def examples(*, seed: int) -> list[Example]:
+    """The sequences of one update."""
+    chance = np.random.default_rng(seed)
+    prompts = chance.integers(16, 65, NUM_SEQUENCES)
+    responses = np.clip(np.exp(chance.normal(math.log(90), 0.9, NUM_SEQUENCES)), 8, 960).astype(int)
+    return [
+        Example(tokens=torch.from_numpy(chance.integers(3, VOCAB_SIZE, p + r)), is_response=torch.arange(p + r) >= p)
+        for p, r in zip(prompts.tolist(), responses.tolist(), strict=True)
+    ]
+
+
+def batches(num_updates: int) -> list[list[Example]]:
+    """One warm-up batch and ``num_updates`` timed ones."""
+    return [examples(seed=100 + i) for i in range(num_updates + 1)]
+
+
+def write_model(folder: Path) -> None:
+    """The model with seeded weights, and a tokenizer that the peers ask for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **ARCHITECTURE))
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t0").save_pretrained(folder)
+
+
+def load_model(folder: Path, *, attention: str) -> PreTrainedModel:
+    """The model in float32, ready to train."""
+    transformers.logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model.config.use_cache = False
+    return model.train()
+
+
+def time_updates(update: Callable[[Sequence[Example]], float], *, num_updates: int, world_size: int = 1) -> Timing:
+    """Run the warm-up and the timed updates; the tokens are counted over all ranks, of which each takes its share."""
+    wall, cpu, losses, tokens = [], [], [], []
+    for number, batch in enumerate(batches(num_updates)):
+        started, started_cpu = time.perf_counter(), time.process_time()
+        losses.append(update(batch))
+        took, took_cpu = time.perf_counter() - started, time.process_time() - started_cpu
+        if number:
+            wall.append(took)
+            cpu.append(took_cpu * world_size)
+            tokens.append(sum(len(example.tokens) for example in batch))
+    return Timing(tokens=tokens, wall_s=wall, cpu_s=cpu, losses=losses)
+
+
+def first_fit(lengths: Sequence[int], *, cap: int) -> list[list[int]]:
+    """Bins of at most ``cap`` tokens, longest first: what the hand-written loop packs with."""
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = next((b for b, load in enumerate(loads) if load + lengths[index] <= cap), None)
+        if place is None:
+            bins.append([index])
+            loads.append(lengths[index])
+        else:
+            bins[place].append(index)
+            loads[place] += lengths[index]
+    return bins
