@@ -7,7 +7,8 @@ An engine's package declares in its ``pyproject.toml``:
     [project.entry-points."temper.engine_configs"]
     fsdp = "temper_engine_fsdp.config:FSDPConfig"
 
-The second names a module without torch, so that a configuration can be checked before anything heavy is imported.
+The second names a module without torch, so that a configuration can be checked before anything heavy is imported. A third group,
+``temper.conformance_layouts``, is optional; see ``layout``.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.layout import Layout
 from temper_engine_api.specs import EngineConfig
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ ENGINES = "temper.engines"
 """Entry-point group of engine classes."""
 ENGINE_CONFIGS = "temper.engine_configs"
 """Entry-point group of their configurations."""
+CONFORMANCE_LAYOUTS = "temper.conformance_layouts"
+"""Entry-point group of their tables of layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,30 @@ def engine_config_class(name: str) -> type[EngineConfig]:
     return loaded
 
 
+def conformance_layouts(name: str) -> tuple[Layout, ...]:
+    """The layouts that the engine of that name offers to the conformance kit; none where it has no such entry point.
+
+    Raises:
+        EngineNotFoundError: the entry point can't be imported, or gives no tuple of layouts with names of their own.
+    """
+    point = _points(CONFORMANCE_LAYOUTS).get(name)
+    return () if point is None else check_layouts(_import(point), source=f"entry point {name!r} of {_distribution(point)}")
+
+
+def check_layouts(found: object, *, source: str) -> tuple[Layout, ...]:
+    """A table of layouts as somebody wrote it, checked.
+
+    Raises:
+        EngineNotFoundError: it is no tuple of layouts, or two of them have one name.
+    """
+    if not isinstance(found, tuple) or not all(isinstance(layout, Layout) for layout in found):
+        raise EngineNotFoundError(f"{source} gives {found!r}, which is no tuple of {Layout.__name__}: tell its authors.")
+    names = [layout.name for layout in found]
+    if len(set(names)) < len(names):
+        raise EngineNotFoundError(f"{source} gives layouts with one name twice: {', '.join(names)}. Tell its authors.")
+    return found
+
+
 def _load(group: str, name: str) -> type[object]:
     points = _points(group)
     if name not in points:
@@ -92,15 +120,20 @@ def _load(group: str, name: str) -> type[object]:
             f"(fsdp) or `pip install temper-engine-megatron` (megatron); other engines come with their entry point in {group!r}."
         )
     point = points[name]
+    loaded = _import(point)
+    if not isinstance(loaded, type):
+        raise EngineNotFoundError(f"entry point {name!r} of {_distribution(point)} gives {loaded!r}, which is no class: tell its authors.")
+    return loaded
+
+
+def _import(point: EntryPoint) -> object:
     try:
         loaded: object = point.load()
     except (ImportError, AttributeError, OSError) as error:
         raise EngineNotFoundError(
-            f"engine {name!r} of {_distribution(point)} can't be imported from {point.value}: {error}. "
+            f"engine {point.name!r} of {_distribution(point)} can't be imported from {point.value}: {error}. "
             "Install what is missing, or another version of it."
         ) from error
-    if not isinstance(loaded, type):
-        raise EngineNotFoundError(f"entry point {name!r} of {_distribution(point)} gives {loaded!r}, which is no class: tell its authors.")
     return loaded
 
 

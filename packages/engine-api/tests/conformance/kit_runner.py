@@ -40,8 +40,9 @@ class Kit:
     lent: Lent
     folder: Path
 
-    def run(self, engine, *arguments, laws=(), world_sizes="1", status=None):
-        """The outcome by law; ``laws`` are ``test_file::test_name``, all of them by default."""
+    def run(self, engine, *arguments, laws=(), world_sizes="1", layouts=None, status=None):
+        """The outcome by law; ``laws`` are ``test_file::test_name``, all of them by default. Layouts stand in for world sizes."""
+        where = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
         ini = self.folder / "empty.ini"
         ini.write_text("[pytest]\n")
         found = Laws()
@@ -49,7 +50,7 @@ class Kit:
             [
                 *("-c", str(ini), "--rootdir", str(self.folder), "-p", "no:cacheprovider", "-p", "no:timeout", "-q"),
                 *("--tb=short", "--pyargs", *([f"{KIT}.{law}" for law in laws] or [KIT])),
-                *("--engine", engine, "--world-sizes", world_sizes, *arguments),
+                *("--engine", engine, *where, *arguments),
             ],
             plugins=[found, _Lender(self.lent)],
         )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.conformance.fleet import Fleet, RankFailureError
+from temper_engine_api.layout import plain_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
 """Nothing is built here, so nothing but torch need be imported."""
@@ -47,7 +48,7 @@ def fleet(lent):
 
 
 def run(fleet, job, *, world_size=2, **arguments):
-    return fleet.run(job, engine=ANY_ENGINE, world_size=world_size, arguments=arguments)
+    return fleet.run(job, engine=ANY_ENGINE, layout=plain_layout(world_size), arguments=arguments)
 
 
 def test_every_rank_answers_in_order_at_every_world_size(fleet):

@@ -48,7 +48,7 @@ def test_a_broken_law_fails_the_run(kit):
 
 
 def test_an_expected_failure_passes_the_run(kit, tmp_path):
-    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7", world_sizes=[1])
+    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7", layouts=["1-rank"])
     report = tmp_path / "report.md"
     kit.run(BROKEN, *expected, "--report", str(report), laws=[LAW], status=pytest.ExitCode.OK)
     assert "clip is a dead key, issue 7" in report.read_text()

@@ -1,4 +1,4 @@
-"""``python -m temper_engine_api.conformance --engine NAME [--world-sizes 1,2] [--report PATH]``: the kit as a command."""
+"""``python -m temper_engine_api.conformance --engine NAME [--world-sizes 1,2] [--layouts all] [--report PATH]``: the kit as a command."""
 
 import sys
 

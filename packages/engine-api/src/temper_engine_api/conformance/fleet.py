@@ -1,4 +1,4 @@
-"""Rank processes, started once and kept for the whole session; they serve every world size by joining another process group.
+"""Rank processes, started once and kept for the whole session; they serve every layout by joining another process group.
 
 A job is a module-level function; every rank runs it with the same arguments. A rank that raises, dies or hangs is told apart by name;
 after a failure the process group is made anew, and after a death or a hang the processes are.
@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 
 from temper_engine_api.conformance.rank import Job, P, T
 from temper_engine_api.conformance.rank_process import Reply, Request, serve
+from temper_engine_api.layout import Layout
 
 JOB_TIMEOUT_S = 120.0
 """Longest a job may take on any rank; the first one waits for the imports of the engine as well."""
@@ -49,15 +50,15 @@ class Fleet:
         self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
-        self._rendezvous: dict[int, str] = {}
+        self._rendezvous: dict[str, str] = {}
 
-    def run(self, job: Job[P, T], *, engine: str, world_size: int, arguments: dict[str, object]) -> list[T]:
-        """Run a job on the first ``world_size`` ranks.
+    def run(self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]) -> list[T]:
+        """Run a job on as many of the first ranks as the layout has.
 
         Args:
             job: importable by its module and name.
             engine: name or ``module:Class``.
-            world_size: at most the number of processes.
+            layout: of at most as many ranks as there are processes.
             arguments: of the job, by name; they travel by pickle.
 
         Returns:
@@ -72,14 +73,14 @@ class Fleet:
         name = f"{job.__module__}:{job.__qualname__}"
         request = Request(
             engine=engine,
-            world_size=world_size,
-            rendezvous=self._rendezvous_of(world_size),
+            layout=layout,
+            rendezvous=self._rendezvous_of(layout),
             device=self._device,
             job=name,
             arguments=arguments,
         )
         message = pickle.dumps(request)
-        members = self._members[:world_size]
+        members = self._members[: layout.world_size]
         for index, (process, connection) in enumerate(members):
             try:
                 connection.send_bytes(message)
@@ -120,12 +121,12 @@ class Fleet:
                 theirs.close()
                 self._members.append((process, ours))
 
-    def _rendezvous_of(self, world_size: int) -> str:
-        """One process group at a time: asking for another size leaves the one before."""
-        if world_size not in self._rendezvous:
+    def _rendezvous_of(self, layout: Layout) -> str:
+        """One process group at a time: asking for another layout leaves the one before, and closes its engines."""
+        if layout.name not in self._rendezvous:
             self._num_groups += 1
-            self._rendezvous = {world_size: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")}
-        return self._rendezvous[world_size]
+            self._rendezvous = {layout.name: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")}
+        return self._rendezvous[layout.name]
 
     def _collect(self, job: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
         replies: dict[int, Reply] = {}

@@ -4,7 +4,11 @@ from importlib import import_module
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineNotFoundError
-from temper_engine_api.registry import engine_class
+from temper_engine_api.layout import Layout
+from temper_engine_api.registry import check_layouts, conformance_layouts, engine_class
+
+MODULE_TABLE = "CONFORMANCE_LAYOUTS"
+"""Attribute of a module that holds the layouts of an engine that was named as ``module:Class``."""
 
 
 def engine_named(name: str) -> type[BaseEngine]:
@@ -25,3 +29,15 @@ def engine_named(name: str) -> type[BaseEngine]:
             f"--engine {name!r} names {found!r}, expected a class that derives from temper_engine_api.engine.BaseEngine."
         )
     return found
+
+
+def layouts_of(name: str) -> tuple[Layout, ...]:
+    """The layouts that the engine of that name offers: those of its entry point, or of its module's attribute CONFORMANCE_LAYOUTS.
+
+    Raises:
+        EngineNotFoundError: what stands there is no table of layouts.
+    """
+    module, separator, _ = name.partition(":")
+    if not separator:
+        return conformance_layouts(name)
+    return check_layouts(vars(import_module(module)).get(MODULE_TABLE, ()), source=f"{MODULE_TABLE} of {module}")

@@ -7,12 +7,15 @@ from typing import Protocol, cast
 import pytest
 
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.findings import Finding, Findings, Outcome, to_json, versions_of
 from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.groups import GROUPS
 from temper_engine_api.conformance.naming import engine_named
 from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.conformance.report import GROUPS, Finding, Findings, Outcome, render, summary_of
+from temper_engine_api.conformance.report import render, summary_of
 from temper_engine_api.conformance.settings import ExpectedFailure, Settings, add_options, read_settings
 from temper_engine_api.conformance.subject import Subject
+from temper_engine_api.layout import Layout
 
 LENT = "temper-conformance-lent"
 """Name of a plugin that lends what is costly to start; the kit's own tests run the kit many times in one process."""
@@ -42,34 +45,37 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = read_settings(config)
     module = engine_named(settings.engine).__module__
     config.stash[SETTINGS] = settings
-    config.stash[FINDINGS] = Findings(engine=settings.engine, module=module, world_sizes=settings.world_sizes)
+    names = tuple(layout.name for layout in settings.layouts)
+    config.stash[FINDINGS] = Findings(engine=settings.engine, layouts=names, versions=versions_of(module))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every law runs at every world size."""
-    if "world_size" in metafunc.fixturenames:
-        sizes = metafunc.config.stash[SETTINGS].world_sizes
-        ids = [f"{n}-rank{'s' if n > 1 else ''}" for n in sizes]
-        metafunc.parametrize("world_size", sizes, ids=ids, scope="session")
+    """Every law runs in every layout."""
+    if "layout" in metafunc.fixturenames:
+        layouts = metafunc.config.stash[SETTINGS].layouts
+        metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts], scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out laws that are not about this engine's claims, mark expected failures, sort by world size.
+    """Leave out laws that are not about this engine's claims, mark expected failures, sort by layout.
 
     What is not claimed is not skipped: its refusal is a law of its own, which only such engines are held to.
     """
     settings = config.stash[SETTINGS]
     laws = [item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT]
     for law in laws:
-        group, world_size = law.path.stem.removeprefix("test_"), law.callspec.params["world_size"]
-        law.user_properties += [("group", group), ("world_size", world_size)]
+        law.user_properties += [("group", law.path.stem.removeprefix("test_")), ("layout", _layout_of(law).name)]
     unclaimed = {law for law in laws if not _capabilities_of(law, "claims") <= settings.claims}
     config.stash[FINDINGS].unclaimed += [law.name for law in laws if law in unclaimed]
     needless = {law for law in laws if _capabilities_of(law, "disclaims") & settings.claims}
     _expect_failures(settings.expected, laws)
-    kept = [item for item in items if item not in unclaimed | needless]
-    items[:] = sorted(kept, key=lambda item: int(_property(item, "world_size") or 0))
+    left_out = [law for law in laws if law not in unclaimed | needless and _property(law, "group") not in settings.groups]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    kept = [item for item in items if item not in unclaimed | needless | set(left_out)]
+    place = {layout.name: str(number) for number, layout in enumerate(settings.layouts)}
+    items[:] = sorted(kept, key=lambda item: int(place.get(_property(item, "layout") or "", "0")))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -102,8 +108,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(line)
     if settings.report is not None:
         settings.report.parent.mkdir(parents=True, exist_ok=True)
-        settings.report.write_text(render(findings))
+        settings.report.write_text(render([findings]))
         terminalreporter.line(f"report: {settings.report}")
+    if settings.findings is not None:
+        settings.findings.parent.mkdir(parents=True, exist_ok=True)
+        settings.findings.write_text(to_json(findings))
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +123,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield lender.fleet
         return
     settings = request.config.stash[SETTINGS]
-    own = Fleet(max(settings.world_sizes), folder=tmp_path_factory.mktemp("fleet"), device=settings.device)
+    own = Fleet(max(layout.world_size for layout in settings.layouts), folder=tmp_path_factory.mktemp("fleet"), device=settings.device)
     yield own
     own.close()
 
@@ -127,20 +136,24 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def subject(request: pytest.FixtureRequest, fleet: Fleet, world_size: int) -> Subject:
-    """The engine under test at this world size."""
+def subject(request: pytest.FixtureRequest, fleet: Fleet, layout: Layout) -> Subject:
+    """The engine under test in this layout."""
     settings = request.config.stash[SETTINGS]
     return Subject(
         engine=settings.engine,
         claims=settings.claims,
-        world_size=world_size,
-        all_world_sizes=settings.world_sizes,
+        layout=layout,
+        all_layouts=settings.layouts,
         fleet=fleet,
     )
 
 
 def _lender(config: pytest.Config) -> Lender | None:
     return cast(Lender | None, config.pluginmanager.get_plugin(LENT))
+
+
+def _layout_of(law: pytest.Function) -> Layout:
+    return cast(Layout, law.callspec.params["layout"])
 
 
 def _capabilities_of(law: pytest.Function, marker: str) -> frozenset[Capability]:
@@ -159,7 +172,7 @@ def _expect_failures(expected: tuple[ExpectedFailure, ...], laws: list[pytest.Fu
             for law in laws
             if law.originalname == entry.law
             and entry.parameters in law.name
-            and (not entry.world_sizes or law.callspec.params["world_size"] in entry.world_sizes)
+            and (not entry.layouts or _layout_of(law).name in entry.layouts)
         ]
         if not matching:
             raise pytest.UsageError(f"--expected-failures names {entry.law!r}, which no collected law matches.")
@@ -175,7 +188,7 @@ def _finding(item: pytest.Item, report: pytest.TestReport, *, is_expected: bool)
     return Finding(
         law=item.name,
         group=str(_property(item, "group")),
-        world_size=int(str(_property(item, "world_size"))),
+        layout=str(_property(item, "layout")),
         outcome=outcome,
         detail=report.wasxfail if is_expected and not failed else " ".join((errors or detail[-1:])[:1])[:300],
     )

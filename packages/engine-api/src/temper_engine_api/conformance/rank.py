@@ -1,10 +1,11 @@
 """What a job sees on a rank: which rank it is, and engines built from recipes, kept for the next job where that is safe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from temper_engine_api.engine import BaseEngine
+from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,
@@ -26,6 +27,9 @@ READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, cli
 
 TRAINS = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
 """Every term of the update is large enough to be missed."""
+
+ALONE = plain_layout(1)
+"""One rank."""
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """Longest wait of a collective: a rank that waits in vain fails with its own traceback before the fleet loses patience."""
@@ -50,8 +54,10 @@ class Recipe:
     lora: LoraSpec = field(default_factory=LoraSpec)
     """See LoraSpec."""
 
-    def config_for(self, engine_class: type[BaseEngine], *, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """The engine's own configuration class, filled with base fields only."""
+    def config_for(
+        self, engine_class: type[BaseEngine], *, device: Literal["cpu", "cuda"], layout_fields: Mapping[str, Any]
+    ) -> EngineConfig:
+        """The engine's own configuration class, filled with base fields and those of a layout."""
         return engine_class.config_class(
             model=ModelSpec(path=self.model_path, model_type=self.model_type),
             optimizer=self.optimizer,
@@ -62,6 +68,7 @@ class Recipe:
             device=device,
             deterministic=True,
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+            **layout_fields,
         )
 
 
@@ -73,15 +80,20 @@ class Rank:
         engine_class: type[BaseEngine],
         *,
         index: int = 0,
-        world_size: int = 1,
+        layout: Layout = ALONE,
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         self.engine_class = engine_class
         self.index = index
-        self.world_size = world_size
+        self.layout = layout
         self._device: Literal["cpu", "cuda"] = device
         self._kept: dict[Recipe, BaseEngine] = {}
         self._passing: list[BaseEngine] = []
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the process group."""
+        return self.layout.world_size
 
     def kept_engine(self, recipe: Recipe) -> BaseEngine:
         """An engine that later jobs will meet again: for jobs that leave its weights as they were."""
@@ -99,7 +111,7 @@ class Rank:
 
     def unbuilt_engine(self, recipe: Recipe) -> BaseEngine:
         """Constructed, ``init_model`` not called; never closed."""
-        return self.engine_class(recipe.config_for(self.engine_class, device=self._device))
+        return self.engine_class(recipe.config_for(self.engine_class, device=self._device, layout_fields=self.layout.fields))
 
     def close_passing(self) -> None:
         """At the end of a job."""

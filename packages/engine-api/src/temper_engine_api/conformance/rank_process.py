@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from temper_engine_api.conformance.naming import engine_named
 from temper_engine_api.conformance.rank import COLLECTIVE_TIMEOUT_S, Rank
+from temper_engine_api.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class Request:
 
     engine: str
     """Name or ``module:Class``."""
-    world_size: int
-    """Ranks of the process group."""
+    layout: Layout
+    """Ranks of the process group, and how the engine is configured on them."""
     rendezvous: str
     """Path of the file through which its ranks meet; another path is another process group."""
     device: Literal["cpu", "cuda"]
@@ -109,7 +110,7 @@ class _Station:
             return
         self.leave()
         # As torchrun sets them.
-        os.environ |= {"RANK": str(self._index), "LOCAL_RANK": str(self._index), "WORLD_SIZE": str(request.world_size)}
+        os.environ |= {"RANK": str(self._index), "LOCAL_RANK": str(self._index), "WORLD_SIZE": str(request.layout.world_size)}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         if request.device == "cuda":
             torch.cuda.set_device(self._index)
@@ -117,7 +118,7 @@ class _Station:
             "cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo",
             init_method=f"file://{request.rendezvous}",
             rank=self._index,
-            world_size=request.world_size,
+            world_size=request.layout.world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         self._rendezvous = request.rendezvous
@@ -125,7 +126,7 @@ class _Station:
     def _rank(self, request: Request) -> Rank:
         if request.engine not in self._ranks:
             self._ranks[request.engine] = Rank(
-                engine_named(request.engine), index=self._index, world_size=request.world_size, device=request.device
+                engine_named(request.engine), index=self._index, layout=request.layout, device=request.device
             )
         return self._ranks[request.engine]
 

@@ -1,6 +1,6 @@
 """The training loop of the engine RFC, as users write it, and the functions that it takes.
 
-Each rank brings its own rows of a padded mini-batch; nothing here knows which engine runs.
+Each data-parallel rank brings its own rows of a padded mini-batch; nothing here knows which engine runs.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from temper_engine_api.conformance.rank import Rank, Recipe
 from temper_engine_api.engine import Context, PostprocessFn, Predictions, PreprocessFn, RawBatch, RfcLoss
 from temper_engine_api.objective import Objective
 from temper_engine_api.padding import to_padded
+from temper_engine_api.topology import Axis
 from temper_engine_api.weights import TrainingState
 
 
@@ -23,6 +24,8 @@ from temper_engine_api.weights import TrainingState
 class LoopResult:
     """What the loop saw on one rank."""
 
+    dp: Axis
+    """Which of how many data-parallel ranks."""
     losses: list[float]
     """As returned, one per mini-batch."""
     grad_norms: list[float]
@@ -84,13 +87,14 @@ def rfc_loop(
     preprocess_fn: PreprocessFn | None = None,
     postprocess_fn: PostprocessFn | None = None,
 ) -> LoopResult:
-    """The loop; every rank takes every ``world_size``-th row, as a padded mapping."""
-    train_loader = [to_padded(batch.select(range(rank.index, batch.num_sequences, rank.world_size))) for batch in batches]
+    """The loop; every data-parallel rank takes every n-th row, as a padded mapping."""
+    engine = rank.engine(recipe)
+    dp = engine.topology.dp
+    train_loader = [to_padded(batch.select(range(dp.rank, batch.num_sequences, dp.size))) for batch in batches]
     hooks = _Hooks(preprocess_fn=preprocess_fn, postprocess_fn=postprocess_fn)
     ctx: Context = {"calls": 0}
     losses, grad_norms, rates, seen = [], [], [], []
 
-    engine = rank.engine(recipe)
     engine.set_loss_fn(loss_fn)
     for batch in train_loader:
         engine.optimizer_zero_grad()
@@ -108,6 +112,7 @@ def rfc_loop(
 
     assert ctx is not None
     return LoopResult(
+        dp=dp,
         losses=losses,
         grad_norms=grad_norms,
         rates=rates,

@@ -5,30 +5,36 @@ from dataclasses import dataclass
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.fleet import Fleet
 from temper_engine_api.conformance.rank import Job, P, T
+from temper_engine_api.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine at one world size."""
+    """An engine in one layout."""
 
     engine: str
     """Name or ``module:Class``."""
     claims: frozenset[Capability]
     """What it claims."""
-    world_size: int
-    """Ranks."""
-    all_world_sizes: tuple[int, ...]
+    layout: Layout
+    """Ranks, and how the engine is configured on them."""
+    all_layouts: tuple[Layout, ...]
     """Of the run."""
     fleet: Fleet
     """Its processes."""
 
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.layout.world_size
+
     def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run a job on every rank; arguments by name only. What each rank returned, in rank order."""
         __tracebackhide__ = True
-        return self.run_at(self.world_size, job, *args, **kwargs)
+        return self.run_in(self.layout, job, *args, **kwargs)
 
-    def run_at(self, world_size: int, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """As ``run``, at another world size."""
+    def run_in(self, layout: Layout, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """As ``run``, in another layout."""
         __tracebackhide__ = True
         assert not args, "arguments of a job are given by name"
-        return self.fleet.run(job, engine=self.engine, world_size=world_size, arguments=kwargs)
+        return self.fleet.run(job, engine=self.engine, layout=layout, arguments=kwargs)

@@ -30,16 +30,22 @@ from temper_engine_api.objective import Query
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_plan_is_executed_unchanged(subject: Subject, reference: Reference, split: Split) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    for seen, planned in subject.run(witnessed_and_planned, recipe=recipe, batch=batch, split=split):
+    pairs = [pair for pair in subject.run(witnessed_and_planned, recipe=recipe, batch=batch, split=split) if pair is not None]
+    assert pairs
+    for seen, planned in pairs:
         assert seen == planned
 
 
-def witnessed_and_planned(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split) -> tuple[dict[str, float], dict[str, float]]:
-    """How often the objective saw which micro-batch, and how often the plan has it."""
+def witnessed_and_planned(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split
+) -> tuple[dict[str, float], dict[str, float]] | None:
+    """How often the objective saw which micro-batch, and how often the plan has it; None where the rank's metrics don't count."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(PlanWitness())
     share = share_of(engine, batch, split=split)
     seen = update_once(engine, [share]).metrics
+    if not engine.topology.returns_outputs:
+        return None
     planned = Counter(witness_of(micro.sample_ids) for micro in share.micro_batches())
     return {name: value_of(metric) for name, metric in seen.items() if name != "loss"}, {
         name: float(count) for name, count in planned.items()
@@ -52,7 +58,7 @@ def value_of(metric: Metric) -> float:
 
 def test_every_sample_is_on_one_rank_and_counts_are_equal(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    shares = subject.run(shares_of, recipe=recipe, batch=batch, max_tokens=24)
+    shares = [share for share in subject.run(shares_of, recipe=recipe, batch=batch, max_tokens=24) if share is not None]
     assert len({share.num_micro_batches for share in shares}) == 1
     ids = torch.cat([share.sample_ids[~share.is_dummy] for share in shares])
     assert sorted(ids.tolist()) == batch.sample_ids.tolist()
@@ -65,11 +71,12 @@ def _real(share: PackedBatch) -> list[SequenceBatch]:
     return [micro for micro in share.micro_batches() if not bool(micro.is_dummy.any())]
 
 
-def shares_of(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, max_tokens: int) -> PackedBatch:
-    """By the engine's own ``shard_data``."""
+def shares_of(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, max_tokens: int) -> PackedBatch | None:
+    """By the engine's own ``shard_data``; of one rank of each replica."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
-    return engine.shard_data(batch, max_tokens=max_tokens)
+    share = engine.shard_data(batch, max_tokens=max_tokens)
+    return share if engine.topology.returns_outputs else None
 
 
 def test_unshard_of_shard_is_the_batch(subject: Subject, reference: Reference) -> None:
@@ -180,22 +187,24 @@ def mean_ratio_and_weight(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, s
     """The weighted sum and the weight of a metric of the objective, of this rank."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
-    metric = update_once(engine, [share_of(engine, batch, split=split)]).metrics["ratio"]
-    return (float(metric.value), float(metric.weight)) if engine.topology.returns_outputs else (0.0, 0.0)
+    metrics = update_once(engine, [share_of(engine, batch, split=split)]).metrics
+    return (float(metrics["ratio"].value), float(metrics["ratio"].weight)) if engine.topology.returns_outputs else (0.0, 0.0)
 
 
 def test_evaluating_an_objective_gives_the_training_loss(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    for trained, evaluated in subject.run(trained_and_evaluated_loss, recipe=recipe, batch=batch):
+    pairs = [pair for pair in subject.run(trained_and_evaluated_loss, recipe=recipe, batch=batch) if pair is not None]
+    assert pairs
+    for trained, evaluated in pairs:
         assert_close(evaluated, trained, LOGPROB, what="loss", at_least=1.0)
 
 
-def trained_and_evaluated_loss(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[float, float]:
-    """Of this rank's share."""
+def trained_and_evaluated_loss(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[float, float] | None:
+    """Of this rank's share; None where its metrics don't count."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
     share = share_of(engine, batch, split=WHOLE)
-    trained = update_once(engine, [share]).metrics["loss"]
+    trained = update_once(engine, [share]).metrics
     with engine.eval_mode():
-        evaluated = engine.forward_backward_batch(share, forward_only=True).metrics["loss"]
-    return value_of(trained), value_of(evaluated)
+        evaluated = engine.forward_backward_batch(share, forward_only=True).metrics
+    return (value_of(trained["loss"]), value_of(evaluated["loss"])) if engine.topology.returns_outputs else None

@@ -83,7 +83,7 @@ def test_topologies_fit_together(subject: Subject, reference: Reference) -> None
     topologies = subject.run(topology_of, recipe=reference.recipe(QWEN2_GROUPED))
     assert [topology.global_rank for topology in topologies] == list(range(subject.world_size))
     for topology in topologies:
-        sizes = topology.dp.size * topology.tp.size * topology.pp.size * topology.cp.size
+        sizes = topology.dp.size * topology.tp.size * topology.pp.size * topology.cp.size * topology.sp.size
         assert topology.world_size == subject.world_size == sizes
     replicas = [topology.dp.rank for topology in topologies if topology.returns_outputs]
     assert sorted(replicas) == list(range(topologies[0].dp.size)), "not one rank of each replica returns outputs"

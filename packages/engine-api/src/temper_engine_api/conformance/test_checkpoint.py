@@ -39,13 +39,15 @@ def batches(reference: Reference) -> list[SequenceBatch]:
 
 
 def test_resume_is_bitwise(subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path) -> None:
-    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
+    whole = subject.run(train_whole, recipe=recipe, batches=batches)
     subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
-    for update, want in zip(resumed, whole[2:], strict=True):
-        assert_same_state(update.state, want.state)
-        assert (update.grad_norm, update.next_lr) == (want.grad_norm, want.next_lr)
-        assert merged([update])["loss"] == merged([want])["loss"]
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)
+    for number in range(2):
+        updates, wanted = ([of_rank[-2 + number] for of_rank in of_ranks] for of_ranks in (resumed, whole))
+        for update, want in zip(updates, wanted, strict=True):
+            assert_same_state(update.state, want.state)
+            assert (update.grad_norm, update.next_lr) == (want.grad_norm, want.next_lr)
+        assert merged(updates)["loss"] == merged(wanted)["loss"]
 
 
 def train_whole(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> list[Update]:
@@ -106,10 +108,12 @@ def test_resume_at_another_world_size_gives_the_same_next_update(
 ) -> None:
     whole = subject.run(train_whole, recipe=recipe, batches=batches[:3])
     subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
-    for other in subject.all_world_sizes:
-        resumed = subject.run_at(other, load_and_train, recipe=recipe, batches=batches[2:3], folder=tmp_path)
+    # Here, in the run's first layout and in the one after this.
+    layouts = subject.all_layouts
+    for other in {layouts[0], subject.layout, layouts[(layouts.index(subject.layout) + 1) % len(layouts)]}:
+        resumed = subject.run_in(other, load_and_train, recipe=recipe, batches=batches[2:3], folder=tmp_path)
         losses = [merged([of_rank[-1] for of_rank in of_ranks])["loss"] for of_ranks in (resumed, whole)]
-        assert_close(losses[0], losses[1], LOSS, what=f"next loss at {other} ranks", at_least=LOSS_TERMS)
+        assert_close(losses[0], losses[1], LOSS, what=f"next loss at {other.name}", at_least=LOSS_TERMS)
         assert resumed[0][-1].next_lr == whole[0][-1].next_lr
 
 

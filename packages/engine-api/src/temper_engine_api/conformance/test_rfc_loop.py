@@ -46,7 +46,7 @@ def test_rfc_loop_with_a_callable(subject: Subject, reference: Reference) -> Non
         rfc_loop,
         recipe=recipe,
         batches=batches,
-        loss_fn=MeanOfRankMeans(subject.world_size),
+        loss_fn=MeanOfRankMeans(results[0].dp.size),
         preprocess_fn=preprocess_fn,
         postprocess_fn=postprocess_fn,
     )
@@ -79,8 +79,8 @@ def test_rfc_predictions_are_detached_columns_of_the_call(subject: Subject, refe
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
     results = subject.run(rfc_loop, recipe=recipe, batches=[batch], loss_fn=TokenProbe())
-    for index, result in enumerate(results):
-        rows = range(index, batch.num_sequences, subject.world_size)
+    for result in results:
+        rows = range(result.dp.rank, batch.num_sequences, result.dp.size)
         mine = batch.with_columns({"expected": logprobs}).select(rows)
         if result.seen is None or result.evaluated is None:
             continue
@@ -101,7 +101,8 @@ def gradients_of_rfc_calls(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, 
     """Of a callable, called so many times before the step."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(mean_cost)
-    rows = batch.select(range(rank.index, batch.num_sequences, rank.world_size))
+    dp = engine.topology.dp
+    rows = batch.select(range(dp.rank, batch.num_sequences, dp.size))
     with engine.train_mode():
         for _ in range(num_calls):
             engine.forward_backward_step(rows, {"calls": 0}, postprocess_fn=postprocess_fn)

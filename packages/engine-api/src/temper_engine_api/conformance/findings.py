@@ -1,0 +1,116 @@
+"""What a run of the kit found: laws by group and layout, versions, and whether the engine conforms; and the same as JSON."""
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+from temper_engine_api.conformance.groups import GROUPS
+
+_FOUNDATIONS = ("torch", "transformers", "peft", "safetensors", "megatron-core", "megatron-bridge")
+
+
+class Outcome(StrEnum):
+    """Of one law in one layout."""
+
+    HELD = "held"
+    """It holds."""
+    BROKEN = "broken"
+    """It does not."""
+    EXPECTED = "expected failure"
+    """It does not, as the file of expected failures says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One law in one layout with one set of parameters."""
+
+    law: str
+    """Name of the test with its parameters."""
+    group: str
+    """One of GROUPS."""
+    layout: str
+    """Name of the layout."""
+    outcome: Outcome
+    """What was seen."""
+    detail: str = ""
+    """First line of the failure, or the reason of an expected one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Collected while the run goes on."""
+
+    engine: str
+    """As named on the command line."""
+    layouts: tuple[str, ...]
+    """Asked for, by name."""
+    versions: Mapping[str, str]
+    """Of Python and of the packages that matter, by name."""
+    found: list[Finding] = field(default_factory=list)
+    """In the order of the run."""
+    unclaimed: list[str] = field(default_factory=list)
+    """Laws about capabilities that the engine does not claim."""
+    num_deselected: int = 0
+    """Laws left out by hand."""
+
+    def count(self, group: str, layout: str, outcome: Outcome) -> int:
+        """Laws of a group in a layout with this outcome."""
+        return sum(f.group == group and f.layout == layout and f.outcome is outcome for f in self.found)
+
+    def of_outcome(self, outcome: Outcome) -> list[Finding]:
+        """All with this outcome."""
+        return [finding for finding in self.found if finding.outcome is outcome]
+
+    @property
+    def missing_groups(self) -> list[str]:
+        """Mandatory groups of which no law ran in some layout."""
+        ran = Counter((finding.group, finding.layout) for finding in self.found)
+        return [name for name, group in GROUPS.items() if group.is_mandatory and not all(ran[name, n] for n in self.layouts)]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        broken, expected = len(self.of_outcome(Outcome.BROKEN)), len(self.of_outcome(Outcome.EXPECTED))
+        if broken:
+            return f"does not conform: {broken} of {len(self.found)} laws are broken"
+        if self.num_deselected or self.missing_groups:
+            left_out = ", ".join(self.missing_groups) or f"{self.num_deselected} laws"
+            return f"a partial run, from which nothing follows: left out were {left_out}"
+        if expected:
+            return f"conforms but for {expected} expected failures among {len(self.found)} laws"
+        return f"conforms: {len(self.found)} laws hold"
+
+
+def versions_of(module: str) -> dict[str, str]:
+    """Python, the contract, the distribution of this module, and what it may stand on."""
+    found = {"Python": platform.python_version()}
+    owners = packages_distributions().get(module.partition(".")[0], [])
+    for name in dict.fromkeys(["temper-engine-api", *owners, *_FOUNDATIONS]):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def to_json(findings: Findings) -> str:
+    """To be read by ``from_json``."""
+    return json.dumps(asdict(findings), indent=1) + "\n"
+
+
+def from_json(text: str) -> Findings:
+    """What ``to_json`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        fields = json.loads(text)
+        found = [Finding(**{**row, "outcome": Outcome(row["outcome"])}) for row in fields.pop("found")]
+        return Findings(found=found, layouts=tuple(fields.pop("layouts")), **fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the findings of a run, as --findings writes them, but {error!r}") from error

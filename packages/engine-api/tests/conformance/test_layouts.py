@@ -1,0 +1,96 @@
+"""The kit in named layouts: which there are, what is refused, and how they stand in the report."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import staged_oracle
+
+from temper_engine_api.conformance.naming import layouts_of
+from temper_engine_api.errors import ConfigError, EngineNotFoundError
+from temper_engine_api.layout import Layout
+
+ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
+STAGED = "staged_oracle:StagedOracle"
+LAW = "test_capability::test_topologies_fit_together"
+
+
+def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
+    kit.run(engine, *arguments, laws=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    return capsys.readouterr().err
+
+
+def test_a_law_runs_in_every_layout_that_was_named(kit):
+    found = kit.run(STAGED, laws=[LAW], layouts="all", status=pytest.ExitCode.OK)
+    assert found.held == ["test_topologies_fit_together[stages1]", "test_topologies_fit_together[stages2]"]
+    found = kit.run(STAGED, "--world-sizes", "2", laws=[LAW], layouts="stages2", status=pytest.ExitCode.OK)
+    assert sorted(found.held) == ["test_topologies_fit_together[2-ranks]", "test_topologies_fit_together[stages2]"]
+
+
+def test_layouts_that_nobody_offers_are_refused(kit, capsys):
+    assert "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2" in usage_error(kit, capsys, layouts="stages9")
+    assert "offers no layouts" in usage_error(kit, capsys, engine=ORACLE, layouts="all")
+
+
+def test_a_layout_with_a_setting_that_the_engine_lacks_is_refused(kit, capsys, monkeypatch):
+    wrong = Layout(name="wrong", world_size=1, fields={"tensor_parallel": 2})
+    monkeypatch.setattr(staged_oracle, "CONFORMANCE_LAYOUTS", (wrong,))
+    assert "layout wrong sets ['tensor_parallel'], which StagedConfig does not have" in usage_error(kit, capsys, layouts="all")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"name": "all", "world_size": 1}, {"name": "two words", "world_size": 1}, {"name": "x", "world_size": 0}]
+)
+def test_a_layout_without_a_plain_name_or_without_ranks_is_refused(fields):
+    with pytest.raises(ConfigError, match="layout"):
+        Layout(**fields)
+
+
+def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
+    def installed(*, group):
+        points = [EntryPoint("mine", "staged_oracle:CONFORMANCE_LAYOUTS", group), EntryPoint("odd", "staged_oracle:StagedOracle", group)]
+        return points if group == "temper.conformance_layouts" else []
+
+    monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
+    assert [layout.name for layout in layouts_of("mine")] == ["stages2", "stages1"]
+    assert layouts_of("other") == ()
+    with pytest.raises(EngineNotFoundError, match="no tuple of Layout"):
+        layouts_of("odd")
+
+
+def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
+    monkeypatch.setattr(staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2)
+    with pytest.raises(EngineNotFoundError, match="twice"):
+        layouts_of(STAGED)
+
+
+def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
+    found = kit.run(STAGED, "--groups", "capability", laws=[LAW, "test_update::test_clip_is_applied"], status=pytest.ExitCode.OK)
+    assert found.held == ["test_topologies_fit_together[1-rank]"]
+    assert "a partial run, from which nothing follows" in capsys.readouterr().out
+    assert "the groups are gradient, update" in usage_error(kit, capsys, "--groups", "colour")
+
+
+def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
+    files = []
+    for engine, layouts in ((ORACLE, None), (STAGED, "stages2")):
+        files.append(str(tmp_path / f"{len(files)}.json"))
+        kit.run(engine, "--findings", files[-1], laws=[LAW], layouts=layouts, status=pytest.ExitCode.OK)
+    report = tmp_path / "report.md"
+    command = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side"]
+    subprocess.run([*command, *files, "--report", str(report)], check=True)
+    text = report.read_text()
+    assert f"# Conformance of `{ORACLE}` and `{STAGED}`" in text
+    assert f"| group | about | {ORACLE} 1-rank | {STAGED} stages2 |" in text
+    assert "| capability | what is not claimed is refused | 1/1 | 1/1 |" in text
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    ended = subprocess.run([*command, str(other), "--report", str(report)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "expected the findings of a run" in ended.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_the_staged_oracle_keeps_every_law_where_only_the_last_stage_has_outputs(kit):
+    found = kit.run(STAGED, layouts="stages2", status=pytest.ExitCode.OK)
+    assert len(found.held) > 150
