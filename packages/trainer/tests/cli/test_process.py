@@ -61,7 +61,8 @@ def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()  # as `| head` does once it has its lines
-    errors = process.stderr.read()
+    with process.stderr:
+        errors = process.stderr.read()
     assert (process.wait(timeout=60), errors) == (141, "")
 
 
