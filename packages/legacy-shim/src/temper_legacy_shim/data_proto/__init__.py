@@ -1,0 +1,7 @@
+"""The batch that the older generation handed from class to class: tensors, arrays and a dictionary of settings side by side."""
+
+from temper_legacy_shim.data_proto.columns import Columns
+from temper_legacy_shim.data_proto.padding import pad_dataproto_to_divisor, unpad_dataproto
+from temper_legacy_shim.data_proto.proto import DataProto, DataProtoItem
+
+__all__ = ["Columns", "DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto"]

@@ -1,0 +1,122 @@
+"""Tensors by name that share their first dimension: what old code reached for as ``data.batch``."""
+
+from collections.abc import Iterable, Mapping
+from typing import SupportsIndex, cast
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import BatchError
+
+Rows = slice | Tensor | list[int]
+"""What picks rows: a slice, a list of indices, or an index or mask tensor."""
+
+
+class Columns(dict[str, Tensor]):
+    """A dictionary of tensors [B, ...] that can be indexed by name or by rows, as a TensorDict of one batch dimension can.
+
+    Raises:
+        BatchError: a value is no tensor, or its first dimension differs from the others'.
+    """
+
+    def __init__(self, source: Mapping[str, Tensor] | None = None, *, num_rows: int | None = None) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+        for name, tensor in (source or {}).items():
+            self[name] = tensor
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        _check_column(name, tensor)
+        if self._num_rows is None:
+            self._num_rows = tensor.shape[0]
+        if tensor.shape[0] != self._num_rows:
+            raise BatchError(f"column {name!r} has {tensor.shape[0]} rows, but the batch has {self._num_rows}: cut or pad it before.")
+        super().__setitem__(name, tensor)
+
+    def __getitem__(self, key: str | Rows | int) -> "Tensor | Columns":  # type: ignore[override]
+        if isinstance(key, str):
+            if key not in self:
+                raise KeyError(f"the batch has no column {key!r}; it has {sorted(self)}")
+            return super().__getitem__(key)
+        if isinstance(key, int):
+            return {name: tensor[key] for name, tensor in self.items()}  # type: ignore[return-value]
+        return self.rows(key)
+
+    def column(self, name: str) -> Tensor:
+        """The column of that name.
+
+        Raises:
+            KeyError: there is none; the sentence names those there are.
+        """
+        return cast("Tensor", self[name])
+
+    def rows(self, rows: Rows) -> "Columns":
+        """The same columns of some rows."""
+        index = torch.as_tensor(rows) if isinstance(rows, list) else rows
+        count = len(torch.empty(self.num_rows)[index])
+        return Columns({name: tensor[index] for name, tensor in self.items()}, num_rows=count)
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return 0 if self._num_rows is None else self._num_rows
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """[B], as old code reads it."""
+        return torch.Size([self.num_rows])
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the columns are; None where they differ or there is none."""
+        devices = {tensor.device for tensor in self.values()}
+        return devices.pop() if len(devices) == 1 else None
+
+    def to(self, device: torch.device | str) -> "Columns":
+        """The same columns on a device."""
+        return Columns({name: tensor.to(device) for name, tensor in self.items()}, num_rows=self.num_rows)
+
+    def select(self, *names: str) -> "Columns":
+        """Only these columns."""
+        return Columns({name: self.column(name) for name in names}, num_rows=self.num_rows)
+
+    def split(self, size: SupportsIndex) -> "list[Columns]":
+        """Pieces of ``size`` rows, the last one shorter where it does not divide."""
+        step = int(size)
+        return [self.rows(slice(first, first + step)) for first in range(0, self.num_rows, step)]
+
+    def rename_key_(self, old: Iterable[str], new: Iterable[str]) -> "Columns":
+        """Rename columns in place."""
+        for before, after in zip(old, new, strict=True):
+            tensor = self.column(before)
+            del self[before]
+            self[after] = tensor
+        return self
+
+    def contiguous(self) -> "Columns":
+        """The same columns, each in one piece of memory."""
+        return Columns({name: tensor.contiguous() for name, tensor in self.items()}, num_rows=self.num_rows)
+
+    def clone(self) -> "Columns":
+        """A copy of every column."""
+        return Columns({name: tensor.clone() for name, tensor in self.items()}, num_rows=self.num_rows)
+
+
+def concatenate(parts: "list[Columns]") -> Columns:
+    """Batches one below the other.
+
+    Raises:
+        BatchError: their columns differ.
+    """
+    head = parts[0]
+    for other in parts[1:]:
+        if other.keys() != head.keys():
+            raise BatchError(f"batches with different columns can't be concatenated: {sorted(head)} against {sorted(other)}.")
+    columns = {name: torch.cat([part.column(name) for part in parts]) for name in head}
+    return Columns(columns, num_rows=sum(part.num_rows for part in parts))
+
+
+def _check_column(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        found = f"the scalar {value!r}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise BatchError(f"column {name!r} must be a tensor with a batch dimension, but is {found}.")

@@ -1,0 +1,322 @@
+"""``DataProto`` with the methods that the deprecated workers and their callers use, under their old names."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import BatchError
+from temper_legacy_shim.data_proto.columns import Columns, concatenate
+from temper_legacy_shim.data_proto.equality import Array, merged_arrays, merged_settings, merged_tensors
+from temper_legacy_shim.data_proto.packing import State, pack, read_file, unpack, write_file
+
+T = TypeVar("T")
+Slice = slice
+"""The builtin, which the method of that name hides inside the class."""
+Index = Sequence[int] | Tensor | Array
+"""Rows by number, or a mask of all rows."""
+Settings = dict[str, object]
+"""Options and metrics that travel beside the rows."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row."""
+
+    batch: dict[str, Tensor] | None = None
+    """Its tensors, without the batch dimension."""
+    non_tensor_batch: dict[str, object] = field(default_factory=dict)
+    """Its other values."""
+    meta_info: Settings = field(default_factory=dict)
+    """The whole batch's."""
+
+
+@dataclass
+class DataProto:
+    """Rows of tensors and of other values, and a dictionary of settings for all of them."""
+
+    batch: Columns | None = None
+    """[B, ...] tensors by name; any mapping is taken, a TensorDict among them."""
+    non_tensor_batch: dict[str, Array] = field(default_factory=dict)
+    """[B, ...] NumPy arrays by name, often of Python objects."""
+    meta_info: Settings = field(default_factory=dict)
+    """Options going in, metrics coming out."""
+
+    def __post_init__(self) -> None:
+        given = cast("Mapping[str, Tensor] | None", self.batch)
+        if given is not None and not isinstance(given, Columns):
+            self.batch = Columns(dict(given.items()))
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Refuse columns of different lengths.
+
+        Raises:
+            BatchError: naming the column.
+        """
+        for name, array in cast("Mapping[str, object]", self.non_tensor_batch).items():
+            if not isinstance(array, np.ndarray) or array.ndim == 0:
+                raise BatchError(f"non-tensor column {name!r} must be a NumPy array with a batch dimension, but is {type(array).__name__}.")
+            if len(array) != len(self):
+                raise BatchError(f"non-tensor column {name!r} has {len(array)} rows, but the batch has {len(self)}.")
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, object] | None = None,
+        meta_info: Settings | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> "DataProto":
+        """A batch from a mapping of tensors and one of other values, each with one entry a row.
+
+        Raises:
+            BatchError: several batch dimensions, or ``auto_padding``, which the deprecated workers never used.
+        """
+        if num_batch_dims != 1 or auto_padding:
+            raise BatchError(
+                f"num_batch_dims is {num_batch_dims} and auto_padding {auto_padding}: this DataProto has one batch dimension, and is "
+                "padded with pad_dataproto_to_divisor."
+            )
+        arrays = {name: _array(value) for name, value in (non_tensors or {}).items()}
+        return cls(batch=Columns(tensors) if tensors else None, non_tensor_batch=arrays, meta_info=dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, object], meta_info: Settings | None = None) -> "DataProto":
+        """A batch from one mapping of tensors and arrays."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in data.items() if name not in tensors}
+        return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info)
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.num_rows
+        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: Slice | Index) -> "DataProto": ...
+
+    def __getitem__(self, item: int | Slice | Index) -> "DataProtoItem | DataProto":
+        if isinstance(item, int | np.integer):
+            tensors = None if self.batch is None else {name: column[int(item)] for name, column in self.batch.items()}
+            return DataProtoItem(tensors, {name: array[item] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+        if isinstance(item, Slice):
+            batch = None if self.batch is None else self.batch.rows(item)
+            return type(self)(batch, {name: array[item] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+        return self.select_idxs(item)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+        """Rows as Python slices them."""
+        return self[Slice(start, end, step)]
+
+    def select_idxs(self, idxs: Index) -> "DataProto":
+        """Rows by index, or by a mask of all rows."""
+        index = torch.as_tensor(idxs) if len(idxs) else torch.empty(0, dtype=torch.long)
+        batch = None if self.batch is None else self.batch.rows(index)
+        chosen = index.numpy()
+        return type(self)(batch, {name: array[chosen] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> "DataProto":
+        """Only these columns and settings; None takes all of a kind."""
+        batch = self.batch if batch_keys is None or self.batch is None else self.batch.select(*batch_keys)
+        arrays = _chosen(self.non_tensor_batch, non_tensor_batch_keys)
+        settings = _chosen(self.meta_info, meta_info_keys)
+        if deepcopy:
+            batch, arrays, settings = None if batch is None else batch.clone(), copy.deepcopy(arrays), copy.deepcopy(settings)
+        return type(self)(batch, arrays, settings)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> "DataProto":
+        """Take columns and settings out of this batch into another one."""
+        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name in batch_keys:
+            assert self.batch is not None
+            del self.batch[name]
+        for name in non_tensor_batch_keys:
+            del self.non_tensor_batch[name]
+        for name in meta_info_keys:
+            del self.meta_info[name]
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
+        """Rename tensor columns in place."""
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        if len(old) != len(new) or self.batch is None:
+            raise BatchError(f"rename takes as many new names as old ones, of tensors that exist, but got {old} and {new}.")
+        self.batch.rename_key_(old, new)
+        return self
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """Add another batch's columns and settings to this one, which is returned.
+
+        Raises:
+            BatchError: a name is in both with different contents, or the lengths differ; this batch is unchanged then.
+        """
+        batch = merged_tensors(self.batch, other.batch)
+        arrays = merged_arrays(self.non_tensor_batch, other.non_tensor_batch)
+        settings = merged_settings(self.meta_info, other.meta_info)
+        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, settings
+        self.check_consistency()
+        return self
+
+    def split(self, split_size: int) -> "list[DataProto]":
+        """Pieces of ``split_size`` rows, the last one shorter where it does not divide."""
+        if split_size < 1:
+            raise BatchError(f"split_size is {split_size}, but must be at least 1.")
+        return [self[first : first + split_size] for first in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> "list[DataProto]":
+        """That many pieces of equal length.
+
+        Raises:
+            BatchError: the length does not divide; ``pad_dataproto_to_divisor`` mends it.
+        """
+        if chunks < 1 or len(self) % chunks:
+            raise BatchError(f"{len(self)} rows do not divide into {chunks} equal chunks: use pad_dataproto_to_divisor before.")
+        size = len(self) // chunks
+        return [self[i * size : (i + 1) * size] for i in range(chunks)]
+
+    @staticmethod
+    def concat(data: "Sequence[DataProto]") -> "DataProto":
+        """Batches one below the other; ``meta_info["metrics"]`` of all of them become lists, other settings must agree.
+
+        Raises:
+            BatchError: no batch, or columns or settings that differ.
+        """
+        if not data:
+            raise BatchError("there is no batch to concatenate.")
+        parts = [d.batch for d in data if d.batch is not None]
+        if len(parts) not in (0, len(data)):
+            raise BatchError("some of the batches to concatenate have tensors and some have none.")
+        arrays = {name: np.concatenate([d.non_tensor_batch[name] for d in data]) for name in _same_names(data)}
+        return type(data[0])(concatenate(parts) if parts else None, arrays, _joined_settings([d.meta_info for d in data]))
+
+    def reorder(self, indices: Tensor) -> None:
+        """Put the rows in another order, in place."""
+        other = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
+        """Every row that many times: one after the other, or the whole batch again and again."""
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Repeat the first row (``"first"``) or the last one at the end, in place."""
+        last = 0 if padding_candidate == "first" else len(self) - 1
+        padded = self.select_idxs([*range(len(self)), *[last] * padding_size])
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Mapping[str, object] | None = None
+    ) -> "Iterator[DataProto]":
+        """Mini-batches of all rows, ``epochs`` times; shuffled where ``dataloader_kwargs`` has ``shuffle=True``.
+
+        Raises:
+            BatchError: the length does not divide, or another loader option.
+        """
+        options = dict(dataloader_kwargs or {})
+        shuffles = bool(options.pop("shuffle", False))
+        if options or len(self) % mini_batch_size:
+            raise BatchError(
+                f"make_iterator takes a mini_batch_size that divides {len(self)} rows (it is {mini_batch_size}) and no loader option but "
+                f"shuffle (given: {sorted(options)})."
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator) if shuffles else torch.arange(len(self))
+            for rows in order.split(mini_batch_size):
+                yield self.select_idxs(rows)
+
+    def to(self, device: torch.device | str) -> "DataProto":
+        """Move the tensors, in place; returns this batch."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def __getstate__(self) -> State:
+        return pack(self.batch, self.non_tensor_batch, self.meta_info)
+
+    def __setstate__(self, state: object) -> None:
+        self.batch, self.non_tensor_batch, self.meta_info = unpack(state)
+
+    def save_to_disk(self, filepath: str) -> None:
+        """Write tensors, plain arrays and settings to a new file that ``load_from_disk`` reads without executing a pickle.
+
+        Raises:
+            BatchError: a value has no plain form; it is named.
+            FileExistsError: the file exists.
+        """
+        write_file(filepath, self.batch, self.non_tensor_batch, self.meta_info)
+
+    @staticmethod
+    def load_from_disk(filepath: str) -> "DataProto":
+        """Read what ``save_to_disk`` wrote.
+
+        Raises:
+            BatchError: something else, such as a pickle of the older generation, which is not executed.
+        """
+        return DataProto(*read_file(filepath))
+
+
+def _array(value: object) -> Array:
+    if isinstance(value, np.ndarray):
+        return value
+    items = list(cast("Sequence[object]", value))
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+def _chosen(values: dict[str, T], names: Sequence[str] | None) -> dict[str, T]:
+    return dict(values) if names is None else {name: values[name] for name in names}
+
+
+def _same_names(data: Sequence[DataProto]) -> list[str]:
+    names = set(data[0].non_tensor_batch)
+    for other in data[1:]:
+        if set(other.non_tensor_batch) != names:
+            found = sorted(other.non_tensor_batch)
+            raise BatchError(f"batches with different non-tensor columns can't be concatenated: {sorted(names)} against {found}.")
+    return sorted(names)
+
+
+def _joined_settings(parts: Sequence[Settings]) -> Settings:
+    """One dictionary of all settings, which must agree; metrics become a list per name, one entry a batch."""
+    joined: Settings = {}
+    metrics: list[dict[str, object]] = []
+    for part in parts:
+        found = part.get("metrics")
+        metrics += found if isinstance(found, list) else [cast("dict[str, object]", found)] if found is not None else []
+        joined = merged_settings(joined, {name: value for name, value in part.items() if name != "metrics"})
+    if metrics:
+        joined["metrics"] = _lists_of(metrics)
+    return joined
+
+
+def _lists_of(metrics: Sequence[dict[str, object]]) -> dict[str, list[object]]:
+    lists: dict[str, list[object]] = {name: [] for name in metrics[0]}
+    for part in metrics:
+        for name, value in part.items():
+            if name not in lists:
+                raise BatchError(f"metric {name!r} is reported by a later batch, but not by the first: report the same ones everywhere.")
+            lists[name].append(value)
+    return lists

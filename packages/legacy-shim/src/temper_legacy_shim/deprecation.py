@@ -1,0 +1,132 @@
+"""Deprecations as records: what, since when, until when, what instead, and how. The sentence a user reads is made from the record.
+
+A warning comes once for each place that calls, and names the caller's line, not ours.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+from typing_extensions import deprecated
+
+ClassT = TypeVar("ClassT", bound=type)
+
+PACKAGE = "temper-legacy-shim"
+"""Whose releases ``since`` and ``removed_in`` count."""
+
+
+class LegacyWorkerWarning(DeprecationWarning):
+    """A deprecated worker is in use; shown by default where ``__main__`` calls it, and by pytest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deprecation:
+    """One deprecated class."""
+
+    what: str
+    """Import path, as users write it."""
+    since: str
+    """Release of this package that deprecated it."""
+    removed_in: str
+    """Release that no longer has it, at least two minor releases later."""
+    instead: str
+    """Import path of what replaces it: ``module:name``, importable where the replacement is installed."""
+    how: str
+    """What to write instead, as an instruction without a final dot."""
+
+    def sentence(self) -> str:
+        """What the user reads."""
+        module, _, name = self.instead.partition(":")
+        return (
+            f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in {self.removed_in}: "
+            f"use {module}.{name} instead; {self.how}."
+        )
+
+    def is_overdue(self, version: str) -> bool:
+        """Whether a release of this version should no longer have it."""
+        return _numbers(version) >= _numbers(self.removed_in)
+
+    def replacement(self) -> object:
+        """What replaces it.
+
+        Raises:
+            ImportError: its module can't be imported.
+            AttributeError: the module has no such name.
+        """
+        module, _, name = self.instead.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+RECORDS: dict[str, Deprecation] = {}
+"""Every deprecation of this package by what it deprecates."""
+
+
+def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> Callable[[ClassT], ClassT]:
+    """Class decorator: registers a record, marks the class for type checkers and editors, and warns where it is constructed.
+
+    Subclasses warn too, once for each place that constructs them.
+    """
+
+    def mark(cls: ClassT) -> ClassT:
+        what = f"{cls.__module__}.{cls.__qualname__}"
+        record = Deprecation(what=what, since=since, removed_in=removed_in, instead=instead, how=how)
+        RECORDS[record.what] = record
+        construct = cast("Callable[..., None]", cls.__init__)  # type: ignore[misc]
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if type(self).__init__ is cls.__init__ or not _is_warned_by_subclass(type(self), cls):  # type: ignore[misc]
+                warn_caller(record)
+            construct(self, *args, **kwargs)
+
+        __init__.__wrapped__ = construct  # type: ignore[attr-defined]
+        cls.__init__ = __init__  # type: ignore[misc]
+        cls.__deprecation__ = record  # type: ignore[attr-defined]
+        # Without a category this is for type checkers and editors alone: the run-time warning above knows the caller.
+        return deprecated(record.sentence(), category=None)(cls)
+
+    return mark
+
+
+def _is_warned_by_subclass(actual: type, cls: type) -> bool:
+    """Whether a class between the two has a record of its own, whose warning is enough."""
+    return any("__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)])
+
+
+_SEEN: set[tuple[str, str, int]] = set()
+
+
+def warn_caller(record: Deprecation) -> None:
+    """Warn at the first frame outside this package; once for each file and line, whatever the warning filters say."""
+    frame, level = _caller()
+    place = (record.what, frame.f_code.co_filename, frame.f_lineno)
+    if place in _SEEN:
+        return
+    _SEEN.add(place)
+    warnings.warn(record.sentence(), LegacyWorkerWarning, stacklevel=level)
+
+
+def _caller() -> tuple[FrameType, int]:
+    """The nearest frame whose module is not of this package, and its distance from ``warn_caller``."""
+    frame: FrameType | None = sys._getframe(1)
+    assert frame is not None
+    level, outermost = 1, frame
+    while frame is not None:
+        outermost = frame
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] != __name__.partition(".")[0]:
+            return frame, level
+        frame, level = frame.f_back, level + 1
+    return outermost, level - 1
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 3) of ``0.3`` and of ``0.3.0rc1``: what a promise by minor releases compares."""
+    parts = []
+    for part in version.split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        parts.append(int(digits or 0))
+    return (*parts, *[0] * (3 - len(parts)))

@@ -1,0 +1,53 @@
+"""What the old losses read from an old config, with the old defaults."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrectionSettings:
+    """``policy_loss.rollout_correction``: weights and rejection by the distance of the policy from the one that sampled."""
+
+    rollout_is: str | None = "sequence"
+    """token, sequence, or None for no weights."""
+    rollout_is_threshold: float | str = 2.0
+    """Weights are cut at this."""
+    rollout_is_batch_normalize: bool = False
+    """Divide weights by their mean."""
+    rollout_rs: str | None = None
+    """Names of rejection rules, separated by commas; None rejects nothing."""
+    rollout_rs_threshold: str | float | None = None
+    """One bound for all rules, or one each, separated by commas."""
+    bypass_mode: bool = False
+    """Whether old_log_probs are the sampler's."""
+    loss_type: str = "ppo_clip"
+    """ppo_clip or reinforce; of the loss ``bypass_mode``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossSettings:
+    """Coefficients of every policy loss."""
+
+    loss_mode: str = "vanilla"
+    """See ``policy_losses.policy_loss``."""
+    clip_low: float = 0.2
+    """clip_ratio_low, or clip_ratio where that is null."""
+    clip_high: float = 0.2
+    """clip_ratio_high, or clip_ratio where that is null."""
+    clip_ratio_c: float = 3.0
+    """Dual clip; above 1."""
+    tau_pos: float = 1.0
+    """sapo, for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo, for the others."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of tokens without loss."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lower bound of covariance."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: upper bound."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of tokens that pay."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: what they pay."""
+    rollout_correction: RolloutCorrectionSettings = RolloutCorrectionSettings()
+    """Of bypass_mode."""

@@ -1,0 +1,1 @@
+"""The deprecated worker classes, alive on Temper's engines."""

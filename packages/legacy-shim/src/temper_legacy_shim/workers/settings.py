@@ -1,0 +1,76 @@
+"""What the deprecated workers read from an old config: a mapping, an OmegaConf tree or a dataclass, with the old defaults."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from temper_engine_api.errors import ConfigError
+from temper_legacy_shim.numerics.settings import PolicyLossSettings, RolloutCorrectionSettings
+
+SettingsT = TypeVar("SettingsT")
+
+
+def plain(config: object) -> dict[str, object]:
+    """The config as nested dictionaries.
+
+    Raises:
+        ConfigError: it is no mapping, OmegaConf tree or dataclass.
+    """
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: _plain_value(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    # An OmegaConf tree is a mapping by behaviour, though not always by type; interpolations are resolved by reading.
+    if isinstance(config, Mapping) or type(config).__name__ == "DictConfig":
+        items = cast("Mapping[Any, object]", config)
+        return {str(key): _plain_value(items[key]) for key in items}
+    raise ConfigError(f"a config must be a mapping, an OmegaConf tree or a dataclass, but is a {type(config).__name__}.")
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, Mapping) or type(value).__name__ == "DictConfig":
+        return plain(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(value)
+    if isinstance(value, list | tuple) or type(value).__name__ == "ListConfig":
+        return [_plain_value(item) for item in cast("list[object]", value)]
+    return value
+
+
+def block(config: Mapping[str, object], name: str) -> dict[str, object]:
+    """A nested block, empty where it is missing or null.
+
+    Raises:
+        ConfigError: it is no block.
+    """
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a block of settings, but is {value!r}.")
+    return value
+
+
+def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
+    """A frozen settings class from those of the values that it has and that are set; the others keep its defaults."""
+    names = {field.name for field in dataclasses.fields(cast("Any", cls))}
+    return cls(**{name: value for name, value in values.items() if name in names and value is not None})
+
+
+def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:
+    """Coefficients of the policy loss from an old actor config."""
+    own = block(config, "policy_loss")
+    ratio = config.get("clip_ratio", 0.2)
+    values: dict[str, object] = {
+        **own,
+        **{name: config.get(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg")},
+        "clip_low": ratio if config.get("clip_ratio_low") is None else config["clip_ratio_low"],
+        "clip_high": ratio if config.get("clip_ratio_high") is None else config["clip_ratio_high"],
+        "rollout_correction": _rollout_correction(own),
+    }
+    return known(PolicyLossSettings, values)
+
+
+def _rollout_correction(own: Mapping[str, object]) -> RolloutCorrectionSettings:
+    given = block(own, "rollout_correction")
+    # None means "off" for these two, where for other keys it means "the default".
+    off = {name: None for name in ("rollout_is", "rollout_rs") if name in given and given[name] is None}
+    return dataclasses.replace(known(RolloutCorrectionSettings, given), **off)

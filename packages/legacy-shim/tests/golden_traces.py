@@ -1,0 +1,46 @@
+"""Where the golden traces are, and how a case is read. They come from running the genuine classes; see their README."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "legacy" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden traces in ../shared/legacy/golden beside the repository")
+
+
+@cache
+def tensors_of(path: Path) -> Mapping[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@cache
+def json_of(path: Path) -> dict[str, object]:
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def core_calls(version: str, group: str) -> list[str]:
+    path = GOLDEN / f"core_{version}" / group / "case.json"
+    return list(json_of(path)["calls"]) if path.exists() else []  # type: ignore[call-overload]
+
+
+def core_inputs() -> Mapping[str, Tensor]:
+    return tensors_of(GOLDEN / "inputs" / "core_inputs.safetensors")
+
+
+def assert_numbers(found: Mapping[str, float], expected: Mapping[str, object], *, tolerance: float = 2e-5) -> None:
+    """The same names with the same numbers; NaN and infinities are words in the files."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        wanted = float(value)  # type: ignore[arg-type]
+        assert found[name] == pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True), name
+
+
+def assert_close(found: Tensor, expected: Tensor, *, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,85 @@
+import inspect
+import warnings
+from importlib.metadata import version
+
+import pytest
+
+from temper_legacy_shim import deprecation
+from temper_legacy_shim.deprecation import RECORDS, Deprecation, LegacyWorkerWarning, deprecated_class
+
+RECORD = Deprecation(what="old.Thing", since="0.1", removed_in="0.3", instead="new.place:Thing", how="pass it a config")
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deprecation, "_SEEN", set())
+    monkeypatch.setattr(deprecation, "RECORDS", {})
+
+
+def make_old() -> type:
+    @deprecated_class(since="0.1", removed_in="0.3", instead="collections:OrderedDict", how="call it")
+    class Old:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    # As if it were one of the package's own.
+    return Old
+
+
+def test_the_sentence_says_what_since_until_instead_and_how() -> None:
+    assert RECORD.sentence() == (
+        "old.Thing is deprecated since temper-legacy-shim 0.1 and will be removed in 0.3: use new.place.Thing instead; pass it a config."
+    )
+
+
+@pytest.mark.parametrize(("release", "overdue"), [("0.1.0", False), ("0.2.9", False), ("0.3.0", True), ("0.3.0rc1", True), ("1.0", True)])
+def test_a_record_is_overdue_from_the_release_that_promised_its_removal(release: str, overdue: bool) -> None:
+    assert RECORD.is_overdue(release) is overdue
+
+
+def test_the_warning_names_the_callers_line_and_comes_once_a_place() -> None:
+    old = make_old()
+    lines = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            lines.append(inspect.currentframe().f_lineno + 1)  # type: ignore[union-attr]
+            assert old(7).value == 7
+        old(8)
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, lines[0]), (__file__, lines[0] + 1)]
+    assert {w.category for w in caught} == {LegacyWorkerWarning}
+
+
+def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> None:
+    old = make_old()
+
+    class Mine(old):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(1)
+
+    @deprecated_class(since="0.1", removed_in="0.3", instead="collections:OrderedDict", how="call it")
+    class Newer(old):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(2)
+
+    with pytest.warns(LegacyWorkerWarning, match="Old is deprecated"):
+        Mine()
+    with pytest.warns(LegacyWorkerWarning) as caught:
+        Newer()
+    assert len(caught) == 1
+    assert "Newer is deprecated" in str(caught[0].message)
+
+
+def test_type_checkers_and_editors_see_the_sentence_on_the_class() -> None:
+    old = make_old()
+    assert old.__deprecated__ == old.__deprecation__.sentence()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_no_deprecation_is_overdue_and_every_replacement_can_be_imported(name: str) -> None:
+    record = RECORDS[name]
+    assert not record.is_overdue(version("temper-legacy-shim")), f"{name} was promised to be gone in {record.removed_in}: delete it"
+    assert callable(record.replacement())
+    since, until = (tuple(map(int, v.split("."))) for v in (record.since, record.removed_in))
+    assert until >= (since[0], since[1] + 2), "two minor releases at least lie between deprecation and removal"
+    assert record.instead.partition(":")[0].split(".")[0] != "temper_legacy_shim", "it must not send people to another deprecated class"
