@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def test_a_pass_needs_its_mode(engine: BaseEngine, make_batch: MakeBatch) -> Non
         engine.forward_backward_batch(batch, forward_only=False)
     with pytest.raises(EngineStateError, match="a forward pass needs"):
         engine.forward_backward_batch(batch, forward_only=True, outputs=[Query.LOGPROB])
+
+
+def test_ranks_gather_small_objects_in_rank_order(make_engines: MakeEngines) -> None:
+    engines = make_engines(2)
+    with ThreadPoolExecutor(2) as pool:
+        gathered = list(pool.map(lambda engine: engine.gather_objects(("rank", engine.topology.global_rank)), engines))
+    assert gathered == [[("rank", 0), ("rank", 1)]] * 2
 
 
 def test_modes_do_not_nest(engine: BaseEngine) -> None:

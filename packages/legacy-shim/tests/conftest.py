@@ -1,11 +1,15 @@
-"""Real old checkpoints, where this machine has them."""
+"""Real old checkpoints and traces, where this machine has them."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 LEGACY = Path(__file__).resolve().parents[4] / "shared" / "legacy"
 """Beside the repository."""
+
+# golden_traces is shared by the folders below, and this package's own folder is no Python name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -253,6 +253,10 @@ class BaseEngine(UpdateCycle):
         self.require(Capability.ADAPTER)
         raise NotImplementedError
 
+    def gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        """Small picklable objects of every rank in rank order, on every rank: what a loop without a driver agrees with. Collective."""
+        return self._gather_objects(item)
+
     def export_weights(self) -> WeightStream:
         """``with engine.export_weights() as stream``: full tensors under Hugging Face names, lazily, same order on every rank."""
         return WeightStream(self._weights_while_resident())

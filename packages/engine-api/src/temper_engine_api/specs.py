@@ -47,7 +47,9 @@ class OptimizerSpec:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled; applied to parameters of two or more dimensions only."""
+    """Decoupled; applied to parameters of two or more dimensions only, unless decays_vectors says otherwise."""
+    decays_vectors: bool = False
+    """Decay biases and norms too, as torch.optim.AdamW does with one parameter group."""
     clip_grad_norm: float | None = 1.0
     """Largest global gradient norm; None never clips."""
     max_consecutive_skips: int = 10

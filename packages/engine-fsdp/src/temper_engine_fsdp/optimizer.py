@@ -46,9 +46,9 @@ class ShardedAdamW:
         limit = self._spec.clip_grad_norm
         if limit is not None and norm > limit:
             torch._foreach_mul_(list(grads.values()), limit / norm)
-        decayed = [name for name in grads if self._parameters[name].ndim >= 2]
+        decayed = [name for name in grads if self._parameters[name].ndim >= 2 or self._spec.decays_vectors]
         self._update(decayed, grads, lr=lr, weight_decay=self._spec.weight_decay)
-        self._update([n for n in grads if self._parameters[n].ndim < 2], grads, lr=lr, weight_decay=0.0)
+        self._update([name for name in grads if name not in set(decayed)], grads, lr=lr, weight_decay=0.0)
         return norm
 
     def _global_norm(self, grads: list[Tensor]) -> float:

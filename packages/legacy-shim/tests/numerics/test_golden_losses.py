@@ -1,13 +1,7 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from golden_traces import GOLDEN, assert_close, assert_numbers, core_calls, core_inputs, json_of, needs_golden, tensors_of
+from torch import Tensor
 
 from temper_engine_api.errors import ConfigError
 from temper_legacy_shim.numerics.kl_loss import kl_penalty

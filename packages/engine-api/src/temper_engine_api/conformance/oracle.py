@@ -105,7 +105,7 @@ class OracleEngine(BaseEngine):
         return norm
 
     def _adamw(self, name: str, parameter: nn.Parameter, gradient: Tensor, *, lr: float, spec: OptimizerSpec) -> None:
-        """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are not decayed."""
+        """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are decayed only where the spec says so."""
         beta1, beta2 = spec.betas
         self.update_counts[name] += 1
         t = self.update_counts[name]
@@ -113,7 +113,7 @@ class OracleEngine(BaseEngine):
         v = beta2 * self.second_moments[name] + (1 - beta2) * gradient.square()
         self.first_moments[name], self.second_moments[name] = m, v
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 or spec.decays_vectors:
             parameter.mul_(1 - lr * spec.weight_decay)
         parameter.sub_(lr * m_hat / (v_hat.sqrt() + spec.eps))
 

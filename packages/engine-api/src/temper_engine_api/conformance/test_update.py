@@ -62,6 +62,15 @@ def test_weight_decay_spares_vectors(subject: Subject, reference: Reference) -> 
         assert_close(weight, factor * before[name], LOSS, what=name)
 
 
+def test_weight_decay_reaches_vectors_where_asked(subject: Subject, reference: Reference) -> None:
+    decays = OptimizerSpec(lr=0.1, betas=(0.0, 0.0), eps=1e30, weight_decay=0.1, decays_vectors=True, clip_grad_norm=None)
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=decays)
+    before = reference.update(reference.recipe(QWEN2_GROUPED), TokenProbe(), reference.batch()).masters
+    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=[reference.batch()])
+    for name, weight in updates[0][0].masters.items():
+        assert_close(weight, 0.99 * before[name], LOSS, what=name)
+
+
 def test_clip_is_applied(subject: Subject, reference: Reference) -> None:
     clipped = replace(READ_GRADIENTS, clip_grad_norm=0.01)
     batch = reference.batch()

@@ -71,6 +71,8 @@ def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:
 
 def _rollout_correction(own: Mapping[str, object]) -> RolloutCorrectionSettings:
     given = block(own, "rollout_correction")
+    found = known(RolloutCorrectionSettings, given)
     # None means "off" for these two, where for other keys it means "the default".
-    off = {name: None for name in ("rollout_is", "rollout_rs") if name in given and given[name] is None}
-    return dataclasses.replace(known(RolloutCorrectionSettings, given), **off)
+    if "rollout_is" in given and given["rollout_is"] is None:
+        found = dataclasses.replace(found, rollout_is=None)
+    return found
