@@ -11,9 +11,15 @@ SCHEDULES = st.builds(
     lambda kind, warmup, more, floor: (
         ScheduleSpec(warmup_steps=warmup)
         if kind == "constant"
-        else ScheduleSpec(kind=kind, warmup_steps=warmup, total_steps=warmup + more, min_lr_ratio=floor)
+        else ScheduleSpec(
+            kind=kind,
+            warmup_steps=warmup,
+            total_steps=warmup + more,
+            decay_steps=(more + 1) // 2 if kind == "wsd" else None,
+            min_lr_ratio=floor,
+        )
     ),
-    st.sampled_from(["constant", "linear", "cosine"]),
+    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     st.integers(0, 20),
     st.integers(1, 50),
     st.floats(0, 1),
@@ -47,3 +53,22 @@ def test_decay_starts_at_the_peak_and_ends_at_the_floor(kind: str, middle: float
     assert learning_rate(4, peak=1.0, spec=spec) == pytest.approx(middle)  # a quarter of the way
     assert learning_rate(10, peak=1.0, spec=spec) == pytest.approx(0.2)
     assert learning_rate(1000, peak=1.0, spec=spec) == pytest.approx(0.2)
+
+
+def test_wsd_stays_at_the_peak_until_its_fall() -> None:
+    spec = ScheduleSpec(kind="wsd", warmup_steps=2, total_steps=10, decay_steps=4, min_lr_ratio=0.2)
+    # Two steps of rise, the peak until step 6, then from 1 to 0.2 in four steps of 0.2.
+    rates = [learning_rate(step, peak=1.0, spec=spec) for step in range(12)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.1, 3), (0.05, 2), (0.0, 0)])  # of 30: 3, 1.5 rounded up, none
+def test_a_warm_up_ratio_is_a_share_of_all_steps(ratio: float, steps: int) -> None:
+    by_ratio = ScheduleSpec(kind="cosine", warmup_ratio=ratio, total_steps=30)
+    by_steps = ScheduleSpec(kind="cosine", warmup_steps=steps, total_steps=30)
+    assert [learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [learning_rate(n, peak=1.0, spec=by_steps) for n in range(31)]
+
+
+def test_a_constant_rate_may_warm_up_by_a_ratio() -> None:
+    spec = ScheduleSpec(warmup_ratio=0.5, total_steps=4)
+    assert [learning_rate(step, peak=2.0, spec=spec) for step in range(4)] == [1.0, 2.0, 2.0, 2.0]

@@ -6,7 +6,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
-from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, ScheduleSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
 from temper_engine_api.topology import Axis
 
 
@@ -22,10 +22,24 @@ from temper_engine_api.topology import Axis
         (lambda: OptimizerSpec(max_consecutive_skips=-1), r"max_consecutive_skips is -1, but must be at least 0"),
         (lambda: OptimizerSpec(weight_decay=-0.1), r"weight_decay is -0.1, but must be at least 0"),
         (lambda: ScheduleSpec(kind="cosine"), r"kind is cosine, which needs schedule.total_steps"),
-        (lambda: ScheduleSpec(total_steps=9), r"have no effect with schedule.kind constant"),
-        (lambda: ScheduleSpec(kind="linear", warmup_steps=9, total_steps=9), r"total_steps \(9\) must exceed schedule.warmup_steps \(9\)"),
+        (lambda: ScheduleSpec(total_steps=9), r"total_steps has no effect with schedule.kind constant"),
+        (lambda: ScheduleSpec(kind="linear", warmup_steps=9, total_steps=9), r"total_steps \(9\) must exceed the warm-up \(9 steps\)"),
         (lambda: ScheduleSpec(warmup_steps=-1), r"warmup_steps is -1, but must be at least 0"),
         (lambda: ScheduleSpec(kind="linear", total_steps=9, min_lr_ratio=1.5), r"min_lr_ratio is 1.5, but must be in \[0, 1\]"),
+        (lambda: OptimizerSpec(arguments={"momentum": 0.9}), r"\['momentum'\] have no effect with optimizer.name adamw"),
+        (lambda: OptimizerSpec(name="sgd"), r"optimizer.name is 'sgd', but must be adamw, or the dotted path of a class"),
+        (lambda: OptimizerSpec(name="torch.optim.SGD", eps=1e-5), r"optimizer.eps has no effect with optimizer.name torch.optim.SGD"),
+        (lambda: OptimizerSpec(name="torch.optim.SGD", arguments={"lr": 1.0}), r"must not hold lr, weight_decay or params"),
+        (lambda: ScheduleSpec(warmup_steps=1, warmup_ratio=0.1, kind="linear", total_steps=9), r"both say how long the warm-up is"),
+        (lambda: ScheduleSpec(warmup_ratio=0.1), r"warmup_ratio is 0.1, which needs schedule.total_steps"),
+        (lambda: ScheduleSpec(kind="wsd", total_steps=9), r"decay_steps is None and schedule.kind wsd: wsd needs the length of its fall"),
+        (lambda: ScheduleSpec(kind="cosine", total_steps=9, decay_steps=2), r"no other kind has one"),
+        (lambda: ScheduleSpec(kind="wsd", total_steps=9, warmup_steps=5, decay_steps=5), r"and hold schedule.decay_steps \(5\)"),
+        (lambda: PrecisionSpec(initial_loss_scale=8.0), r"have no effect with precision.compute bf16: only fp16 scales its loss"),
+        (lambda: PrecisionSpec(compute="fp16", initial_loss_scale=0.0), r"initial_loss_scale is 0.0, but must be above 0"),
+        (lambda: PrecisionSpec(compute="fp16", parameters="bf16"), r"take fp32 master weights with fp16"),
+        (lambda: ResidencySpec(offload_optimizer=True, optimizer_on_cpu=True), r"offload_optimizer has no effect with residency"),
+        (lambda: ResidencySpec(load_optimizer_in="train_mode"), r"load_optimizer_in has no effect without residency.offload_optimizer"),
         (lambda: LoraSpec(rank=8), r"lora.rank is 8, but lora.alpha is not set"),
         (lambda: LoraSpec(alpha=8.0), r"lora.alpha is 8.0, but lora.rank is 0, so it has no effect"),
         (lambda: LoraSpec(rank=-1), r"lora.rank is -1, but must be at least 0"),

@@ -88,12 +88,12 @@ def test_moving_by_hand_lasts_until_the_next_call(start: Start, batch: SequenceB
     engine = start()
     before = weights_of(engine)
     engine.to("cpu")
-    assert engine._parts.residency.is_parked("model")
+    assert engine._parts.residency.is_parked("parameters")
     for name, tensor in weights_of(engine).items():
         assert torch.equal(tensor, before[name]), name
-    assert engine._parts.residency.is_parked("model")
+    assert engine._parts.residency.is_parked("parameters")
     engine.to("device")
-    assert not engine._parts.residency.is_parked("model")
+    assert not engine._parts.residency.is_parked("parameters")
 
 
 def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None:

@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 
 def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    assert persistence.write_random_state(directory=str(tmp_path), rank=1, device=CPU) == "random/rank_1.pt"
+    assert persistence.write_random_states(persistence.random_states(CPU), directory=str(tmp_path), rank=1) == "random/rank_1.pt"
     drawn = torch.rand(2)
     assert persistence.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
     assert torch.equal(torch.rand(2), drawn)
 
 
 def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
-    persistence.write_random_state(directory=str(tmp_path), rank=0, device=CPU)
+    persistence.write_random_states(persistence.random_states(CPU), directory=str(tmp_path), rank=0)
     torch.manual_seed(4)
     assert not persistence.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
     after = torch.rand(2)

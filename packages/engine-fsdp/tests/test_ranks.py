@@ -21,14 +21,14 @@ class Outcome(TypedDict):
     weights: dict[str, Tensor]
 
 
-def run_ranks(world_size: int, *, fsdp_size: str, folder: Path) -> list[Outcome]:
+def run_ranks(world_size: int, *, fsdp_size: str, folder: Path, strategy: str = "fsdp2") -> list[Outcome]:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), fsdp_size, str(folder)],
+            [sys.executable, "-W", "error", str(SCRIPT), strategy, fsdp_size, str(folder)],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -51,9 +51,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 # Two shards of one copy; two copies that are not sharded.
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("fsdp_size", ["all", "1"])
-def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, tmp_path: Path) -> None:
-    for outcome in run_ranks(2, fsdp_size=fsdp_size, folder=tmp_path / "ranks"):
+def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(2, fsdp_size=fsdp_size, strategy=strategy, folder=tmp_path / "ranks"):
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set: python train_as_rank.py FSDP_SIZE FOLDER."""
+"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set: train_as_rank.py STRATEGY FSDP_SIZE FOLDER."""
 
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
-from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.config import FSDPConfig, Strategy
 from temper_engine_fsdp.engine import FSDPEngine
 
 # Three heads of 8 and an odd vocabulary: shards of different sizes on two ranks.
@@ -50,12 +50,13 @@ def make_batch() -> SequenceBatch:
     )
 
 
-def main(fsdp_size: int | None, folder: Path) -> None:
+def main(strategy: Strategy, fsdp_size: int | None, folder: Path) -> None:
     engine = FSDPEngine(
         FSDPConfig(
             model=ModelSpec(architecture=ARCHITECTURE),
             optimizer=OptimizerSpec(lr=1e-2),
             precision=PrecisionSpec(compute="fp32"),
+            strategy=strategy,
             fsdp_size=fsdp_size,
             device="cpu",
         )
@@ -76,4 +77,4 @@ def main(fsdp_size: int | None, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(None if sys.argv[1] == "all" else int(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), Path(sys.argv[3]))  # type: ignore[arg-type]

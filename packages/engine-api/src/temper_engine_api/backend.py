@@ -75,7 +75,11 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def _apply_gradients(self, *, lr: float) -> float:
-        """Global gradient norm in float32 before clipping; clips and updates only if it is finite (the same on every rank)."""
+        """Global gradient norm in float32 before clipping; clips and updates only if it is finite (the same on every rank).
+
+        Of an engine that claims FP16, losses were multiplied with ``loss_scale.value`` before their backward pass, and gradients are
+        divided by it here, before the norm.
+        """
 
     @abstractmethod
     def _zero_gradients(self) -> None:

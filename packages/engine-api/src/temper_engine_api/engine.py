@@ -24,6 +24,7 @@ from temper_engine_api.outputs import Outputs, StepResult, gather_outputs, outpu
 from temper_engine_api.padding import from_padded
 from temper_engine_api.plan import pack_rank, plan_mini_batch, plan_single_micro_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_engine_api.specs import PrecisionSpec
 from temper_engine_api.updates import Gradients, UpdateCycle, UpdateReport
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightStream
 
@@ -51,10 +52,10 @@ class BaseEngine(UpdateCycle):
         Raises:
             CapabilityError: the configuration asks for what this engine does not claim.
         """
-        needed = {Capability(self.config.model.model_type)}
+        needed = {Capability(self.config.model.model_type), *_needed_by_precision(self.config.precision)}
+        needed |= {Capability.ANY_OPTIMIZER} if self.config.optimizer is not None and not self.config.optimizer.is_adamw else set()
         needed |= {Capability.ADAPTER} if self.config.lora.rank > 0 else set()
-        residency = self.config.residency
-        needed |= {Capability.OFFLOAD} if residency.offload_parameters or residency.offload_optimizer else set()
+        needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
         self.require(*needed)
         self._topology = self._build()
 
@@ -393,6 +394,11 @@ class BaseEngine(UpdateCycle):
     def _weights_while_resident(self) -> Iterator[NamedWeight]:
         with self._resident("eval"):
             yield from self._iterate_weights()
+
+
+def _needed_by_precision(precision: PrecisionSpec) -> set[Capability]:
+    is_other = (precision.parameters, precision.reduce, precision.buffers) != ("fp32",) * 3
+    return ({Capability.FP16} if precision.compute == "fp16" else set()) | ({Capability.OTHER_DTYPES} if is_other else set())
 
 
 def _objective_loss(objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]) -> MicroLoss:

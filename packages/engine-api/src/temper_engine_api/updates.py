@@ -12,6 +12,7 @@ from torch import Tensor
 from temper_engine_api.backend import EngineBackend
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
+from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.schedule import learning_rate
 from temper_engine_api.specs import EngineConfig
 
@@ -50,6 +51,7 @@ class UpdateCycle(EngineBackend):
         self.num_nonfinite_updates = 0
         self.num_updates = 0
         self.num_schedule_steps = 0
+        self.loss_scale = LossScale(config.precision)
         self._gradients = Gradients.EMPTY
         self._trains_something = False
         self._pending_sample_ids: list[Tensor] = []
@@ -81,6 +83,8 @@ class UpdateCycle(EngineBackend):
                 self._reduce_pending_gradients()
                 self._gradients = Gradients.FINAL
             norm = self._apply_gradients(lr=self.current_lr) if self._trains_something else 0.0
+        if self._trains_something:
+            self.loss_scale.note(is_finite=math.isfinite(norm))
         self._gradients = Gradients.SPENT
         self._report_update(norm)
         return norm
@@ -138,12 +142,14 @@ class UpdateCycle(EngineBackend):
             "num_schedule_steps": self.num_schedule_steps,
             "num_nonfinite_updates": self.num_nonfinite_updates,
             "consecutive_skips": self._consecutive_skips,
+            **(self.loss_scale.state() if self.loss_scale.is_on else {}),
         }
 
     def _restore_progress(self, progress: Mapping[str, object]) -> None:
-        names = list(self._progress())
+        names = ["num_updates", "num_schedule_steps", "num_nonfinite_updates", "consecutive_skips"]
         counts = [count for count in map(progress.get, names) if isinstance(count, int)]
         if len(counts) < len(names):
             raise DamagedCheckpointError(f"progress.json should hold the counters {names}, but holds {dict(progress)}.")
         self.num_updates, self.num_schedule_steps, self.num_nonfinite_updates, self._consecutive_skips = counts
+        self.loss_scale.restore(progress)
         self.last_update = None

@@ -76,7 +76,7 @@ def torch_varlen_forward(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The same on torch's variable-length flash attention (CUDA, bf16)."""
+    """The same on torch's variable-length flash attention (CUDA, bf16 or fp16)."""
     _refuse(attention_mask, softcap=softcap)
     if dropout:
         raise ConfigError(f"attention torch_varlen has no dropout, but the model asks for {dropout}: use sdpa_varlen.")
@@ -114,7 +114,7 @@ def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str
     """
     if wanted == "torch_varlen" and device.type != "cuda":
         raise ConfigError("attention torch_varlen needs CUDA, but this engine runs on the CPU: use auto or sdpa_varlen.")
-    if wanted == "torch_varlen" or (wanted == "auto" and device.type == "cuda" and compute == "bf16"):
+    if wanted == "torch_varlen" or (wanted == "auto" and device.type == "cuda" and compute != "fp32"):
         return TORCH_VARLEN
     return SDPA_VARLEN
 

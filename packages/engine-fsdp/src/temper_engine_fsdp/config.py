@@ -7,16 +7,22 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 
 AttentionKernel = Literal["auto", "sdpa_varlen", "torch_varlen"]
+Strategy = Literal["fsdp2", "fsdp1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDPConfig(EngineConfig):
-    """How a model is sharded and computed with torch's fully_shard (FSDP2)."""
+    """How a model is sharded and computed with PyTorch FSDP."""
 
+    strategy: Strategy = "fsdp2"
+    """fsdp2 is fully_shard; fsdp1 is FullyShardedDataParallel, for numbers and checkpoints of what was built on it, not for speed."""
     fsdp_size: int | None = None
     """Ranks that one copy of the parameters is sharded over; None is all of them, fewer replicate (hybrid sharding)."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters of a layer after its forward and gather them again for its backward: less memory, more traffic."""
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters of a layer after its forward and gather them again for its backward: less memory, more traffic.
+    A number keeps them sharded over that many ranks instead, such as those of one node."""
+    forward_prefetch: int = 0
+    """Layers whose parameters are gathered ahead of the one that computes, beyond what torch overlaps by itself."""
     wrap_modules: tuple[str, ...] = ()
     """Class names of the modules that are sharded one by one; empty takes the decoder layers that the model names itself."""
     activation_checkpointing: bool = False
@@ -29,6 +35,8 @@ class FSDPConfig(EngineConfig):
     """Take oneDNN's float32 matmul kernels on a CPU where a test at start finds them as exact as the default ones."""
     save_huggingface_weights: bool = False
     """Write safetensors beside ``huggingface/config.json`` in every checkpoint."""
+    huggingface_shard_bytes: int = 4 << 30
+    """Largest safetensors file; a tensor that is larger has one of its own."""
 
     def __post_init__(self) -> None:
         if self.fsdp_size is not None and self.fsdp_size < 1:
@@ -37,5 +45,23 @@ class FSDPConfig(EngineConfig):
             raise ConfigError(f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null chooses by memory.")
         if self.attention == "torch_varlen" and self.device == "cpu":
             raise ConfigError("attention torch_varlen needs CUDA, but device is cpu: use auto or sdpa_varlen.")
-        if self.attention == "torch_varlen" and self.precision.compute != "bf16":
-            raise ConfigError("attention torch_varlen computes in bf16, but precision.compute is fp32: use sdpa_varlen.")
+        if self.attention == "torch_varlen" and self.precision.compute == "fp32":
+            raise ConfigError("attention torch_varlen computes in bf16 or fp16, but precision.compute is fp32: use sdpa_varlen.")
+        if self.forward_prefetch < 0:
+            raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but must be at least 0 layers.")
+        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
+            raise ConfigError(
+                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false or a number of ranks from 2."
+            )
+        if self.huggingface_shard_bytes < 1:
+            raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
+        if self.strategy == "fsdp1":
+            self._check_fsdp1()
+
+    def _check_fsdp1(self) -> None:
+        if self.reshard_after_forward is not True:
+            raise ConfigError(f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always reshards: leave it true.")
+        if self.forward_prefetch > 1:
+            raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 gathers at most 1 layer ahead.")
+        if self.precision.parameters != "fp32":
+            raise ConfigError(f"precision.parameters is {self.precision.parameters}, but strategy fsdp1 keeps float32 master weights.")

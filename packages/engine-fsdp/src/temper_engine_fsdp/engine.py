@@ -1,4 +1,4 @@
-"""FSDPEngine: the engine contract on PyTorch's fully_shard, for Hugging Face decoder-only language models."""
+"""FSDPEngine: the engine contract on PyTorch FSDP, for Hugging Face decoder-only language models."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +20,14 @@ from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_fsdp import huggingface, numerics, persistence, process_group, state, weights
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.optimizer import ShardedAdamW
-from temper_engine_fsdp.parts import MODEL, OPTIMIZER, Parts, build_parts
+from temper_engine_fsdp.parts import GRADIENTS, OPTIMIZER, PARAMETERS, Parts, build_parts
+from temper_engine_fsdp.precision import dtype_named
 
-_GROUPS: Mapping[str, tuple[str, ...]] = {"train": (MODEL,), "eval": (MODEL,), "update": (MODEL, OPTIMIZER)}
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "train": (PARAMETERS, GRADIENTS),
+    "eval": (PARAMETERS,),
+    "update": (PARAMETERS, GRADIENTS, OPTIMIZER),
+}
 
 ObjectT = TypeVar("ObjectT")
 
@@ -39,6 +44,9 @@ class FSDPEngine(BaseEngine):
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
             Capability.OFFLOAD,
+            Capability.ANY_OPTIMIZER,
+            Capability.FP16,
+            Capability.OTHER_DTYPES,
             Capability.DATA_PARALLEL,
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
@@ -50,7 +58,7 @@ class FSDPEngine(BaseEngine):
         self._built: Parts | None = None
 
     def _build(self) -> Topology:
-        self._built = build_parts(self.config)
+        self._built = build_parts(self.config, loss_scale=self.loss_scale)
         size, rank = self._built.membership.world_size, self._built.membership.rank
         return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
 
@@ -74,7 +82,7 @@ class FSDPEngine(BaseEngine):
         if self._mode is not None:
             raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
         residency = self._parts.residency
-        for name, is_meant in ((MODEL, model), (OPTIMIZER, optimizer)):
+        for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
                 residency.park(name)
             elif is_meant:
@@ -117,7 +125,7 @@ class FSDPEngine(BaseEngine):
     def _apply_gradients(self, *, lr: float) -> float:
         optimizer = self._parts.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
-        return optimizer.step(lr=lr)
+        return optimizer.step(lr=lr, loss_scale=self.loss_scale.value)
 
     def _zero_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
@@ -125,32 +133,37 @@ class FSDPEngine(BaseEngine):
             with self._resident("train"):
                 self._reduce_pending_gradients()
         for parameter in self._parts.parameters.values():
-            parameter.grad = None
+            parameter.parameter.grad = None
 
     def _export_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+        return dtype_named(self.config.precision.compute)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        return weights.iterate_weights(self._parts.root, dtype=self._export_dtype())
+        return weights.iterate_weights(self._parts.parameters, self._parts.buffers, dtype=self._export_dtype())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        weights.load_weights(self._parts.root, stream)
+        weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        return state.iterate_state(self._parts.parameters, self._require_optimizer().moments)
+        return state.iterate_state(self._parts.parameters, self._require_adamw().moments)
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        state.load_state(self._parts.parameters, self._require_optimizer().moments, stream)
+        state.load_state(self._parts.parameters, self._require_adamw().moments, stream)
 
-    def _require_optimizer(self) -> ShardedAdamW:
-        if self._parts.optimizer is None:
+    def _require_adamw(self) -> ShardedAdamW:
+        optimizer = self._parts.optimizer
+        if optimizer is None:
             raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
-        return self._parts.optimizer
+        if not isinstance(optimizer, ShardedAdamW):
+            raise EngineStateError("the portable training state is that of adamw: use optimizer.name adamw, or save a checkpoint.")
+        return optimizer
 
     def _write_state(self, directory: str) -> list[str]:
         parts, rank = self._parts, self._parts.membership.rank
-        files = persistence.write_tensors(self._tensors_to_keep(), directory=directory, rank=rank)
-        files.append(persistence.write_random_state(directory=directory, rank=rank, device=parts.membership.device))
+        pieces = persistence.training_pieces(parts.parameters, parts.buffers, parts.optimizer)
+        files = persistence.write_tensors(persistence.as_rows(pieces), directory=directory, rank=rank)
+        states = persistence.random_states(parts.membership.device)
+        files.append(persistence.write_random_states(states, directory=directory, rank=rank))
         if rank == 0:
             files += huggingface.write_description(
                 parts.hf_config, directory=directory, source=self.config.model.path, dtype=self._export_dtype()
@@ -160,17 +173,9 @@ class FSDPEngine(BaseEngine):
         return files
 
     def _read_state(self, directory: str) -> None:
-        membership = self._parts.membership
-        persistence.read_tensors(self._tensors_to_keep(), directory=directory)
+        parts, membership = self._parts, self._parts.membership
+        persistence.read_training(parts.parameters, parts.buffers, parts.optimizer, directory=directory)
         persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
-
-    def _tensors_to_keep(self) -> dict[str, Tensor]:
-        optimizer = self._parts.optimizer
-        return persistence.training_tensors(
-            self._parts.parameters,
-            weights.named_buffers(self._parts.root),
-            {} if optimizer is None else optimizer.moments,
-        )
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)

@@ -1,15 +1,9 @@
-"""The module that FSDP shards: a Hugging Face model composed with a head that answers queries, and how it is sharded.
+"""The module that FSDP shards: a Hugging Face model composed with a head that answers queries.
 
-In: a micro-batch and what is asked about it. Out: one float32 column per query. Gradients of all ranks are summed, never averaged,
-because the denominators of a loss already belong to the whole mini-batch.
+In: a micro-batch and what is asked about it. Out: one float32 column per query.
 """
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
@@ -65,33 +59,12 @@ def build_head(hf: PreTrainedModel, *, config: FSDPConfig) -> Head:
     return LanguageHead(linear, chunk_tokens=config.head_chunk_tokens)
 
 
-def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh) -> None:
-    """Shard each decoder layer, then the rest as one; sums gradients on every FSDP module.
+def layers_of(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules that are sharded one by one: of these classes, or those that the model says must not be split.
 
     Raises:
-        ConfigError: a class named in wrap_modules does not occur.
+        ConfigError: a class does not occur.
     """
-    if config.activation_checkpointing:
-        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    dtype = torch.bfloat16 if config.precision.compute == "bf16" else None
-    # Inputs are cast nowhere: temperatures and rotary tables stay as they are computed.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in _layers(model.hf, names=config.wrap_modules):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    # The root holds the embedding and the head, which the backward pass needs first.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in fsdp_modules(model):
-        # On the root alone this would be silently wrong, and gloo has no scaled sum.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that fully_shard was applied to, the root first."""
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
-def _layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
     wanted = set(names) or set(hf._no_split_modules or ())
     layers = [module for module in hf.modules() if type(module).__name__ in wanted]
     if names and wanted - {type(layer).__name__ for layer in layers}:

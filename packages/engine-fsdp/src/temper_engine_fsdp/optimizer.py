@@ -1,23 +1,27 @@
-"""AdamW on this rank's shards, with the global gradient norm.
+"""AdamW on this rank's shards, and what every optimiser shares: the global gradient norm, the skip of non-finite updates, clipping.
 
-The update is elementwise, so it runs on the local tensors with torch's fused kernel and never through DTensor's dispatch.
+AdamW is elementwise, so it runs on the local tensors with torch's fused kernel and never through DTensor's dispatch.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp.sharded import Parameters, ShardedParameter
+
+Gradients = Mapping[str, Tensor]
+"""This rank's shard of each reduced gradient, by Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Optimiser state of one parameter's shard, float32, on the parameter's device."""
+    """Optimiser state of one parameter's shard, float32, on the device where updates are computed."""
 
     first: Tensor
     """Exponential average of the gradient, in the shape of the local shard."""
@@ -27,53 +31,115 @@ class Moments:
     """[] updates that this parameter has seen."""
 
 
-class ShardedAdamW:
-    """Moments of every parameter, clipping by the global norm, and the update."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One tensor of an optimiser's state, as a checkpoint sees it."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+    owner: ShardedParameter | None
+    """The parameter that it is cut like; None where every rank holds all of it."""
+    tensor: Tensor
+    """The shard, or the whole; loading fills it in place."""
+
+
+class ShardedOptimizer(ABC):
+    """An optimiser of sharded parameters."""
+
+    def __init__(self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
         self._parameters = parameters
         self._spec = spec
         self._sum_over_shards = sum_over_shards
-        self.moments = {name: _fresh_moments(local(parameter)) for name, parameter in parameters.items()}
 
     @torch.no_grad()
-    def step(self, *, lr: float) -> float:
-        """Global norm over all shards in float32 before clipping; clips and updates only where it is finite."""
-        grads = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        norm = self._global_norm(list(grads.values()))
+    def step(self, *, lr: float, loss_scale: float = 1.0) -> float:
+        """Global norm over all shards in float32 before clipping; clips and updates only where it is finite.
+
+        Args:
+            lr: the rate of this update.
+            loss_scale: what gradients are divided by first.
+        """
+        found = ((name, parameter.local_gradient()) for name, parameter in self._parameters.items())
+        gradients = {name: gradient for name, gradient in found if gradient is not None}
+        if loss_scale != 1.0:
+            torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
+        norm = self._global_norm(list(gradients.values()))
         if not math.isfinite(norm):
             return norm
         limit = self._spec.clip_grad_norm
         if limit is not None and norm > limit:
-            torch._foreach_mul_(list(grads.values()), limit / norm)
-        decayed = [name for name in grads if self._parameters[name].ndim >= 2 or self._spec.decays_vectors]
-        self._update(decayed, grads, lr=lr, weight_decay=self._spec.weight_decay)
-        self._update([name for name in grads if name not in set(decayed)], grads, lr=lr, weight_decay=0.0)
+            torch._foreach_mul_(list(gradients.values()), limit / norm)
+        self._update(gradients, lr=lr)
         return norm
 
-    def _global_norm(self, grads: list[Tensor]) -> float:
-        device = next(iter(self.moments.values())).count.device
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads] or [torch.zeros((), device=device)]
+    @abstractmethod
+    def _update(self, gradients: Gradients, *, lr: float) -> None:
+        """Change the parameters that have a gradient."""
+
+    @abstractmethod
+    def offloadable(self) -> Iterator[Tensor]:
+        """State tensors that may leave the device between updates."""
+
+    @abstractmethod
+    def pieces(self) -> dict[str, Piece]:
+        """The state for a checkpoint, by a name of its own."""
+
+    @abstractmethod
+    def prepare_to_load(self, names: list[str]) -> None:
+        """Make room for a state that holds these pieces, and no other. Collective."""
+
+    def _decays(self, name: str) -> bool:
+        return self._parameters[name].is_matrix or self._spec.decays_vectors
+
+    def _global_norm(self, gradients: list[Tensor]) -> float:
+        device = next(iter(self._parameters.values())).local().device
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients] or [torch.zeros((), device=device)]
         # float64 holds the square of every float32 norm.
         square = torch.stack(norms).double().square().sum()
         return float(self._sum_over_shards(square).sqrt().float())
 
-    def _update(self, names: list[str], grads: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
-        for name in names:
-            if grads[name].numel() == 0:
-                # This rank holds no row of it; the count goes on for checkpoints at another world size.
+
+class ShardedAdamW(ShardedOptimizer):
+    """Decoupled weight decay on parameters of two or more dimensions; moments are float32 whatever the parameters are."""
+
+    def __init__(
+        self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor], on_cpu: bool = False
+    ) -> None:
+        super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
+        devices = {name: torch.device("cpu") if on_cpu else parameter.local().device for name, parameter in parameters.items()}
+        self.moments = {name: _fresh_moments(parameters[name].local(), device=device) for name, device in devices.items()}
+
+    def _update(self, gradients: Gradients, *, lr: float) -> None:
+        for name in gradients:
+            if gradients[name].numel() == 0:
+                # This rank holds none of it; the count goes on for checkpoints at another world size.
                 self.moments[name].count.add_(1)
-        present = [name for name in names if grads[name].numel() > 0]
-        if not present:
+        present = [name for name in gradients if gradients[name].numel() > 0]
+        for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
+            names = [name for name in present if self._decays(name) == decays]
+            weights = [self._parameters[name].local() for name in names]
+            if all(self._can_update_in_place(name) for name in names):
+                self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay)
+                continue
+            for name, weight in zip(names, weights, strict=True):
+                device = self.moments[name].first.device
+                raised, gradient = (x.to(device, torch.float32) for x in (weight, gradients[name]))
+                self._adamw([name], [raised], [gradient], lr=lr, weight_decay=weight_decay)
+                weight.copy_(raised)
+
+    def _can_update_in_place(self, name: str) -> bool:
+        weight = self._parameters[name].local()
+        return weight.dtype == torch.float32 and weight.device == self.moments[name].first.device
+
+    def _adamw(self, names: list[str], weights: list[Tensor], gradients: list[Tensor], *, lr: float, weight_decay: float) -> None:
+        if not names:
             return
         beta1, beta2 = self._spec.betas
         adamw(
-            [local(self._parameters[name]) for name in present],
-            [grads[name] for name in present],
-            [self.moments[name].first for name in present],
-            [self.moments[name].second for name in present],
+            weights,
+            gradients,
+            [self.moments[name].first for name in names],
+            [self.moments[name].second for name in names],
             [],
-            [self.moments[name].count for name in present],
+            [self.moments[name].count for name in names],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -84,18 +150,28 @@ class ShardedAdamW:
             maximize=False,
         )
 
+    def offloadable(self) -> Iterator[Tensor]:
+        """See ShardedOptimizer."""
+        for moments in self.moments.values():
+            yield from (moments.first, moments.second)
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing memory."""
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        shard: Tensor = tensor.to_local()
-    return shard
+    def pieces(self) -> dict[str, Piece]:
+        """See ShardedOptimizer."""
+        found = {}
+        for name, kept in self.moments.items():
+            owner = self._parameters[name]
+            found[f"first_moment.{name}"] = Piece(owner=owner, tensor=kept.first)
+            found[f"second_moment.{name}"] = Piece(owner=owner, tensor=kept.second)
+            found[f"update_count.{name}"] = Piece(owner=None, tensor=kept.count)
+        return found
+
+    def prepare_to_load(self, names: list[str]) -> None:
+        """See ShardedOptimizer: moments are there from the beginning."""
 
 
-def _fresh_moments(shard: Tensor) -> Moments:
+def _fresh_moments(shard: Tensor, *, device: torch.device) -> Moments:
     return Moments(
-        first=torch.zeros_like(shard),
-        second=torch.zeros_like(shard),
-        count=torch.zeros((), dtype=torch.float32, device=shard.device),
+        first=torch.zeros_like(shard, dtype=torch.float32, device=device),
+        second=torch.zeros_like(shard, dtype=torch.float32, device=device),
+        count=torch.zeros((), dtype=torch.float32, device=device),
     )

@@ -1,26 +1,32 @@
 """What an engine is made of, and how it is built from a configuration: process group, mesh, sharded model, optimiser, residency."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
+from temper_engine_api.errors import CapabilityError
+from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
 from temper_engine_fsdp import attention, numerics, process_group
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.module import PackedModel, build_head, shard
-from temper_engine_fsdp.optimizer import ShardedAdamW, local
+from temper_engine_fsdp.module import PREFIX, PackedModel, build_head
+from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
+from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.process_group import Membership
 from temper_engine_fsdp.residency import Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
-from temper_engine_fsdp.weights import named_parameters
+from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.strategies import shard
+from temper_engine_fsdp.torch_optimizer import TorchOptimizer
+from temper_engine_fsdp.weights import Buffers
 
-MODEL, OPTIMIZER = "model", "optimizer"
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 """Groups of the residency."""
 
 _DUMMY_QUERIES = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
@@ -32,13 +38,13 @@ class Parts:
 
     membership: Membership
     """This rank and its device."""
-    root: PackedModel
-    """The sharded module."""
     hf_config: PretrainedConfig
     """The model's own configuration."""
-    parameters: Mapping[str, nn.Parameter]
-    """Sharded float32 master weights by Hugging Face name."""
-    optimizer: ShardedAdamW | None
+    parameters: Parameters
+    """Sharded master weights."""
+    buffers: Buffers
+    """Those that belong to a checkpoint."""
+    optimizer: ShardedOptimizer | None
     """None where the configuration has none."""
     runner: MicroBatchRunner
     """Passes over micro-batches."""
@@ -49,14 +55,15 @@ class Parts:
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Local shards of parameters and of the gradients there are."""
-        return _model_tensors(self.parameters)
+        yield from _parameter_tensors(self.parameters)
+        yield from _gradient_tensors(self.parameters)
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Local shards of both moments."""
+        """What the optimiser keeps of them."""
         return _optimizer_tensors(self.optimizer)
 
 
-def build_parts(config: FSDPConfig) -> Parts:
+def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     """Build everything; collective. What is configured to be offloaded is parked on return."""
     device = process_group.choose_device(config.device)
     if config.deterministic:
@@ -67,45 +74,76 @@ def build_parts(config: FSDPConfig) -> Parts:
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     hf = build_model(config.model, attention=kernel)
     root = PackedModel(hf, head=build_head(hf, config=config))
-    shard(root, config=config, mesh=mesh)
-    parameters = named_parameters(root)
-    optimizer = None
-    if config.optimizer is not None:
-        optimizer = ShardedAdamW(parameters, spec=config.optimizer, sum_over_shards=_sum_over_shards(mesh))
+    buffers = _set_dtypes(root, config=config)
+    host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
+    sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh)
+    optimizer = _build_optimizer(config, parameters=sharded.parameters, mesh=mesh)
     parts = Parts(
         membership=membership,
-        root=root,
         hf_config=hf.config,
-        parameters=parameters,
+        parameters=sharded.parameters,
+        buffers=buffers,
         optimizer=optimizer,
         runner=MicroBatchRunner(
-            root,
+            sharded,
             device=device,
             needs_buckets=kernel == attention.SDPA_VARLEN,
-            reshards=config.reshard_after_forward,
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
+            loss_scale=loss_scale,
         ),
-        residency=Residency({MODEL: lambda: _model_tensors(parameters), OPTIMIZER: lambda: _optimizer_tensors(optimizer)}),
+        residency=Residency(
+            {
+                PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
+                GRADIENTS: lambda: _gradient_tensors(sharded.parameters),
+                OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+            }
+        ),
         has_fast_matmul=_takes_fast_matmul(config, device=device),
     )
-    if config.residency.offload_parameters:
-        parts.residency.park(MODEL)
-    if config.residency.offload_optimizer:
-        parts.residency.park(OPTIMIZER)
+    for name, is_offloaded in (
+        (PARAMETERS, config.residency.offload_parameters),
+        (GRADIENTS, config.residency.offloads_gradients),
+        (OPTIMIZER, config.residency.offload_optimizer),
+    ):
+        if is_offloaded:
+            parts.residency.park(name)
     return parts
 
 
-def _model_tensors(parameters: Mapping[str, nn.Parameter]) -> Iterator[Tensor]:
-    for parameter in parameters.values():
-        yield local(parameter)
-        if parameter.grad is not None:
-            yield local(parameter.grad)
+def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
+    """Give parameters and buffers their configured dtypes; the buffers that belong to a checkpoint, by Hugging Face name."""
+    persistent = root.state_dict().keys()
+    for tensors, wanted in ((root.parameters(), config.precision.parameters), (root.buffers(), config.precision.buffers)):
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype_named(wanted))
+    return {name.removeprefix(PREFIX): buffer for name, buffer in root.named_buffers() if name in persistent}
 
 
-def _optimizer_tensors(optimizer: ShardedAdamW | None) -> Iterator[Tensor]:
-    if optimizer is not None:
-        for moments in optimizer.moments.values():
-            yield from (moments.first, moments.second)
+def _build_optimizer(config: FSDPConfig, *, parameters: Parameters, mesh: DeviceMesh) -> ShardedOptimizer | None:
+    spec, sum_over_shards = config.optimizer, _sum_over_shards(mesh)
+    if spec is None:
+        return None
+    if spec.is_adamw:
+        return ShardedAdamW(parameters, spec=spec, sum_over_shards=sum_over_shards, on_cpu=config.residency.optimizer_on_cpu)
+    if config.residency.optimizer_on_cpu:
+        raise CapabilityError(
+            f"residency.optimizer_on_cpu is for adamw, but optimizer.name is {spec.name}: use residency.offload_optimizer."
+        )
+    return TorchOptimizer(parameters, spec=spec, sum_over_shards=sum_over_shards)
+
+
+def _parameter_tensors(parameters: Parameters) -> Iterator[Tensor]:
+    return (parameter.local() for parameter in parameters.values())
+
+
+def _gradient_tensors(parameters: Parameters) -> Iterator[Tensor]:
+    found = (parameter.local_gradient() for parameter in parameters.values())
+    return (gradient for gradient in found if gradient is not None)
+
+
+def _optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+    return iter(()) if optimizer is None else optimizer.offloadable()
 
 
 def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:

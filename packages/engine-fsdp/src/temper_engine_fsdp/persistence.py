@@ -1,59 +1,65 @@
 """The engine's part of a checkpoint: torch DCP for parameters and optimiser states, and each rank's random-number state.
 
-DCP holds full logical tensors in pieces, so another world size reads what it needs. Random-number states belong to ranks: a rank that
-finds none of its own (another world size) goes on with the stream it has.
+DCP holds full logical tensors in pieces, cut by rows, so another world size or another strategy reads what it needs. Random-number
+states belong to ranks: a rank that finds none of its own (another world size) goes on with the stream it has.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import WeightEntry, check_saved
-from temper_engine_fsdp.optimizer import Moments
-from temper_engine_fsdp.state import like
+from temper_engine_fsdp.optimizer import Piece, ShardedOptimizer
+from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.weights import Buffers
 
 STATE_FOLDER = "dcp"
 RANDOM_FOLDER = "random"
 
-
-def training_tensors(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], moments: Mapping[str, Moments]
-) -> dict[str, Tensor]:
-    """What DCP writes, and fills in place: sharded tensors that share the engine's memory, by kind and Hugging Face name."""
-    tensors: dict[str, Tensor] = {f"parameter.{name}": parameter.data for name, parameter in parameters.items()}
-    tensors |= {f"buffer.{name}": buffer for name, buffer in buffers.items()}
-    for name, kept in moments.items():
-        tensors[f"first_moment.{name}"] = like(parameters[name], kept.first)
-        tensors[f"second_moment.{name}"] = like(parameters[name], kept.second)
-        tensors[f"update_count.{name}"] = kept.count
-    return tensors
+Pieces = Mapping[str, Piece]
+"""What a checkpoint holds, by kind and Hugging Face name."""
 
 
-def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int) -> list[str]:
-    """Write with DCP; relative paths of the files that this rank wrote. Collective.
+def training_pieces(parameters: Parameters, buffers: Buffers, optimizer: ShardedOptimizer | None) -> dict[str, Piece]:
+    """What is saved, and filled in place by loading; the tensors share the engine's memory."""
+    pieces = {f"parameter.{name}": Piece(owner=p, tensor=p.local()) for name, p in parameters.items()}
+    pieces |= {f"buffer.{name}": Piece(owner=None, tensor=buffer) for name, buffer in buffers.items()}
+    return pieces | ({} if optimizer is None else optimizer.pieces())
+
+
+def as_rows(pieces: Pieces) -> dict[str, Tensor]:
+    """What DCP takes: every piece cut by rows. Collective."""
+    return {name: piece.tensor if piece.owner is None else piece.owner.as_rows(piece.tensor) for name, piece in pieces.items()}
+
+
+def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None) -> list[str]:
+    """Write with DCP; relative paths of the files that this rank wrote. Collective over the group, or over all ranks.
 
     Raises:
         CheckpointError: a rank could not write; says what torch said.
     """
     folder = Path(directory, STATE_FOLDER)
     try:
-        save(dict(tensors), storage_writer=FileSystemWriter(folder))
+        save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
     except (CheckpointException, RuntimeError, OSError) as error:  # torch wraps a full disk in any of the three
         raise CheckpointError(f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})") from error
     mine = sorted(path.name for path in folder.glob(f"__{rank}_*"))
     return [f"{STATE_FOLDER}/{name}" for name in (*mine, *([".metadata"] if rank == 0 else []))]
 
 
-def read_tensors(tensors: Mapping[str, Tensor], *, directory: str) -> None:
-    """Fill these tensors from what ``write_tensors`` wrote at this or another world size. Collective.
+@torch.no_grad()
+def read_training(parameters: Parameters, buffers: Buffers, optimizer: ShardedOptimizer | None, *, directory: str) -> None:
+    """Fill parameters, buffers and optimiser states from what was written at this or another layout. Collective.
 
     Optimiser states that nobody asks for (optimizer: null) may stay unread; in all else names and shapes agree both ways.
 
@@ -61,11 +67,26 @@ def read_tensors(tensors: Mapping[str, Tensor], *, directory: str) -> None:
         CheckpointError: another configuration made it; nothing has been read then.
     """
     reader = FileSystemReader(Path(directory, STATE_FOLDER))
-    wanted = [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
-    kinds = {"parameter", "buffer"} | {_kind(name) for name in tensors}
+    saved = _saved_entries(reader)
+    if optimizer is not None:
+        optimizer.prepare_to_load([entry.name for entry in saved])
+    pieces = training_pieces(parameters, buffers, optimizer)
+    wanted = [WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype) for name, piece in pieces.items()]
+    kinds = {"parameter", "buffer"} | {_kind(name) for name in pieces}
     # DCP reads what is asked and passes over the rest: a deeper model's first layers would load into a shallower one.
-    check_saved(wanted, [entry for entry in _saved_entries(reader) if _kind(entry.name) in kinds], directory=directory)
+    check_saved(wanted, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory)
+    tensors = as_rows(pieces)
     load(dict(tensors), storage_reader=reader)
+    for name, piece in pieces.items():
+        rows = tensors[name]
+        if piece.owner is not None and isinstance(rows, DTensor):
+            loaded = piece.owner.from_rows(rows)
+            if loaded.data_ptr() != piece.tensor.data_ptr():
+                piece.tensor.copy_(loaded)
+
+
+def _shape_of(piece: Piece) -> tuple[int, ...]:
+    return tuple(piece.tensor.shape if piece.owner is None else piece.owner.shape)
 
 
 def _saved_entries(reader: FileSystemReader) -> list[WeightEntry]:
@@ -81,15 +102,20 @@ def _kind(name: str) -> str:
     return name.partition(".")[0]
 
 
-def write_random_state(*, directory: str, rank: int, device: torch.device) -> str:
-    """Write torch's random-number state of this rank; its relative path."""
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Torch's random-number states of this rank, as they are now."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
+    """Write them; the relative path."""
     relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(states, path)
+    torch.save(dict(states), path)
     return relative
 
 

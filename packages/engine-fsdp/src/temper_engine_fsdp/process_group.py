@@ -91,8 +91,13 @@ def leave(membership: Membership) -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(membership: Membership, *, fsdp_size: int | None) -> DeviceMesh:
+def build_mesh(membership: Membership, *, fsdp_size: int | None, kind: str | None = None) -> DeviceMesh:
     """The mesh parameters are sharded over: one axis, or replicate x shard.
+
+    Args:
+        membership: this rank.
+        fsdp_size: ranks that one copy is sharded over; None is all.
+        kind: type of device that the sharded tensors lie on; None is the rank's own.
 
     Raises:
         ConfigError: fsdp_size does not divide the world size.
@@ -101,6 +106,7 @@ def build_mesh(membership: Membership, *, fsdp_size: int | None) -> DeviceMesh:
     size = world_size if fsdp_size is None else fsdp_size
     if world_size % size:
         raise ConfigError(f"fsdp_size is {size}, but must divide the world size {world_size}.")
+    kind = membership.device.type if kind is None else kind
     if size == world_size:
-        return init_device_mesh(membership.device.type, (size,), mesh_dim_names=(SHARD_AXIS,))
-    return init_device_mesh(membership.device.type, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+        return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))
+    return init_device_mesh(kind, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

@@ -5,31 +5,31 @@ a rank without trained tokens takes part with gradients of zero.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.engine import MicroLoss
+from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Answers, Query
 from temper_engine_fsdp.heads import request_head
-from temper_engine_fsdp.module import PackedModel, fsdp_modules
 from temper_engine_fsdp.packing import PackLayout
-
-_RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+from temper_engine_fsdp.strategies import ShardedModule
 
 
 class MicroBatchRunner:
     """Forward and backward passes over one sharded module."""
 
-    def __init__(self, root: PackedModel, *, device: torch.device, needs_buckets: bool, reshards: bool, dummy_query: Query) -> None:
-        self._root = root
+    def __init__(
+        self, sharded: ShardedModule, *, device: torch.device, needs_buckets: bool, dummy_query: Query, loss_scale: LossScale
+    ) -> None:
+        self._sharded = sharded
+        self._loss_scale = loss_scale
         self._dummy_query = dummy_query
-        self._modules = list(fsdp_modules(root))
         self._device = device
         self._needs_buckets = needs_buckets
-        self._reshards = reshards
         self.has_local_gradients = False
         """Whether gradients wait on this rank to be reduced."""
 
@@ -49,16 +49,16 @@ class MicroBatchRunner:
         with self._pass(trains=not forward_only):
             for i, micro in enumerate(micro_batches):
                 is_last = i == len(micro_batches) - 1
-                if not forward_only:
-                    self._prepare_backward(reduces=is_last and reduce_gradients, is_last=is_last)
-                columns, tie, on_device = self._forward(
-                    micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only
-                )
-                if micro_loss is not None:
-                    loss = micro_loss(columns, on_device)
-                    if not forward_only:
-                        (loss + tie).backward()
-                        self.has_local_gradients = not (is_last and reduce_gradients)
+                reduces = is_last and reduce_gradients
+                with self._bracket(trains=not forward_only, reduces=reduces, is_last=is_last):
+                    columns, tie, on_device = self._forward(
+                        micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only
+                    )
+                    if micro_loss is not None:
+                        loss = micro_loss(columns, on_device)
+                        if not forward_only:
+                            (loss * self._factor + tie).backward()
+                            self.has_local_gradients = not reduces
                 answers.append(columns.detach())
         return answers
 
@@ -68,10 +68,10 @@ class MicroBatchRunner:
         micro = from_sequences([torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)])
         with self._pass(trains=True):
             # Nothing random may be drawn for it.
-            self._root.eval()
-            self._prepare_backward(reduces=True, is_last=True)
-            _, tie, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
-            tie.backward()
+            self._sharded.root.eval()
+            with self._bracket(trains=True, reduces=True, is_last=True):
+                _, tie, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
+                tie.backward()
         self.has_local_gradients = False
 
     def _forward(
@@ -80,18 +80,21 @@ class MicroBatchRunner:
         request = request_head(micro, queries=queries, with_gradient=with_gradient, trained_only=trained_only, device=self._device)
         packing = PackLayout(micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets)
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
-        *columns, tie = self._root(on_device, request, packing)
+        *columns, tie = self._sharded.root(on_device, request, packing)
         for column in columns:
             tie = tie + column[:0].sum()
         return Answers(columns=dict(zip(sorted(queries), columns, strict=True))), tie, on_device
 
-    def _prepare_backward(self, *, reduces: bool, is_last: bool) -> None:
-        self._modules[0].set_requires_gradient_sync(reduces)
-        self._modules[0].set_reshard_after_backward(self._reshards or is_last)
+    @property
+    def _factor(self) -> float:
+        return self._sharded.loss_factor * self._loss_scale.value
+
+    def _bracket(self, *, trains: bool, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
+        return self._sharded.micro_batch(reduces=reduces, is_last=is_last) if trains else nullcontext()
 
     @contextmanager
     def _pass(self, *, trains: bool) -> Iterator[None]:
-        self._root.train(trains)
+        self._sharded.root.train(trains)
         try:
             with torch.set_grad_enabled(trains):
                 yield
@@ -99,12 +102,9 @@ class MicroBatchRunner:
             self._recover()
             raise
         finally:
-            # Gathered parameters are copies: none may outlive a change of their shards.
-            for module in self._modules:
-                module.reshard()
+            self._sharded.end_pass()
 
     def _recover(self) -> None:
         """After an exception in a pass: FSDP begins anew, and what was accumulated on this rank is lost."""
-        if _RESETS_AFTER_ERRORS:
-            self._modules[0].reset_iter_state()
+        self._sharded.recover()
         self.has_local_gradients = False

@@ -3,69 +3,45 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
-from temper_engine_fsdp.module import PREFIX
+from temper_engine_fsdp.sharded import Parameters
+
+Buffers = Mapping[str, Tensor]
+"""Those that belong to a checkpoint, by Hugging Face name; every rank holds them whole."""
 
 
-def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """Sharded parameters by Hugging Face name; tied ones come once, under the name that a safetensors index holds."""
-    return {name.removeprefix(PREFIX): parameter for name, parameter in root.named_parameters()}
+def describe_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype) -> list[WeightEntry]:
+    """What ``iterate_weights`` will yield, in its order, without gathering anything."""
+    shapes = [(name, p.shape, p.dtype) for name, p in parameters.items()] + [(name, b.shape, b.dtype) for name, b in buffers.items()]
+    return [WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own) for name, shape, own in shapes]
 
 
-def named_buffers(root: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to a checkpoint, by Hugging Face name."""
-    persistent = root.state_dict().keys()
-    return {name.removeprefix(PREFIX): buffer for name, buffer in root.named_buffers() if name in persistent}
-
-
-def iterate_weights(root: nn.Module, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
+def iterate_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
     """Every parameter and persistent buffer, full, floats in this dtype; one is gathered at a time. Collective."""
-    for name, tensor in {**named_parameters(root), **named_buffers(root)}.items():
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        yield NamedWeight(name, full(tensor.detach().to(wanted), shares_memory=tensor.dtype == wanted))
+    for name, parameter in parameters.items():
+        # Cast before it is gathered: half the traffic in bf16.
+        yield NamedWeight(name, parameter.full(parameter.local().to(dtype)))
+    for name, buffer in buffers.items():
+        yield NamedWeight(name, buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True))
 
 
 @torch.no_grad()
-def load_weights(root: nn.Module, stream: Iterable[NamedWeight]) -> None:
+def load_weights(parameters: Parameters, buffers: Buffers, stream: Iterable[NamedWeight]) -> None:
     """Replace every parameter and persistent buffer. Each rank keeps only its shards until the whole stream has been checked.
 
     Raises:
         WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
     """
-    targets: Mapping[str, Tensor] = {**named_parameters(root), **named_buffers(root)}
     arrived: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
     for name, tensor in stream:
         arrived.append(WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype))
-        if name in targets and targets[name].shape == tensor.shape:
-            shards[name] = shard_like(tensor, targets[name])
-    check_complete([WeightEntry(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in targets.items()], arrived)
+        if name in parameters and parameters[name].shape == tensor.shape:
+            shards[name] = parameters[name].part_of(tensor).to(parameters[name].dtype)
+        elif name in buffers and buffers[name].shape == tensor.shape:
+            shards[name] = tensor.clone()
+    check_complete(describe_weights(parameters, buffers, dtype=torch.float32), arrived)
     for name, shard in shards.items():
-        target = targets[name]
-        (target.to_local() if isinstance(target, DTensor) else target).copy_(shard)
-
-
-def full(tensor: Tensor, *, shares_memory: bool) -> Tensor:
-    """The full tensor of a sharded one. Collective.
-
-    Args:
-        tensor: sharded or not.
-        shares_memory: whether it still lies in the model's memory, so that a result that aliases it is copied.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.clone() if shares_memory else tensor
-    gathered: Tensor = tensor.full_tensor()
-    is_alias = gathered.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
-    return gathered.clone() if shares_memory and is_alias else gathered
-
-
-def shard_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """A copy of this rank's part of a full tensor, in the target's dtype and on its device. No communication."""
-    if not isinstance(target, DTensor):
-        return tensor.to(target.device, target.dtype, copy=True)
-    # Every rank holds the whole tensor, so none is the source.
-    sharded = distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    return sharded.to_local().to(target.dtype, copy=True)
+        (parameters[name].local() if name in parameters else buffers[name]).copy_(shard)

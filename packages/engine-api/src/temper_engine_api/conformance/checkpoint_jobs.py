@@ -40,6 +40,7 @@ class Progress:
     num_schedule_steps: int
     num_nonfinite_updates: int
     lr: float
+    loss_scale: float
 
 
 def progress_of(engine: BaseEngine) -> Progress:
@@ -49,4 +50,5 @@ def progress_of(engine: BaseEngine) -> Progress:
         num_schedule_steps=engine.num_schedule_steps,
         num_nonfinite_updates=engine.num_nonfinite_updates,
         lr=engine.current_lr,
+        loss_scale=engine.loss_scale.value,
     )

@@ -1,7 +1,7 @@
 """What a job sees on a rank: which rank it is, and engines built from recipes, kept for the next job where that is safe."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from temper_engine_api.engine import BaseEngine
@@ -16,6 +16,7 @@ from temper_engine_api.specs import (
     ResidencySpec,
     ScheduleSpec,
 )
+from temper_engine_api.training_specs import Compute, Dtype
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,8 +48,10 @@ class Recipe:
     """See OptimizerSpec."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """See ScheduleSpec."""
-    compute: Literal["bf16", "fp32"] = "fp32"
+    compute: Compute = "fp32"
     """Of matmuls and activations; laws are checked in fp32, where a wrong number can't hide behind rounding."""
+    parameters: Dtype = "fp32"
+    """Of master weights."""
     residency: ResidencySpec = field(default_factory=ResidencySpec)
     """See ResidencySpec."""
     lora: LoraSpec = field(default_factory=LoraSpec)
@@ -57,19 +60,19 @@ class Recipe:
     def config_for(
         self, engine_class: type[BaseEngine], *, device: Literal["cpu", "cuda"], layout_fields: Mapping[str, Any]
     ) -> EngineConfig:
-        """The engine's own configuration class, filled with base fields and those of a layout."""
-        return engine_class.config_class(
+        """The engine's own configuration class, filled with base fields and those of a layout, which prevail."""
+        base = EngineConfig(
             model=ModelSpec(path=self.model_path, model_type=self.model_type),
             optimizer=self.optimizer,
             schedule=self.schedule,
-            precision=PrecisionSpec(compute=self.compute),
+            precision=PrecisionSpec(compute=self.compute, parameters=self.parameters),
             residency=self.residency,
             lora=self.lora,
             device=device,
             deterministic=True,
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
-            **layout_fields,
         )
+        return engine_class.config_class(**({item.name: getattr(base, item.name) for item in fields(base)} | dict(layout_fields)))
 
 
 class Rank:

@@ -15,7 +15,7 @@ from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import LoraSpec, ResidencySpec
+from temper_engine_api.specs import LoraSpec, OptimizerSpec, ResidencySpec
 from temper_engine_api.topology import Topology
 
 CONFIGURED: dict[Capability, Callable[[Reference], Recipe]] = {
@@ -25,6 +25,11 @@ CONFIGURED: dict[Capability, Callable[[Reference], Recipe]] = {
     Capability.OFFLOAD: lambda reference: reference.recipe(
         QWEN2_GROUPED, residency=ResidencySpec(offload_parameters=True, offload_optimizer=True)
     ),
+    Capability.ANY_OPTIMIZER: lambda reference: reference.recipe(
+        QWEN2_GROUPED, optimizer=OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9})
+    ),
+    Capability.FP16: lambda reference: reference.recipe(QWEN2_GROUPED, compute="fp16"),
+    Capability.OTHER_DTYPES: lambda reference: reference.recipe(QWEN2_GROUPED, compute="bf16", parameters="bf16"),
 }
 """What a configuration can ask for."""
 

@@ -20,6 +20,7 @@ from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, assert_close, assert_same_state
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.loss_scale import INITIAL
 from temper_engine_api.specs import ScheduleSpec
 from temper_engine_api.weights import TrainingState
 
@@ -74,6 +75,19 @@ def test_counters_and_rate_are_resumed(subject: Subject, recipe: Recipe, batches
     for saved, loaded in subject.run(progress_around_a_save, recipe=recipe, batches=[batches[0], bad, batches[2]], folder=tmp_path):
         assert loaded == saved
         assert (saved.num_updates, saved.num_schedule_steps, saved.num_nonfinite_updates) == (2, 2, 1)
+
+
+@pytest.mark.claims(Capability.FP16)
+def test_an_overflow_of_fp16_halves_the_scale_and_the_scale_is_resumed(
+    subject: Subject, reference: Reference, batches: list[SequenceBatch], tmp_path: Path
+) -> None:
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=COSINE, compute="fp16")
+    # Far beyond what fp16 holds once it is scaled: every rank sees it in the global norm.
+    large = batches[1].with_columns({"advantages": batches[1].columns["advantages"] * 1e9})
+    for saved, loaded in subject.run(progress_around_a_save, recipe=recipe, batches=[batches[0], large, batches[2]], folder=tmp_path):
+        assert loaded == saved
+        assert (saved.num_updates, saved.num_schedule_steps, saved.num_nonfinite_updates) == (2, 2, 1)
+        assert saved.loss_scale == INITIAL / 2
 
 
 def progress_around_a_save(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> tuple[Progress, Progress]:

@@ -1,0 +1,200 @@
+"""Frozen settings of what trains: optimiser, schedule, precision, residency. ``specs`` offers them beside the others."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError
+
+Scalar = str | int | float | bool | None
+Compute = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp32"]
+
+ADAMW = "adamw"
+"""The optimiser that every engine has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """The optimiser, with clipping by the global norm."""
+
+    name: str = ADAMW
+    """``adamw``, fused; or the dotted path of a ``torch.optim.Optimizer``, such as ``torch.optim.SGD`` or one of your own."""
+    arguments: Mapping[str, Scalar | tuple[float, ...]] = field(default_factory=dict, hash=False)
+    """Of that class beyond the rate and the weight decay, checked against its signature; adamw has betas and eps instead."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of adamw's first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of adamw's second moment."""
+    weight_decay: float = 0.01
+    """Decoupled; applied to parameters of two or more dimensions only, unless decays_vectors says otherwise."""
+    decays_vectors: bool = False
+    """Decay biases and norms too, as torch.optim.AdamW does with one parameter group."""
+    clip_grad_norm: float | None = 1.0
+    """Largest global gradient norm; None never clips."""
+    max_consecutive_skips: int = 10
+    """Updates in a row that may be skipped for non-finite gradients before the run stops."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr < math.inf or not 0 < self.eps < math.inf or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ConfigError(f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
+        if self.max_consecutive_skips < 0:
+            raise ConfigError(f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0.")
+        self._check_name()
+
+    @property
+    def is_adamw(self) -> bool:
+        """Whether it is the one that every engine has."""
+        return self.name == ADAMW
+
+    def _check_name(self) -> None:
+        if self.is_adamw:
+            if self.arguments:
+                raise ConfigError(
+                    f"optimizer.arguments {sorted(self.arguments)} have no effect with optimizer.name adamw: "
+                    "it has optimizer.betas and optimizer.eps."
+                )
+            return
+        if not all(part.isidentifier() for part in self.name.split(".")) or "." not in self.name:
+            raise ConfigError(f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a class such as torch.optim.SGD.")
+        idle = [name for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8)) if getattr(self, name) != default]
+        if idle:
+            raise ConfigError(f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in optimizer.arguments.")
+        if {"lr", "weight_decay", "params"} & self.arguments.keys():
+            raise ConfigError("optimizer.arguments must not hold lr, weight_decay or params: the first two are keys of optimizer itself.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """The learning rate as a pure function of a counter; see ``temper_engine_api.schedule``."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What follows the warm-up; wsd (warm-up, stable, decay) stays at the peak and falls linearly in its last ``decay_steps``."""
+    warmup_steps: int = 0
+    """Steps of linear rise; the first of them already has lr / warmup_steps, never 0."""
+    warmup_ratio: float = 0.0
+    """The same as a share of total_steps, rounded up; only one of the two is set."""
+    total_steps: int | None = None
+    """Steps until min_lr_ratio is reached, warm-up included; needed by linear, cosine and wsd, and by warmup_ratio."""
+    decay_steps: int | None = None
+    """Length of the fall at the end of wsd, Hu et al. 2024, arXiv:2404.06395; needed by it, and by nothing else."""
+    min_lr_ratio: float = 0.0
+    """Floor, as a share of the peak."""
+    advance: Literal["update", "rl_step"] = "update"
+    """What counts as a step: an optimiser update, or an RL step of several updates."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Of the linear rise, however it was given."""
+        if self.total_steps is None or not self.warmup_ratio:
+            return self.warmup_steps
+        # 0.1 * 30 is a little more than 3.
+        return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0.")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(f"schedule.warmup_ratio is {self.warmup_ratio}, but must be in [0, 1): a share of schedule.total_steps.")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ConfigError("schedule.warmup_steps and schedule.warmup_ratio both say how long the warm-up is: remove one of them.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: a share of the peak.")
+        self._check_length()
+
+    def _check_length(self) -> None:
+        needs_total = self.kind != "constant" or self.warmup_ratio > 0
+        if needs_total and self.total_steps is None:
+            cause = f"schedule.kind is {self.kind}" if self.kind != "constant" else f"schedule.warmup_ratio is {self.warmup_ratio}"
+            raise ConfigError(f"{cause}, which needs schedule.total_steps: the length of the schedule.")
+        if not needs_total and self.total_steps is not None:
+            raise ConfigError("schedule.total_steps has no effect with schedule.kind constant: remove it.")
+        if self.kind == "constant" and self.min_lr_ratio != 0.0:
+            raise ConfigError("schedule.min_lr_ratio has no effect with schedule.kind constant: remove it.")
+        if (self.kind == "wsd") != (self.decay_steps is not None):
+            raise ConfigError(
+                f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd needs the length of its fall, "
+                "and no other kind has one."
+            )
+        if self.total_steps is None:
+            return
+        fall, rise = self.decay_steps or 0, self.num_warmup_steps
+        if fall < 0 or self.total_steps <= rise or self.total_steps < rise + fall or (self.kind == "wsd" and fall < 1):
+            raise ConfigError(
+                f"schedule.total_steps ({self.total_steps}) must exceed the warm-up ({rise} steps)"
+                + (f" and hold schedule.decay_steps ({fall}), at least 1, after it." if self.kind == "wsd" else ".")
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSpec:
+    """Dtypes. Optimiser states, log-probs, losses and gradient norms are always float32."""
+
+    compute: Compute = "bf16"
+    """Of matmuls and activations. fp16 scales the loss, by a factor that halves after an overflow and is saved in checkpoints."""
+    parameters: Dtype = "fp32"
+    """Of the master weights that the optimiser updates. In bf16 an update below 0.4 % of a weight is lost."""
+    reduce: Dtype = "fp32"
+    """In which gradients are summed over ranks."""
+    buffers: Dtype = "fp32"
+    """Of the model's buffers, such as rotary frequencies."""
+    initial_loss_scale: float | None = None
+    """First factor of fp16's loss; None is 65536."""
+    loss_scale_growth_interval: int | None = None
+    """Updates without an overflow after which the factor doubles; None is 2000."""
+
+    def __post_init__(self) -> None:
+        scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
+        if self.compute != "fp16" and (scale is not None or interval is not None):
+            raise ConfigError(
+                f"precision.initial_loss_scale and precision.loss_scale_growth_interval have no effect with precision.compute "
+                f"{self.compute}: only fp16 scales its loss."
+            )
+        if scale is not None and not 0 < scale < math.inf:
+            raise ConfigError(f"precision.initial_loss_scale is {scale}, but must be above 0.")
+        if interval is not None and interval < 1:
+            raise ConfigError(f"precision.loss_scale_growth_interval is {interval}, but must be at least 1.")
+        if self.compute == "fp16" and self.parameters == "bf16":
+            raise ConfigError("precision.parameters is bf16, but precision.compute is fp16: take fp32 master weights with fp16.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencySpec:
+    """What leaves the device between the contexts of an engine."""
+
+    offload_parameters: bool = False
+    """Parameters live in host memory outside ``train_mode`` and ``eval_mode``."""
+    offload_gradients: bool | None = None
+    """So do gradients; None is as offload_parameters."""
+    offload_optimizer: bool = False
+    """Optimiser states live in host memory outside ``optimizer_step``."""
+    load_optimizer_in: Literal["optimizer_step", "train_mode"] = "optimizer_step"
+    """Where they come in: just for the step, or already with ``train_mode``, so that the copy overlaps with the passes."""
+    optimizer_on_cpu: bool = False
+    """Optimiser states never leave host memory, and the update is computed there."""
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients leave the device between contexts."""
+        return self.offload_parameters if self.offload_gradients is None else self.offload_gradients
+
+    @property
+    def offloads_anything(self) -> bool:
+        """Whether anything leaves the device."""
+        return self.offload_parameters or self.offloads_gradients or self.offload_optimizer or self.optimizer_on_cpu
+
+    def __post_init__(self) -> None:
+        if self.optimizer_on_cpu and self.offload_optimizer:
+            raise ConfigError(
+                "residency.offload_optimizer has no effect with residency.optimizer_on_cpu, which keeps optimiser states in host "
+                "memory all the time: remove one of them."
+            )
+        if self.load_optimizer_in == "train_mode" and not self.offload_optimizer:
+            raise ConfigError("residency.load_optimizer_in has no effect without residency.offload_optimizer: remove it.")

@@ -1,0 +1,119 @@
+"""Sharding with FullyShardedDataParallel (FSDP1): parameters of a layer are flattened into one run, which ranks hold pieces of.
+
+For numbers and checkpoints of systems that were built on it; FSDP2 is faster and needs less memory.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.module import PREFIX, PackedModel, layers_of
+from temper_engine_fsdp.precision import dtype_named
+from temper_engine_fsdp.sharded import FlatSharded, Parameters
+
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+class _Shell(nn.Module):
+    """Holds the model and nothing else: FSDP1 keeps the parameters of its root gathered after a forward pass, and this one has none."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner(*inputs)
+
+
+class FlatShardedModule:
+    """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
+
+    def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
+        shapes = {name.removeprefix(PREFIX): parameter.shape for name, parameter in model.named_parameters()}
+        layers = set(layers_of(model.hf, names=config.wrap_modules))
+        wrap = _wrapping(config, mesh=mesh)
+        self._root = wrap(_Shell(wrap(model, CustomPolicy(lambda module: module in layers))), None)
+        self.root: nn.Module = self._root
+        # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
+        self.loss_factor = float(mesh.size())
+        found = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
+        runs = _runs_of(found, mesh=mesh)
+        self.parameters: Parameters = {
+            name: FlatSharded(name, parameter, shape=shapes[name], mesh=mesh, host_mesh=host_mesh, runs=runs[name])
+            for name, parameter in found.items()
+        }
+
+    @contextmanager
+    def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
+        """See ShardedModule."""
+        if reduces:
+            yield
+            return
+        with self._root.no_sync():
+            yield
+
+    def end_pass(self) -> None:
+        """See ShardedModule: nothing is left, since every module but the empty root reshards after each pass."""
+
+    def recover(self) -> None:
+        """See ShardedModule: FSDP1 begins anew with the next forward pass."""
+
+
+def _wrapping(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:
+    precision = config.precision
+    lower = MixedPrecision(
+        param_dtype=dtype_named(precision.compute),
+        reduce_dtype=dtype_named(precision.reduce),
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
+    num_shards = mesh.size(mesh.ndim - 1)
+    is_whole = num_shards == 1
+    device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device(mesh.device_type, torch.cuda.current_device())
+
+    def wrap(module: nn.Module, policy: CustomPolicy | None) -> FullyShardedDataParallel:
+        with warnings.catch_warnings():
+            # "NO_SHARD is deprecated": it is FSDP1's only way to replicate over all ranks.
+            warnings.simplefilter("ignore", FutureWarning)
+            return FullyShardedDataParallel(
+                module,
+                device_mesh=None if is_whole else mesh,
+                sharding_strategy=_strategy(mesh),
+                auto_wrap_policy=policy,
+                mixed_precision=lower,
+                device_id=device,
+                forward_prefetch=config.forward_prefetch > 0,
+                use_orig_params=True,
+            )
+
+    return wrap
+
+
+def _strategy(mesh: DeviceMesh) -> ShardingStrategy:
+    if mesh.size(mesh.ndim - 1) == 1:
+        # With a mesh of one shard FSDP1 would reduce over that shard alone, so this one is over all ranks and takes no mesh.
+        return ShardingStrategy.NO_SHARD
+    return ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(_WRAPPER, "").removeprefix("inner.").removeprefix(PREFIX)
+
+
+def _runs_of(parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
+    """Entries of each parameter that each rank of a copy holds. Collective."""
+    mine = {name: parameter.numel() for name, parameter in parameters.items()}
+    group = mesh.get_group(mesh.ndim - 1)
+    of_ranks: list[dict[str, int]] = [mine] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(of_ranks, mine, group=group)
+    return {name: tuple(held[name] for held in of_ranks) for name in mine}

@@ -1,0 +1,23 @@
+"""The configurations of this engine that the conformance kit holds to its laws."""
+
+from collections.abc import Mapping
+
+from temper_engine_api.layout import Layout
+from temper_engine_api.specs import ResidencySpec
+
+
+def _at(sizes: tuple[int, ...], name: str, fields: Mapping[str, object]) -> list[Layout]:
+    return [Layout(name=f"{name}.{size}", world_size=size, fields=fields) for size in sizes]
+
+
+LAYOUTS = (
+    *_at((1, 2, 4), "fsdp1", {"strategy": "fsdp1"}),
+    Layout(name="fsdp1-hybrid.4", world_size=4, fields={"strategy": "fsdp1", "fsdp_size": 2}),
+    Layout(name="fsdp1-replicated.2", world_size=2, fields={"strategy": "fsdp1", "fsdp_size": 1}),
+    Layout(name="hybrid.4", world_size=4, fields={"fsdp_size": 2}),
+    Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
+    *_at((2, 4), "no-reshard", {"reshard_after_forward": False}),
+    Layout(name="reshard-to-2.4", world_size=4, fields={"reshard_after_forward": 2, "forward_prefetch": 1}),
+    *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
+)
+"""``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""

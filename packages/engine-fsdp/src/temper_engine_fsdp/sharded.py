@@ -1,0 +1,173 @@
+"""One parameter and this rank's shard of it, whichever way it is cut: by rows (FSDP2) or as a run of the flattened tensor (FSDP1).
+
+What else is kept per entry of a parameter (a moment, say) is cut the same way: a shard is any tensor of ``local()``'s shape.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+Placements = Sequence[Placement]
+
+
+class ShardedParameter(ABC):
+    """A parameter under its Hugging Face name."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, shape: torch.Size) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.shape = shape
+        """Of the whole parameter."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether weight decay applies: two or more dimensions."""
+        return len(self.shape) >= 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the master weight."""
+        return self.parameter.dtype
+
+    @abstractmethod
+    def local(self) -> Tensor:
+        """This rank's shard, sharing the parameter's memory."""
+
+    @abstractmethod
+    def local_gradient(self) -> Tensor | None:
+        """This rank's shard of the reduced gradient, sharing its memory; None where there is none."""
+
+    @abstractmethod
+    def full(self, shard: Tensor) -> Tensor:
+        """The whole of what every rank holds a shard of, in memory of its own. Collective."""
+
+    @abstractmethod
+    def part_of(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part of a whole tensor that every rank holds, on the parameter's device. No communication."""
+
+    @abstractmethod
+    def as_rows(self, shard: Tensor) -> DTensor:
+        """Cut by rows, as checkpoints hold it; shares memory where shards are rows already. Collective."""
+
+    @abstractmethod
+    def from_rows(self, rows: DTensor) -> Tensor:
+        """The shard again, from what ``as_rows`` gave or was filled into. Collective."""
+
+
+class RowSharded(ShardedParameter):
+    """Of FSDP2: a DTensor."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, host_mesh: DeviceMesh) -> None:
+        super().__init__(name, parameter, shape=parameter.shape)
+        self._host_mesh = host_mesh
+
+    def local(self) -> Tensor:
+        """See ShardedParameter."""
+        return local_of(self.parameter)
+
+    def local_gradient(self) -> Tensor | None:
+        """See ShardedParameter."""
+        return None if self.parameter.grad is None else local_of(self.parameter.grad)
+
+    def full(self, shard: Tensor) -> Tensor:
+        """See ShardedParameter."""
+        gathered: Tensor = self.as_rows(shard).full_tensor()
+        is_alias = gathered.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        return gathered.clone() if is_alias else gathered
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """See ShardedParameter."""
+        mine = self._layout
+        return rows_of(whole.to(mine.device), mesh=mine.device_mesh, placements=mine.placements).to_local().clone()
+
+    def as_rows(self, shard: Tensor) -> DTensor:
+        """See ShardedParameter."""
+        mine = self._layout
+        mesh = self._host_mesh if shard.device.type == "cpu" else mine.device_mesh
+        return DTensor.from_local(shard, mesh, mine.placements, run_check=False, shape=self.shape, stride=self.parameter.stride())
+
+    def from_rows(self, rows: DTensor) -> Tensor:
+        """See ShardedParameter."""
+        return local_of(rows)
+
+    @property
+    def _layout(self) -> DTensor:
+        assert isinstance(self.parameter.data, DTensor)
+        return self.parameter.data
+
+
+class FlatSharded(ShardedParameter):
+    """Of FSDP1: ranks hold consecutive runs of the flattened parameter, of any length, also of none."""
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, *, shape: torch.Size, mesh: DeviceMesh, host_mesh: DeviceMesh, runs: tuple[int, ...]
+    ) -> None:
+        super().__init__(name, parameter, shape=shape)
+        self._mesh = mesh
+        self._host_mesh = host_mesh
+        self._group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
+        self._runs = runs
+        """Entries of each rank of the group."""
+        rank = dist.get_rank(self._group)
+        self._mine = slice(sum(runs[:rank]), sum(runs[: rank + 1]))
+
+    def local(self) -> Tensor:
+        """See ShardedParameter."""
+        return self.parameter.detach().view(-1)
+
+    def local_gradient(self) -> Tensor | None:
+        """See ShardedParameter; an empty run has an empty gradient."""
+        if self.parameter.grad is None:
+            return self.local() if self.parameter.requires_grad and self.parameter.numel() == 0 else None
+        return self.parameter.grad.detach().view(-1)
+
+    def full(self, shard: Tensor) -> Tensor:
+        """See ShardedParameter."""
+        if len(self._runs) == 1:
+            return shard.view(self.shape).clone()
+        longest = max(self._runs)
+        padded = shard.new_zeros(longest)
+        padded[: shard.numel()] = shard
+        gathered = [torch.empty_like(padded) for _ in self._runs]
+        dist.all_gather(gathered, padded, group=self._group)
+        return torch.cat([piece[:run] for piece, run in zip(gathered, self._runs, strict=True)]).view(self.shape)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """See ShardedParameter."""
+        return whole.reshape(-1)[self._mine].to(self.parameter.device, copy=True)
+
+    def as_rows(self, shard: Tensor) -> DTensor:
+        """See ShardedParameter."""
+        mesh = self._host_mesh if shard.device.type == "cpu" else self._mesh
+        placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
+        rows = rows_of(self.full(shard), mesh=mesh, placements=placements)
+        # What is kept is the rows, not the whole tensor that they are a view of.
+        return DTensor.from_local(local_of(rows).clone(), mesh, placements, run_check=False, shape=self.shape, stride=rows.stride())
+
+    def from_rows(self, rows: DTensor) -> Tensor:
+        """See ShardedParameter."""
+        return self.part_of(rows.full_tensor())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        shard: Tensor = tensor.to_local()
+    return shard
+
+
+def rows_of(whole: Tensor, *, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """A whole tensor, which every rank holds, cut by rows. No communication."""
+    # Every rank holds the whole tensor, so none is the source.
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+Parameters = Mapping[str, ShardedParameter]
+"""By Hugging Face name; tied ones once, under the name that a safetensors index holds."""

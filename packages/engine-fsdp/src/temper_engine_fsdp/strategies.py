@@ -1,0 +1,51 @@
+"""What the two generations of FSDP have in common, as the rest of the engine sees them; and the choice between them."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.fsdp1 import FlatShardedModule
+from temper_engine_fsdp.fsdp2 import RowShardedModule
+from temper_engine_fsdp.module import PackedModel
+from temper_engine_fsdp.sharded import Parameters
+
+
+class ShardedModule(Protocol):
+    """A module whose parameters are sharded over ranks, and how passes through it are bracketed."""
+
+    root: nn.Module
+    """What is called."""
+    parameters: Parameters
+    """Sharded master weights."""
+    loss_factor: float
+    """What a loss is multiplied with so that gradients are summed over ranks."""
+
+    def micro_batch(self, *, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward pass of one micro-batch of a training pass.
+
+        Args:
+            reduces: sum gradients over ranks in its backward pass; else they stay local and add up.
+            is_last: no other micro-batch of this pass follows.
+        """
+
+    def end_pass(self) -> None:
+        """Free gathered parameters: they are copies, and none may outlive a change of their shards."""
+
+    def recover(self) -> None:
+        """Begin anew after an exception in a pass; gradients that were accumulated on this rank are lost."""
+
+
+def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> ShardedModule:
+    """Shard a model with the strategy that is configured.
+
+    Raises:
+        ConfigError: a class named in wrap_modules does not occur, or reshard_after_forward does not divide the shards.
+    """
+    if config.activation_checkpointing:
+        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.strategy == "fsdp1":
+        return FlatShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)
+    return RowShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)

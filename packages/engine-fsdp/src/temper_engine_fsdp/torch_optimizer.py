@@ -1,0 +1,120 @@
+"""Any torch.optim.Optimizer by its dotted path, on sharded parameters."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp.optimizer import Gradients, Piece, ShardedOptimizer
+from temper_engine_fsdp.sharded import FlatSharded, Parameters, local_of
+
+ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
+"""Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""
+KIND = "optimizer_state"
+"""First part of the names in a checkpoint."""
+
+
+class TorchOptimizer(ShardedOptimizer):
+    """An instance of the class that a configuration names, with two groups: matrices, which decay, and norms and biases, which don't."""
+
+    def __init__(self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
+        cls = _class_at(spec.name)
+        _check_arguments(cls, spec)
+        if any(isinstance(p, FlatSharded) for p in parameters.values()) and not (
+            cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
+        ):
+            raise CapabilityError(
+                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 holds them in pieces: use strategy fsdp2."
+            )
+        takes_decay = _takes(cls, "weight_decay")
+        groups = [
+            {
+                "params": [p.parameter for name, p in parameters.items() if self._decays(name) == decays and p.parameter.requires_grad],
+                **({"weight_decay": decay} if takes_decay else {}),
+            }
+            for decays, decay in ((True, spec.weight_decay), (False, 0.0))
+        ]
+        build: Callable[..., torch.optim.Optimizer] = cls
+        self._optimizer = build([group for group in groups if group["params"]], lr=spec.lr, **spec.arguments)
+
+    def _update(self, gradients: Gradients, *, lr: float) -> None:
+        for name, gradient in gradients.items():
+            parameter = self._parameters[name].parameter
+            if parameter.grad is None:
+                # A run of no entries: its state must exist on every rank all the same.
+                parameter.grad = gradient.clone().view_as(parameter)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def offloadable(self) -> Iterator[Tensor]:
+        """See ShardedOptimizer."""
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.ndim > 0:
+                    yield local_of(value) if isinstance(value, DTensor) else value
+
+    def pieces(self) -> dict[str, Piece]:
+        """See ShardedOptimizer. Numbers become tensors."""
+        found = {}
+        for name, owner in self._parameters.items():
+            state = self._optimizer.state.get(owner.parameter, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    state[key] = value = torch.as_tensor(value)
+                is_like_owner = value.ndim > 0 and value.shape == owner.parameter.shape
+                if isinstance(value, DTensor) and not is_like_owner:
+                    raise CapabilityError(f"{self._spec.name} keeps a {key} that is cut in its own way, which checkpoints can't hold.")
+                shard = local_of(value) if isinstance(value, DTensor) else value.view(-1) if is_like_owner else value
+                found[f"{KIND}.{key}.{name}"] = Piece(owner=owner if is_like_owner else None, tensor=shard)
+        return found
+
+    @torch.no_grad()
+    def prepare_to_load(self, names: list[str]) -> None:
+        """See ShardedOptimizer: an update with gradients of zero makes the states; the weights are put back."""
+        if not any(name.startswith(f"{KIND}.") for name in names):
+            self._optimizer.state.clear()
+            return
+        before = {name: parameter.local().clone() for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            if parameter.parameter.requires_grad:
+                parameter.parameter.grad = torch.zeros_like(parameter.parameter)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for name, weight in before.items():
+            self._parameters[name].local().copy_(weight)
+
+
+def _class_at(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.rpartition(".")
+    try:
+        found: object = vars(import_module(module)).get(name)
+    except ImportError as error:
+        raise ConfigError(f"optimizer.name is {path}, but {module} can't be imported: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.name is {path}, but there is no torch.optim.Optimizer of that name in {module}.")
+    return found
+
+
+def _takes(cls: type[torch.optim.Optimizer], name: str) -> bool:
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
+    known = [name for name in inspect.signature(cls).parameters if name not in ("params", "lr", "weight_decay")]
+    for name in spec.arguments:
+        if not _takes(cls, name):
+            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(known)}.")
+    if spec.weight_decay and not _takes(cls, "weight_decay"):
+        raise ConfigError(f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: set it to 0.")
+    required = [n for n in known if inspect.signature(cls).parameters[n].default is inspect.Parameter.empty]
+    missing = [n for n in required if n not in spec.arguments and inspect.signature(cls).parameters[n].kind not in (2, 4)]
+    if missing:
+        raise ConfigError(f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no default.")
