@@ -63,5 +63,3 @@ class FSDPConfig(EngineConfig):
             raise ConfigError(f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always reshards: leave it true.")
         if self.forward_prefetch > 1:
             raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 gathers at most 1 layer ahead.")
-        if self.precision.parameters != "fp32":
-            raise ConfigError(f"precision.parameters is {self.precision.parameters}, but strategy fsdp1 keeps float32 master weights.")
