@@ -1,0 +1,216 @@
+"""Low-rank adapters inside, beside or without their base model: found by their keys, scaled by an alpha that is never guessed."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.layouts import Role, read_object
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum, Transposed
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+
+PEFT_PREFIX = "base_model.model."
+_HALF = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?(?:\.weight)?$")
+_UNSUPPORTED = ("lora_magnitude_vector", "lora_ga", "vera_", "lokr_", "hada_", ".adapter_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The two halves of one module's adapter."""
+
+    down: LazyTensor
+    """[rank, in] A; of an embedding [rank, vocabulary]."""
+    up: LazyTensor
+    """[out, rank] B."""
+    is_embedding: bool = False
+    """Whether the module is an embedding, whose weight is the transpose of the product."""
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One adapter of a model."""
+
+    pairs: Mapping[str, Pair]
+    """By the Hugging Face name of the module."""
+    saved_modules: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """Weights that were trained whole beside the adapter, by Hugging Face name."""
+    alpha: float | None = None
+    """Numerator of the scale; None where no file says it and nobody gave it."""
+    alpha_from: str = ""
+    """Which file said so."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """PEFT's own configuration where there is one."""
+
+    @property
+    def rank(self) -> int:
+        """Of the pairs; the largest where they differ."""
+        return max(pair.rank for pair in self.pairs.values())
+
+    def scale(self, module: str) -> float:
+        """alpha / rank of one module, as PEFT computes it.
+
+        Raises:
+            UsageError: no file says alpha.
+        """
+        if self.alpha is None:
+            raise UsageError(
+                "no file of this checkpoint says the adapter's alpha (versions before 0.8.0 outside lora_adapter/ never wrote it), and a "
+                "guess would scale the adapter wrongly: give --lora-alpha, the value of lora_alpha in the run's configuration."
+            )
+        rank = self.pairs[module].rank
+        alpha = self._pattern("alpha_pattern", module, self.alpha)
+        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+    def _pattern(self, name: str, module: str, default: float) -> float:
+        patterns = self.config.get(name)
+        if isinstance(patterns, dict):
+            for pattern, value in patterns.items():
+                if module == pattern or module.endswith(f".{pattern}"):
+                    return float(value)
+        return default
+
+
+def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    """A model's own weights under Hugging Face names, and its adapter if it has one.
+
+    Raises:
+        DamagedFileError: half a pair is missing, or there are several adapters.
+        LayoutError: an adapter of a kind that is not known.
+    """
+    base: dict[str, LazyTensor] = {}
+    halves: dict[str, dict[str, LazyTensor]] = {}
+    tables: set[str] = set()
+    adapters: set[str] = set()
+    saved: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PEFT_PREFIX)
+        match = _HALF.fullmatch(name)
+        if match:
+            adapters.add(match["adapter"] or "default")
+            halves.setdefault(match["module"], {})[match["side"]] = tensor
+            tables |= {match["module"]} if match["table"] else set()
+        elif any(part in name for part in _UNSUPPORTED):
+            raise LayoutError(f"{where}: {key} belongs to an adapter that is no plain LoRA, which can't be converted yet.")
+        elif ".modules_to_save." in name:
+            module, _, rest = name.partition(".modules_to_save.")
+            saved[f"{module}.{rest.partition('.')[2]}"] = tensor
+        elif ".original_module." not in name:
+            base[name.replace(".base_layer.", ".")] = tensor
+    if len(adapters) > 1:
+        raise LayoutError(f"{where} holds adapters {sorted(adapters)}, but one is expected: save the one that you want alone.")
+    for name, tensor in saved.items():
+        base.setdefault(name, tensor)
+    if not halves:
+        return base, None
+    return base, Adapter(pairs={module: _pair(module, sides, table=module in tables, where=where) for module, sides in halves.items()}, saved_modules=saved)
+
+
+def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: Path) -> Pair:
+    absent = {"A", "B"} - sides.keys()
+    if absent:
+        raise DamagedFileError(f"{where}: the adapter of {module} lacks its half lora_{absent.pop()}: a file is of another save.")
+    down, up = sides["A"], sides["B"]
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
+        raise DamagedFileError(f"{where}: the halves of the adapter of {module} have shapes {down.shape} and {up.shape}, which do not fit.")
+    return Pair(down=down, up=up, is_embedding=table)
+
+
+def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
+    """The adapter with its alpha from where it hides: the user, lora_adapter/, or the metadata of 0.8.0.
+
+    Raises:
+        UsageError: a file says another alpha than the user, or a rank that the tensors contradict.
+    """
+    beside = [role.path / "lora_adapter/adapter_config.json", role.path / "huggingface/adapter/adapter_config.json"]
+    beside += [role.path / "model/huggingface/adapter/adapter_config.json", role.path / "adapter_config.json"]
+    metas = [role.path / "lora_train_meta.json"] + ([role.step_directory / "lora_train_meta.json"] if role.step_directory else [])
+    found: tuple[float, Path, dict[str, object]] | None = None
+    for path in [*beside, *metas]:
+        if path.is_file():
+            content = read_object(path)
+            alpha, rank = content.get("lora_alpha"), content.get("r")
+            if isinstance(alpha, int | float) and alpha > 0:
+                if isinstance(rank, int) and rank != adapter.rank and not content.get("rank_pattern"):
+                    raise UsageError(f"{path} says rank {rank}, but the adapter's tensors have rank {adapter.rank}: it is of another save.")
+                found = (float(alpha), path, content if path in beside else {})
+                break
+    if given is not None:
+        if found is not None and found[0] != given:
+            raise UsageError(f"--lora-alpha is {given}, but {found[1]} says {found[0]}: leave the option out.")
+        return replace(adapter, alpha=given, alpha_from="--lora-alpha", config=found[2] if found else {})
+    if found is None:
+        return adapter
+    return replace(adapter, alpha=found[0], alpha_from=str(found[1].relative_to(role.path.parent)), config=found[2])
+
+
+def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:
+    """The base with the adapter's products added in float32, each rounded once to the weight's dtype.
+
+    Raises:
+        DamagedFileError: a module is not in the base, or its shape differs.
+        UsageError: no alpha.
+    """
+    result = dict(base)
+    for module, pair in adapter.pairs.items():
+        name = f"{module}.weight"
+        weight = base.get(name)
+        down, up = (pair.up, pair.down) if pair.is_embedding else (pair.down, pair.up)
+        if pair.is_embedding:
+            down, up = Transposed(down), Transposed(up)
+        if weight is None or weight.shape != (up.shape[0], down.shape[1]):
+            raise DamagedFileError(
+                f"the adapter of {module} makes a [{up.shape[0]}, {down.shape[1]}] product, but the base "
+                + (f"has {weight.shape} there" if weight else "has no such weight")
+                + ": is it the base that the adapter was trained on?"
+            )
+        result[name] = LowRankSum(weight, down, up, adapter.scale(module))
+    return result
+
+
+def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
+    """The adapter under the names that PEFT's files have."""
+    named: dict[str, LazyTensor] = {}
+    for module, pair in adapter.pairs.items():
+        table, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
+        named[f"{PEFT_PREFIX}{module}.lora_{table}A{end}"] = pair.down
+        named[f"{PEFT_PREFIX}{module}.lora_{table}B{end}"] = pair.up
+    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in adapter.saved_modules.items()}
+
+
+def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:
+    """PEFT's configuration: its own where the checkpoint has one, else made from the tensors.
+
+    Raises:
+        UsageError: no alpha.
+    """
+    adapter.scale(next(iter(adapter.pairs)))
+    made: dict[str, object] = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    ranks = {module: pair.rank for module, pair in adapter.pairs.items() if pair.rank != adapter.rank}
+    made |= {"rank_pattern": ranks, "alpha_pattern": {}}
+    kept = {key: value for key, value in adapter.config.items() if value is not None}
+    modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in adapter.saved_modules}) or None
+    alpha = int(adapter.alpha) if adapter.alpha is not None and float(adapter.alpha).is_integer() else adapter.alpha
+    named = {"base_model_name_or_path": base_model} if base_model else {}
+    return made | kept | named | {"target_modules": sorted(adapter.pairs), "lora_alpha": alpha, "inference_mode": True} | (
+        {"modules_to_save": modules} if modules else {}
+    )

@@ -1,0 +1,91 @@
+"""Element types by their names in torch, in safetensors and in numpy; casts that numpy lacks.
+
+numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from temper_legacy_shim.errors import UsageError
+
+Block = NDArray[np.generic]
+"""Rows of a tensor in the container of its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """One element type."""
+
+    name: str
+    """torch's, such as ``bfloat16``."""
+    tag: str
+    """safetensors', such as ``BF16``."""
+    container: np.dtype[np.generic]
+    """What numpy holds it in."""
+    is_float: bool = False
+    """Whether it can hold NaN."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one element."""
+        return self.container.itemsize
+
+
+_TABLE = (
+    ("float64", "F64", "<f8", True, "DoubleStorage"),
+    ("float32", "F32", "<f4", True, "FloatStorage"),
+    ("float16", "F16", "<f2", True, "HalfStorage"),
+    ("bfloat16", "BF16", "<u2", True, "BFloat16Storage"),
+    ("float8_e4m3fn", "F8_E4M3", "u1", False, ""),
+    ("float8_e5m2", "F8_E5M2", "u1", False, ""),
+    ("float8_e8m0fnu", "F8_E8M0", "u1", False, ""),
+    ("int64", "I64", "<i8", False, "LongStorage"),
+    ("int32", "I32", "<i4", False, "IntStorage"),
+    ("int16", "I16", "<i2", False, "ShortStorage"),
+    ("int8", "I8", "i1", False, "CharStorage"),
+    ("uint8", "U8", "u1", False, "ByteStorage"),
+    ("uint16", "U16", "<u2", False, ""),
+    ("uint32", "U32", "<u4", False, ""),
+    ("uint64", "U64", "<u8", False, ""),
+    ("bool", "BOOL", "u1", False, "BoolStorage"),
+    ("complex64", "C64", "<c8", False, ""),
+)
+BY_NAME = {name: Dtype(name, tag, np.dtype(container), is_float) for name, tag, container, is_float, _ in _TABLE}
+BY_TAG = {dtype.tag: dtype for dtype in BY_NAME.values()}
+BY_STORAGE = {storage: BY_NAME[name] for name, _, _, _, storage in _TABLE if storage}
+FLOAT32 = BY_NAME["float32"]
+CASTS = ("float32", "bfloat16", "float16")
+"""What ``--dtype`` takes."""
+
+
+def to_float32(block: Block, dtype: Dtype) -> NDArray[np.float32]:
+    """The numbers of a floating block, exactly (float64 rounded)."""
+    if dtype.name == "bfloat16":
+        return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if not dtype.is_float:
+        raise UsageError(f"a tensor of {dtype.name} can't be converted to floating point.")
+    return block.astype(np.float32)
+
+
+def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
+    """Round to nearest, ties to even, as torch does; NaN stays NaN."""
+    if dtype.name != "bfloat16":
+        return block.astype(dtype.container)
+    bits = np.ascontiguousarray(block).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(block), quiet, rounded).astype(np.uint16)
+
+
+def has_nan(block: Block, dtype: Dtype) -> bool:
+    """Whether a floating block holds NaN."""
+    if dtype.name == "bfloat16":
+        return bool(((block.view(np.uint16) & np.uint16(0x7FFF)) > np.uint16(0x7F80)).any())
+    if dtype.name == "float32":
+        flat = block.view(np.float32).reshape(-1)
+        with np.errstate(all="ignore"):
+            square = np.dot(flat, flat)  # of squares only NaN makes NaN; several times faster than isnan
+        return bool(np.isnan(square))
+    return dtype.is_float and bool(np.isnan(block).any())

@@ -1,0 +1,307 @@
+"""Which old layout a directory holds, found by its files and never by its name alone.
+
+A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model; supervised runs have no role level.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from temper_legacy_shim.errors import LayoutError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_STEP = re.compile(r"global_step_(\d{1,18})")
+_FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_ADAPTER_FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?_adapter\.pt")
+_DESCRIPTIONS = ("huggingface", "hf_config_and_tokenizer", "model/huggingface", ".")
+"""Where a role's Hugging Face files may lie."""
+
+
+class Kind(StrEnum):
+    """How the weights of a role lie on the disk."""
+
+    FSDP = "fsdp"
+    MEGATRON_RANKS = "megatron-per-rank"
+    MEGATRON_DIST = "megatron-dist-ckpt"
+    MEGATRON_ADAPTER = "megatron-adapter"
+    HUGGINGFACE = "huggingface"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """One file of a model-parallel rank."""
+
+    path: Path
+    """The file."""
+    tp: int
+    """Tensor-parallel rank."""
+    pp: int = 0
+    """Pipeline stage."""
+    ep: int = 0
+    """Expert-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One model of an old checkpoint."""
+
+    path: Path
+    """Its directory."""
+    name: str
+    """actor, critic, ..., or ``model`` where the layout has no role level."""
+    kind: Kind
+    """See Kind."""
+    step: int | None
+    """Trainer step, where the layout says it."""
+    step_directory: Path | None
+    """What also holds the data state; None where a role directory was given and its parent is no step."""
+    fsdp_files: dict[str, dict[int, Path]] = field(default_factory=dict)
+    """By kind (model, optim, extra_state) and rank."""
+    rank_files: tuple[RankFile, ...] = ()
+    """Megatron's per-rank model files."""
+    adapter_files: tuple[RankFile, ...] = ()
+    """The private adapters of 0.7."""
+    dist_folders: tuple[Path, ...] = ()
+    """Folders of Megatron's distributed format, the model's first."""
+    world_size: int = 1
+    """Files or ranks that hold the weights."""
+    version: str = "unknown"
+    """Range of versions that wrote this layout."""
+    reasons: tuple[str, ...] = ()
+    """Why."""
+
+    def described_in(self) -> Path | None:
+        """The folder that has this role's config.json, if any."""
+        return next((self.path / name for name in _DESCRIPTIONS if (self.path / name / "config.json").is_file()), None)
+
+    def tokenizer_in(self) -> Path | None:
+        """The folder that has this role's tokenizer, if any."""
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        return next((self.path / d for d in _DESCRIPTIONS if any((self.path / d / name).is_file() for name in names)), None)
+
+
+def find_roles(path: str | Path, *, step: int | None = None, role: str | None = None) -> list[Role]:
+    """The roles below a run, a step or a role directory.
+
+    Args:
+        path: any of the three.
+        step: of a run; None takes the one its tracker names.
+        role: only this one.
+
+    Raises:
+        LayoutError: there is none; says what is there instead.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
+    own = _role_at(path)
+    if own is not None:
+        found = [own]
+    else:
+        found = _roles_of_step(path) or _roles_of_run(path, step)
+    if not found:
+        present = sorted(entry.name for entry in path.iterdir())[:12]
+        raise LayoutError(f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}.")
+    if role is not None:
+        names = [each.name for each in found]
+        found = [each for each in found if each.name == role]
+        if not found:
+            raise LayoutError(f"{path} has no role {role!r}: it has {', '.join(names)}.")
+    return found
+
+
+def _roles_of_step(path: Path) -> list[Role]:
+    children = (_role_at(child) for child in sorted(path.iterdir()) if child.is_dir() and not _STEP.fullmatch(child.name))
+    return [role for role in children if role is not None]
+
+
+def _roles_of_run(path: Path, step: int | None) -> list[Role]:
+    steps = {int(match[1]): child for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    if not steps:
+        return []
+    chosen = step if step is not None else _tracked(path, steps)
+    if chosen not in steps:
+        raise LayoutError(f"{path} has no step {chosen}: it has {', '.join(map(str, sorted(steps)))}.")
+    own = _role_at(steps[chosen])
+    roles = [own] if own is not None else _roles_of_step(steps[chosen])
+    if not roles:
+        raise LayoutError(f"{steps[chosen]} holds no checkpoint that we know: the step was not saved to its end; choose another with --step.")
+    return roles
+
+
+def _tracked(path: Path, steps: dict[int, Path]) -> int:
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return max(steps)
+    content = tracker.read_bytes()[:64].decode("ascii", errors="replace").strip()
+    if not content.isdecimal():
+        raise LayoutError(f"{tracker} holds {content!r} instead of a step: choose one of {sorted(steps)} with --step.")
+    return int(content)
+
+
+def _role_at(path: Path) -> Role | None:
+    """What a directory holds itself, if it is a role's."""
+    fsdp = _fsdp_files(path)
+    ranks = _rank_files(path / "model", _RANK_FOLDER)
+    adapters = _rank_files(path / "adapter_checkpoint", _ADAPTER_FILE)
+    dist = tuple(path / name for name in ("model/dist_ckpt", "dist_ckpt") if (path / name / ".metadata").is_file())
+    more = tuple(path / name for name in ("optimizer/dist_ckpt", "extra/dist_ckpt") if (path / name / ".metadata").is_file())
+    if "model" in fsdp:
+        kind, world = Kind.FSDP, len(fsdp["model"])
+    elif ranks:
+        kind, world = Kind.MEGATRON_RANKS, len(ranks)
+    elif dist:
+        kind, world = Kind.MEGATRON_DIST, 1
+    elif _has_weights(path) or _has_weights(path / "huggingface") or _has_weights(path / "model/huggingface"):
+        kind, world = Kind.HUGGINGFACE, 1
+    elif adapters:
+        kind, world = Kind.MEGATRON_ADAPTER, len(adapters)
+    else:
+        return None
+    named = _STEP.fullmatch(path.name)
+    above = _STEP.fullmatch(path.resolve().parent.name)
+    version, reasons = _version(path, kind)
+    return Role(
+        path=path,
+        name="model" if named else path.resolve().name,
+        kind=kind,
+        step=int(named[1]) if named else int(above[1]) if above else None,
+        step_directory=path if named else path.resolve().parent if above else None,
+        fsdp_files=fsdp,
+        rank_files=ranks,
+        adapter_files=adapters,
+        dist_folders=dist + more,
+        world_size=world,
+        version=version,
+        reasons=reasons,
+    )
+
+
+def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
+    found: dict[str, dict[int, Path]] = {}
+    worlds: dict[str, set[int]] = {}
+    for child in path.iterdir():
+        match = _FSDP_FILE.fullmatch(child.name)
+        if match and child.is_file():
+            rank = int(match[3])
+            if rank in found.get(match[1], {}) and len(worlds[match[1]] | {int(match[2])}) == 1:
+                raise LayoutError(f"{path} has two files of rank {rank} ({child.name}): remove the copy.")
+            found.setdefault(match[1], {})[rank] = child
+            worlds.setdefault(match[1], set()).add(int(match[2]))
+    for kind, sizes in worlds.items():
+        if len(sizes) > 1:
+            raise LayoutError(f"{path} holds {kind} files of world sizes {sorted(sizes)}: move those of the older save elsewhere.")
+        missing = sorted(set(range(next(iter(sizes)))) - set(found[kind]))
+        surplus = sorted(set(found[kind]) - set(range(next(iter(sizes)))))
+        if missing and kind == "model":
+            raise LayoutError(
+                f"{path} lacks {kind}_world_size_{next(iter(sizes))}_rank_{missing[0]}.pt"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+                + ": copy every rank's file here; on several nodes each holds its own."
+            )
+        if surplus:
+            raise LayoutError(f"{path} holds {found[kind][surplus[0]].name}, whose rank lies outside its world size: remove it.")
+    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in found.items()}
+
+
+def _rank_files(folder: Path, pattern: re.Pattern[str]) -> tuple[RankFile, ...]:
+    if not folder.is_dir():
+        return ()
+    found = []
+    for child in sorted(folder.iterdir()):
+        match = pattern.fullmatch(child.name)
+        file = child / "model.pt" if child.is_dir() else child
+        if match and file.is_file():
+            found.append((match, file))
+    # mp_rank_TT_XXX is a stage, or an expert rank where there are no stages; mp_rank_TT_PPP_EEE is both.
+    return tuple(RankFile(path=file, tp=int(match[1]), pp=int(match[2] or 0), ep=int(match[3] or 0)) for match, file in found)
+
+
+def _has_weights(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    if (path / "adapter_config.json").is_file():
+        return True
+    names = {child.name for child in path.iterdir()}
+    single = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"}
+    return bool(names & single)
+
+
+def _version(path: Path, kind: Kind) -> tuple[str, tuple[str, ...]]:
+    """The range of versions that wrote such files, and why."""
+    has = {name: (path / name).exists() for name in _MARKS}
+    step_data = path.parent / "data.pt"
+    if kind == Kind.FSDP:
+        if has["fsdp_config.json"]:
+            if has["lora_train_meta.json"]:
+                return "0.8.0 or newer", ("fsdp_config.json since 0.4.1", "lora_train_meta.json in the role directory since 0.8.0")
+            if has["lora_adapter"]:
+                return "0.4.1 to 0.7.1", ("fsdp_config.json since 0.4.1", "lora_adapter/ until 0.7.1")
+            return "0.4.1 or newer", (f"fsdp_config.json since 0.4.1{_fsdp_version(path)}",)
+        if has["config.json"]:
+            return "0.4.0", ("config.json at the root of the role directory: 0.4.0 alone",)
+        if has["huggingface/config.json"]:
+            if _mentions_loader(step_data):
+                return "0.2", ("no fsdp_config.json: before 0.4.1", "data.pt is a pickled data loader: 0.2")
+            return "0.2 to 0.3.0", ("no fsdp_config.json, and a config in huggingface/: before 0.4.0",)
+        return "0.3.0", ("no config anywhere: 0.3.0 without hf_model among its contents",)
+    if has["ckpt_contents.json"] or has["model/dist_ckpt"]:
+        return "0.9.0 or newer", ("model/, optimizer/ and extra/ are apart: since 0.9.0",)
+    if kind == Kind.MEGATRON_RANKS:
+        if has["hf_config_and_tokenizer"]:
+            return "0.4.0", ("model/mp_rank_* until 0.4.0", "hf_config_and_tokenizer/ in 0.4.0 alone")
+        return "0.3.0", ("model/mp_rank_* until 0.4.0", "no hf_config_and_tokenizer/, which 0.4.0 writes")
+    if has["adapter_checkpoint"]:
+        return "0.7.0 to 0.7.1", ("adapter_checkpoint/ in 0.7 alone",)
+    if has["huggingface/adapter"]:
+        return "0.8.0", ("huggingface/adapter/ since 0.8.0, in one folder with dist_ckpt/ until 0.9",)
+    if kind == Kind.MEGATRON_DIST:
+        return "0.4.1 to 0.8.0", ("dist_ckpt/ at the root of the role directory: 0.4.1 to 0.8.0",)
+    return "any", ("a plain Hugging Face model directory",)
+
+
+_MARKS = (
+    "fsdp_config.json",
+    "lora_train_meta.json",
+    "lora_adapter",
+    "config.json",
+    "huggingface/config.json",
+    "huggingface/adapter",
+    "hf_config_and_tokenizer",
+    "adapter_checkpoint",
+    "ckpt_contents.json",
+    "model/dist_ckpt",
+)
+
+
+def _fsdp_version(path: Path) -> str:
+    described = read_object(path / "fsdp_config.json")
+    return f", which says FSDP{described['FSDP_version']}" if "FSDP_version" in described else ""
+
+
+def _mentions_loader(path: Path) -> bool:
+    """Whether a small file's bytes name torch's DataLoader; looked at, never unpickled."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return b"torch.utils.data.dataloader" in file.read(1 << 20)
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """A small JSON object of a checkpoint.
+
+    Raises:
+        LayoutError: it is not one.
+    """
+    try:
+        if path.stat().st_size > 64 << 20:
+            raise LayoutError(f"{path} is no JSON object of a checkpoint: it has {path.stat().st_size} bytes.")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LayoutError(f"{path} can't be read as JSON ({error}): copy it again.") from error
+    if not isinstance(content, dict):
+        raise LayoutError(f"{path} should hold a JSON object, but holds a {type(content).__name__}: copy it again.")
+    return content

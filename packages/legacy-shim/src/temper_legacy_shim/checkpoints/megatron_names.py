@@ -1,0 +1,197 @@
+"""From Megatron-Core's names and fused matrices to Hugging Face's: whole tensors in, whole tensors out, nothing read.
+
+Query, key and value rows are grouped per query group (its queries, then its key, then its value); ``linear_fc1`` is the gate above the
+up projection. Knows the llama-like decoders: Llama, Mistral, Qwen 2 and 3, and their mixtures of experts.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.lazy import Element, LazyTensor, Rows
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_PLAIN = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    # The norm before attention and before the MLP: inside TransformerEngine's fused linear layers, or alone.
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_PADDED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The numbers of a model's config that fix how its matrices are laid out."""
+
+    num_heads: int
+    """Query heads."""
+    num_groups: int
+    """Key and value heads."""
+    head_dim: int
+    """Of one head."""
+    num_layers: int
+    """Decoder layers."""
+    vocab_size: int
+    """Without padding."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, object], *, source: str) -> "Geometry":
+        """From a Hugging Face config.
+
+        Raises:
+            UsageError: a number is missing.
+        """
+
+        def number(name: str, default: int | None = None) -> int:
+            value = config.get(name, default)
+            if value is None and default is not None:
+                value = default
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"{source} says {name} = {value!r}, but a positive number is needed: give the model's own --hf-config.")
+            return value
+
+        heads = number("num_attention_heads")
+        return cls(
+            num_heads=heads,
+            num_groups=number("num_key_value_heads", heads),
+            head_dim=number("head_dim", max(1, number("hidden_size") // heads)),
+            num_layers=number("num_hidden_layers"),
+            vocab_size=number("vocab_size"),
+        )
+
+
+def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path, is_value_model: bool = False) -> dict[str, LazyTensor]:
+    """Hugging Face names and matrices for a whole model.
+
+    Args:
+        tensors: under Megatron's names with global layer numbers; layers may also be stacked along a first dimension.
+        geometry: of the model's config.
+        where: for errors.
+        is_value_model: the output layer is a value head of one row.
+
+    Raises:
+        LayoutError: a name is not known.
+        DamagedFileError: a shape does not fit the config.
+    """
+    converted: dict[str, LazyTensor] = {}
+    for name, tensor in _unstacked(tensors, geometry, where=where):
+        for hf_name, hf_tensor in _convert(name, tensor, geometry, where=where, is_value_model=is_value_model):
+            if hf_name in converted:
+                raise DamagedFileError(f"{where}: {name} becomes {hf_name}, which is there already: both layer-norm namings in one model.")
+            converted[hf_name] = hf_tensor
+    return converted
+
+
+def _unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """Layers one by one; a stacked name has no number after ``layers``."""
+    for name, tensor in tensors.items():
+        if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name):
+            if not tensor.shape or tensor.shape[0] != geometry.num_layers:
+                raise DamagedFileError(f"{where}: {name} has shape {tensor.shape}, but the config has {geometry.num_layers} layers.")
+            rest = name.removeprefix("decoder.layers.")
+            for layer in range(geometry.num_layers):
+                yield from _unstacked_experts(f"decoder.layers.{layer}.{rest}", Element(tensor, layer))
+        else:
+            yield name, tensor
+
+
+def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """``mlp.experts.experts.linear_fc1.weight`` [E, ...] as one tensor per expert."""
+    found = re.fullmatch(r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name)
+    if found is None:
+        yield name, tensor
+        return
+    for expert in range(tensor.shape[0]):
+        yield f"{found[1]}.local_experts.{expert}.{found[2]}.weight", Element(tensor, expert)
+
+
+def _convert(
+    name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool
+) -> Iterator[tuple[str, LazyTensor]]:
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        if name == "output_layer.weight" and (is_value_model or tensor.shape[0] == 1):
+            yield "score.weight", tensor
+        elif name == "output_layer.bias" and tensor.shape == (1,):
+            yield "score.bias", tensor
+        elif name in _TOP:
+            yield _TOP[name], _unpadded(_TOP[name], tensor, geometry, where=where)
+        else:
+            raise LayoutError(f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their MoE).")
+        return
+    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    if int(layer[1]) >= geometry.num_layers:
+        raise DamagedFileError(f"{where}: {name} is of a layer that the config ({geometry.num_layers} layers) does not have.")
+    if rest in _PLAIN:
+        yield prefix + _PLAIN[rest], tensor
+    elif rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        end = rest.rpartition(".")[2]
+        for projection, part in split_qkv(tensor, geometry, name=name, where=where):
+            yield f"{prefix}self_attn.{projection}.{end}", part
+    elif rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"):
+        yield from _gate_and_up(prefix + "mlp.", tensor, end=rest.rpartition(".")[2], name=name, where=where)
+    elif rest == "mlp.shared_experts.linear_fc1.weight":
+        yield from _gate_and_up(prefix + "mlp.shared_expert.", tensor, end="weight", name=name, where=where)
+    elif (expert := _EXPERT.fullmatch(rest)) or (expert := _swapped(_GROUPED.fullmatch(rest))):
+        number, part = expert[1], expert[2]
+        if part == "linear_fc2":
+            yield f"{prefix}mlp.experts.{number}.down_proj.weight", tensor
+        else:
+            yield from _gate_and_up(f"{prefix}mlp.experts.{number}.", tensor, end="weight", name=name, where=where)
+    else:
+        raise LayoutError(f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their MoE).")
+
+
+def _swapped(match: re.Match[str] | None) -> dict[int, str] | None:
+    return None if match is None else {1: match[2], 2: match[1]}
+
+
+def _unpadded(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path) -> LazyTensor:
+    if name not in _PADDED or tensor.shape[0] == geometry.vocab_size:
+        return tensor
+    if tensor.shape[0] < geometry.vocab_size:
+        raise DamagedFileError(f"{where}: {name} has {tensor.shape[0]} rows, but the config has a vocabulary of {geometry.vocab_size}.")
+    return Rows(tensor, ((0, geometry.vocab_size),))
+
+
+def split_qkv(tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """The three projections out of rows that are grouped per query group; a size that is no whole head is refused."""
+    per_group, d = geometry.num_heads // geometry.num_groups, geometry.head_dim
+    rows = (per_group + 2) * d
+    if tensor.shape[0] != geometry.num_groups * rows:
+        raise DamagedFileError(
+            f"{where}: {name} has {tensor.shape[0]} rows, but {geometry.num_heads} heads in {geometry.num_groups} groups of {d} "
+            f"make {geometry.num_groups * rows}: is this the model's config?"
+        )
+    bounds = {"q_proj": (0, per_group * d), "k_proj": (per_group * d, (per_group + 1) * d), "v_proj": ((per_group + 1) * d, rows)}
+    for projection, (low, high) in bounds.items():
+        yield projection, Rows(tensor, tuple((g * rows + low, g * rows + high) for g in range(geometry.num_groups)))
+
+
+def _gate_and_up(prefix: str, tensor: LazyTensor, *, end: str, name: str, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+    rows = tensor.shape[0]
+    if rows % 2:
+        raise DamagedFileError(f"{where}: {name} has {rows} rows, but a gate and an up projection of one size are expected.")
+    yield f"{prefix}gate_proj.{end}", Rows(tensor, ((0, rows // 2),))
+    yield f"{prefix}up_proj.{end}", Rows(tensor, ((rows // 2, rows),))

@@ -1,0 +1,179 @@
+"""Megatron's per-rank files, put together: tensor-, pipeline-, virtual-pipeline- and expert-parallel ranks to whole tensors.
+
+Out come Megatron's names with global layer and expert numbers; ``megatron_names`` turns them into Hugging Face's.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.archive import Archive
+from temper_legacy_shim.checkpoints.layouts import RankFile
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, concatenated
+from temper_legacy_shim.checkpoints.tensors import TensorReader
+from temper_legacy_shim.errors import DamagedFileError, LayoutError
+
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_ADAPTER = re.compile(r".+\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.adapter\.(?:adapter_\w+\.)?linear_(in|out)\.weight")
+_COLUMNS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "output_layer.weight", "linear_fc1.bias")
+_GATED = re.compile(r".+\.linear_fc1\.(?:weight\d*|bias)")
+_ROWS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One chunk of layers: a virtual stage of a pipeline stage."""
+
+    by_rank: Mapping[tuple[int, int], Mapping[str, LazyTensor]]
+    """Tensors by (expert rank, tensor-parallel rank), with layer numbers local to the chunk."""
+    num_layers: int
+    """Layers in it."""
+
+
+def read_weights(files: Sequence[RankFile], *, where: Path) -> dict[str, LazyTensor]:
+    """Whole tensors under Megatron's names with global numbers.
+
+    Raises:
+        LayoutError: a rank's file is missing.
+        DamagedFileError: a file is damaged, or the files contradict each other.
+    """
+    chunks = {(file.pp, file.ep, file.tp): _chunks(file.path) for file in files}
+    chunks = _with_expert_ranks(chunks)
+    _check_all_ranks(set(chunks), where=where)
+    num_virtual = {len(of_rank) for of_rank in chunks.values()}
+    if len(num_virtual) != 1:
+        raise DamagedFileError(f"{where}: ranks hold {sorted(num_virtual)} virtual stages: the files are not of one save.")
+    merged: dict[str, LazyTensor] = {}
+    first_layer = 0
+    # Layers go round the stages once per virtual stage.
+    for virtual in range(num_virtual.pop()):
+        for pp in sorted({key[0] for key in chunks}):
+            by_rank = {(ep, tp): of_rank[virtual] for (stage, ep, tp), of_rank in chunks.items() if stage == pp}
+            stage = _Stage(by_rank=by_rank, num_layers=_count_layers(next(iter(by_rank.values()))))
+            for name, tensor in _merge_stage(stage, first_layer=first_layer, where=where).items():
+                merged.setdefault(name, tensor)  # the last stage repeats tied embeddings
+            first_layer += stage.num_layers
+    return merged
+
+
+def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
+    """The chunks of one file, each flat: names to tensors; extra states of TransformerEngine are left out."""
+    archive = Archive(path)
+    value = archive.value()
+    if isinstance(value, dict) and "adapter_state_dict" in value:
+        value = value["adapter_state_dict"]
+    parts = value if isinstance(value, list) else [value]
+    reader = TensorReader(archive)
+    found = []
+    for part in parts:
+        if not isinstance(part, dict) or not part:
+            raise DamagedFileError(f"{path} holds a {type(part).__name__} where a mapping of names to tensors should be.")
+        tensors: dict[str, LazyTensor] = {}
+        for key, node in part.items():
+            if reader.is_tensor(node) and not str(key).endswith("_extra_state"):
+                name = str(key).removeprefix("module.").replace(".to_wrap.", ".")
+                tensors[name] = reader.plain(node, key=str(key))
+        found.append(tensors)
+    return found
+
+
+def _with_expert_ranks(
+    chunks: dict[tuple[int, int, int], list[dict[str, LazyTensor]]],
+) -> dict[tuple[int, int, int], list[dict[str, LazyTensor]]]:
+    """Suffixes read as stages are expert ranks where every one of them holds the first and the last layer's company."""
+    stages = {key[0] for key in chunks}
+    if len(stages) < 2 or any(key[1] for key in chunks):
+        return chunks
+    ends = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
+    if all(all(end in of_rank[0] | of_rank[-1] for end in ends) for of_rank in chunks.values()):
+        return {(0, pp, tp): of_rank for (pp, _, tp), of_rank in chunks.items()}
+    return chunks
+
+
+def _check_all_ranks(ranks: set[tuple[int, int, int]], *, where: Path) -> None:
+    sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
+    wanted = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
+    missing = sorted(wanted - ranks)
+    if missing:
+        pp, ep, tp = missing[0]
+        raise LayoutError(
+            f"{where} lacks the file of tensor rank {tp}, stage {pp}, expert rank {ep} (sizes {sizes[2]}, {sizes[0]}, {sizes[1]}): copy "
+            "every rank's folder here."
+        )
+
+
+def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
+    numbers = {int(match[2]) for name in tensors if (match := _LAYER.fullmatch(name))}
+    return max(numbers) + 1 if numbers else 0
+
+
+def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, LazyTensor]:
+    expert_ranks = sorted({ep for ep, _ in stage.by_rank})
+    tensor_ranks = sorted({tp for _, tp in stage.by_rank})
+    merged: dict[str, LazyTensor] = {}
+    for ep in expert_ranks:
+        ranks = [stage.by_rank[ep, tp] for tp in tensor_ranks]
+        num_local = 1 + max((int(match[2]) for name in ranks[0] if (match := _EXPERT.fullmatch(name))), default=-1)
+        for name in ranks[0]:
+            absent = next((tp for tp, of_rank in zip(tensor_ranks, ranks, strict=True) if name not in of_rank), None)
+            if absent is not None:
+                raise DamagedFileError(f"{where}: tensor rank {absent} has no {name}, which rank 0 has: the files are not of one save.")
+            expert = _EXPERT.fullmatch(name)
+            if ep and expert is None:
+                continue  # every expert rank holds the rest of the model
+            whole = merge_tensor_ranks(name, [of_rank[name] for of_rank in ranks], where=where)
+            named = f"{expert[1]}{int(expert[2]) + ep * num_local}{expert[3]}" if expert else name
+            layer = _LAYER.fullmatch(named)
+            merged[f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else named] = whole
+    return merged
+
+
+def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
+    """One tensor from its tensor-parallel parts, by the kind of layer that its name says.
+
+    Raises:
+        DamagedFileError: the parts do not fit.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dims = {len(part.shape) for part in parts}
+    if len(dims) != 1 or len({part.dtype for part in parts}) != 1:
+        raise DamagedFileError(f"{where}: {name} differs in dimensions or dtype between tensor ranks: the files are not of one save.")
+    adapter = _ADAPTER.fullmatch(name)
+    if adapter:
+        if adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name:
+            return _side_by_side_halves(name, parts, where=where)
+        is_row_parallel = adapter[1] in ("linear_proj", "linear_fc2")
+        return _joined(name, parts, dim=1 if is_row_parallel and adapter[2] == "in" else 0, where=where)
+    if _GATED.fullmatch(name):
+        return _side_by_side_halves(name, parts, where=where)
+    if _ROWS.fullmatch(name):
+        return _joined(name, parts, dim=1, where=where)
+    is_value_head = name == "output_layer.weight" and all(part.shape[0] == 1 for part in parts)
+    if name.endswith(_COLUMNS) and not is_value_head:
+        return _joined(name, parts, dim=0, where=where)
+    if len({part.shape for part in parts}) != 1:
+        raise DamagedFileError(f"{where}: {name} should be the same on every tensor rank, but has shapes {[p.shape for p in parts]}.")
+    return parts[0]
+
+
+def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) -> LazyTensor:
+    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(others) != 1 or any(len(part.shape) <= dim for part in parts):
+        raise DamagedFileError(f"{where}: the parts of {name} have shapes {[p.shape for p in parts]}, which do not fit side by side.")
+    return concatenated(parts, dim=dim)
+
+
+def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
+    """Each rank holds its gate rows above its up rows; the whole has all gate rows first."""
+    whole = _joined(name, parts, dim=0, where=where)
+    if any(part.shape[0] % 2 for part in parts):
+        raise DamagedFileError(f"{where}: {name} has parts of {[p.shape[0] for p in parts]} rows, but gate and up halves are expected.")
+    starts = [sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))]
+    gates = [(start, start + part.shape[0] // 2) for start, part in zip(starts, parts, strict=True)]
+    ups = [(start + part.shape[0] // 2, start + part.shape[0]) for start, part in zip(starts, parts, strict=True)]
+    return Rows(whole, (*gates, *ups))
+
+

@@ -1,0 +1,258 @@
+"""One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface, megatron_adapters, megatron_names, megatron_ranks
+from temper_legacy_shim.checkpoints.adapters import Adapter
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.layouts import Kind, Role, read_object
+from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.megatron_names import Geometry
+from temper_legacy_shim.checkpoints.sharded import is_equal
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+
+EMBEDDING, LANGUAGE_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TRL = "pretrained_model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the user gives beside the checkpoint itself."""
+
+    hf_config: Path | None = None
+    """Folder or file of the model's config.json, where the checkpoint has none or another one is wanted."""
+    base_model: Path | None = None
+    """Hugging Face directory of the base, for checkpoints that hold an adapter alone."""
+    lora_alpha: float | None = None
+    """For adapters whose files do not say it."""
+    accepts_partial_adapter: bool = False
+    """Convert an adapter that lacks layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldModel:
+    """What a role holds."""
+
+    role: Role
+    """Where it comes from."""
+    weights: Mapping[str, LazyTensor]
+    """The base model under Hugging Face names, without tied duplicates; empty where the checkpoint holds an adapter alone."""
+    adapter: Adapter | None
+    """Its adapter."""
+    config: Mapping[str, object] | None
+    """config.json; None where there is none."""
+    config_folder: Path | None
+    """The folder of config and tokenizer files."""
+    head: str
+    """language_model, value_model (token classification), trl_value_model or reward_model; found by the keys."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the report."""
+
+
+def read_model(role: Role, sources: Sources) -> OldModel:
+    """Read names, shapes and places of everything a role holds; no tensor is read yet.
+
+    Raises:
+        ShimError: the role can't be read; says which file and key.
+    """
+    config, folder = _config(role, sources)
+    notes: list[str] = []
+    raw, adapter = _weights_and_adapter(role, sources, config=config, folder=folder)
+    if adapter is not None:
+        adapter = adapters.with_alpha(adapter, role, given=sources.lora_alpha)
+    elif sources.lora_alpha is not None:
+        raise UsageError("--lora-alpha has no effect: this checkpoint has no adapter.")
+    if sources.base_model is not None:
+        if raw and adapter is None:
+            raise UsageError("--base-model has no effect: this checkpoint holds a whole model without an adapter.")
+        if not raw:
+            raw = huggingface.read_weights(sources.base_model)
+            notes.append(f"the base model comes from {sources.base_model}")
+    weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
+    head = _head(weights)
+    weights, said = _without_tied_copy(weights, config)
+    return OldModel(
+        role=role,
+        weights=weights,
+        adapter=adapter,
+        config=config,
+        config_folder=folder,
+        head=head,
+        notes=(*notes, *said),
+    )
+
+
+def _config(role: Role, sources: Sources) -> tuple[Mapping[str, object] | None, Path | None]:
+    if sources.hf_config is not None:
+        path = sources.hf_config / "config.json" if sources.hf_config.is_dir() else sources.hf_config
+        if not path.is_file():
+            raise UsageError(f"--hf-config is {sources.hf_config}, which has no config.json: give a Hugging Face model's folder or config.")
+        return read_object(path), path.parent
+    folder = role.described_in()
+    if folder is None and sources.base_model is not None and (sources.base_model / "config.json").is_file():
+        folder = sources.base_model
+    return (None, role.tokenizer_in()) if folder is None else (read_object(folder / "config.json"), folder)
+
+
+def _weights_and_adapter(
+    role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
+) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    if role.kind == Kind.FSDP:
+        return adapters.split(fsdp.read_weights(role.fsdp_files["model"], where=role.path), where=role.path)
+    if role.kind == Kind.HUGGINGFACE:
+        weights_in = next((f for f in _weight_folders(role) if huggingface.has_weights(f)), None)
+        base = huggingface.read_weights(weights_in) if weights_in else {}
+        return base, _exported_adapter(role)
+    return _megatron(role, sources, config=config, folder=folder)
+
+
+def _weight_folders(role: Role) -> tuple[Path, ...]:
+    return (role.path, role.path / "huggingface", role.path / "model/huggingface")
+
+
+def _exported_adapter(role: Role) -> Adapter | None:
+    """An adapter in PEFT's own format beside the weights."""
+    for folder in (role.path, role.path / "lora_adapter", *(f / "adapter" for f in _weight_folders(role))):
+        if (folder / "adapter_model.safetensors").is_file():
+            tensors = huggingface.read_safetensors(folder / "adapter_model.safetensors")
+            return adapters.split(tensors, where=folder)[1]
+    return None
+
+
+def _megatron(
+    role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
+) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    if config is None:
+        raise UsageError(
+            f"{role.path} has no config.json, without which Megatron's fused matrices can't be taken apart: give --hf-config, the folder of "
+            "the model that was trained."
+        )
+    geometry = Geometry.of(config, source=f"{folder}/config.json")
+    named = _megatron_tensors(role)
+    base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
+    adapter = None
+    if any(megatron_adapters.MARK in name for name in named):
+        adapter = megatron_adapters.read_adapter(
+            named, geometry, where=role.path, accepts_missing_layers=sources.accepts_partial_adapter
+        )
+    elif sources.accepts_partial_adapter:
+        raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
+    weights = megatron_names.to_hf(base, geometry, where=role.path)
+    if not weights:
+        exported = next((f for f in _weight_folders(role) if huggingface.has_weights(f)), None)
+        weights = huggingface.read_weights(exported) if exported else {}
+    if not weights and adapter is None:
+        raise LayoutError(f"{role.path} holds no weights: its dist_ckpt has optimizer and random states only, and huggingface/ none.")
+    return weights, adapter or _exported_adapter(role)
+
+
+def _megatron_tensors(role: Role) -> dict[str, LazyTensor]:
+    tensors: dict[str, LazyTensor] = {}
+    if role.rank_files:
+        tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")
+    elif role.dist_folders:
+        found = DistCheckpoint(role.dist_folders[0]).tensors
+        tensors |= {name: tensor for name, tensor in _model_names(found).items()}
+    if role.adapter_files:
+        adapter = megatron_ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
+        tensors |= {name: tensor for name, tensor in adapter.items() if megatron_adapters.MARK in name}
+    return tensors
+
+
+def _model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The model's among everything a distributed checkpoint mixes; each name once."""
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").removeprefix("module.").replace(".to_wrap.", ".")
+        if short.startswith(("decoder.", "embedding.", "output_layer.")) and "_extra_state" not in short:
+            if short in found:
+                raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
+            found[short] = tensor
+    return found
+
+
+def _head(weights: Mapping[str, LazyTensor]) -> str:
+    if any(name.startswith("v_head.") for name in weights):
+        return "trl_value_model"
+    if "score.weight" in weights:
+        return "value_model" if "score.bias" in weights else "reward_model"
+    return "language_model"
+
+
+def _without_tied_copy(
+    weights: Mapping[str, LazyTensor], config: Mapping[str, object] | None
+) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Drop the head's copy of tied embeddings: Hugging Face's files hold them once."""
+    result = dict(weights)
+    if EMBEDDING not in result or LANGUAGE_HEAD not in result:
+        return result, ()
+    says_tied = None if config is None else bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
+    if says_tied is False:
+        return result, ()
+    if is_equal(result[EMBEDDING], result[LANGUAGE_HEAD]):
+        if says_tied:
+            del result[LANGUAGE_HEAD]
+        return result, ()
+    if says_tied:
+        return result, ("the config ties embeddings and head, but their weights differ: both are kept, and the config is written untied",)
+    return result, ()
+
+
+_TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "bloom"})
+"""Architectures whose config.json leaves tie_word_embeddings out when it is true."""
+
+
+def described(model: OldModel, *, dtype: str) -> dict[str, object]:
+    """config.json for what is written: the architecture that the keys show, tying as the weights are, and the dtype.
+
+    Raises:
+        UsageError: there is no config.
+    """
+    if model.config is None:
+        raise UsageError(
+            f"{model.role.path} has no config.json (0.3.0 wrote none, and only the model itself knows it): give --hf-config, the folder of "
+            "the model that was trained."
+        )
+    config = dict(model.config)
+    names = config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    stem = next((architecture.removesuffix(end) for end in _ARCHITECTURES if architecture.endswith(end)), None)
+    if model.head in ("value_model", "reward_model") and stem is not None:
+        kind = "ForTokenClassification" if model.head == "value_model" else "ForSequenceClassification"
+        config["architectures"] = [stem + kind]
+        rows = model.weights["score.weight"].shape[0]
+        config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
+        config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
+    if EMBEDDING in model.weights and LANGUAGE_HEAD in model.weights and not is_equal_shape_tied(model):
+        config["tie_word_embeddings"] = False
+    for name in ("dtype", "torch_dtype"):
+        if name in config:
+            config[name] = dtype
+    if "dtype" not in config and "torch_dtype" not in config:
+        config["torch_dtype"] = dtype
+    return config
+
+
+_ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "ForConditionalGeneration")
+
+
+def is_equal_shape_tied(model: OldModel) -> bool:
+    """Whether the config's word on tying can stay: there is no separate head."""
+    return LANGUAGE_HEAD not in model.weights
+
+
+def merged(model: OldModel) -> OldModel:
+    """The model with its adapter added to the weights.
+
+    Raises:
+        UsageError: there is no base, or no alpha.
+    """
+    if model.adapter is None:
+        return model
+    if not model.weights:
+        raise UsageError(
+            f"{model.role.path} holds an adapter alone: give --base-model, the Hugging Face folder that it was trained on, or --to peft."
+        )
+    return replace(model, weights=adapters.merged(model.weights, model.adapter), adapter=None)
