@@ -53,7 +53,7 @@ class Adapter:
         return max(pair.rank for pair in self.pairs.values())
 
     def scale(self, module: str) -> float:
-        """alpha / rank of one module, as PEFT computes it.
+        """Alpha / rank of one module, as PEFT computes it.
 
         Raises:
             UsageError: no file says alpha.
@@ -108,7 +108,9 @@ def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, 
         base.setdefault(name, tensor)
     if not halves:
         return base, None
-    return base, Adapter(pairs={module: _pair(module, sides, table=module in tables, where=where) for module, sides in halves.items()}, saved_modules=saved)
+    return base, Adapter(
+        pairs={module: _pair(module, sides, table=module in tables, where=where) for module, sides in halves.items()}, saved_modules=saved
+    )
 
 
 def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: Path) -> Pair:
@@ -207,10 +209,14 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
     }
     ranks = {module: pair.rank for module, pair in adapter.pairs.items() if pair.rank != adapter.rank}
     made |= {"rank_pattern": ranks, "alpha_pattern": {}}
-    kept = {key: value for key, value in adapter.config.items() if value is not None}
+    kept = {key: value for key, value in adapter.config.items() if key in made and value is not None}
     modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in adapter.saved_modules}) or None
     alpha = int(adapter.alpha) if adapter.alpha is not None and float(adapter.alpha).is_integer() else adapter.alpha
     named = {"base_model_name_or_path": base_model} if base_model else {}
-    return made | kept | named | {"target_modules": sorted(adapter.pairs), "lora_alpha": alpha, "inference_mode": True} | (
-        {"modules_to_save": modules} if modules else {}
+    return (
+        made
+        | kept
+        | named
+        | {"target_modules": sorted(adapter.pairs), "lora_alpha": alpha, "inference_mode": True}
+        | ({"modules_to_save": modules} if modules else {})
     )

@@ -59,7 +59,9 @@ class DistCheckpoint:
     @property
     def other_names(self) -> list[str]:
         """Names of what is stored as bytes, such as random-number states."""
-        return [str(name) for name, node in self._entries.items() if isinstance(node, Inert) and node.function.name != "TensorStorageMetadata"]
+        return [
+            str(name) for name, node in self._entries.items() if isinstance(node, Inert) and node.function.name != "TensorStorageMetadata"
+        ]
 
     def _tensor(self, name: str, described: Mapping[object, object]) -> LazyTensor:
         shape, dtype = sizes_of(described["size"]), properties_dtype(described["properties"])

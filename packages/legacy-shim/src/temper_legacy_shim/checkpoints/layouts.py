@@ -128,7 +128,9 @@ def _roles_of_run(path: Path, step: int | None) -> list[Role]:
     own = _role_at(steps[chosen])
     roles = [own] if own is not None else _roles_of_step(steps[chosen])
     if not roles:
-        raise LayoutError(f"{steps[chosen]} holds no checkpoint that we know: the step was not saved to its end; choose another with --step.")
+        raise LayoutError(
+            f"{steps[chosen]} holds no checkpoint that we know: the step was not saved to its end; choose another with --step."
+        )
     return roles
 
 

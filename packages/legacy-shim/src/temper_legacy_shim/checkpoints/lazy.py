@@ -85,7 +85,7 @@ class Stored:
         row_bytes = math.prod(inner) * self.dtype.num_bytes
         block = np.empty((stop - start, *inner), self.dtype.container)
         if block.nbytes:
-            self.file.read_into(self.offset + start * row_bytes, memoryview(block.reshape(-1).view(np.uint8)))
+            self.file.read_into(self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data)
         return block
 
 

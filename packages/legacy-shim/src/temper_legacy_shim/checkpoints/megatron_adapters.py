@@ -14,7 +14,9 @@ from temper_legacy_shim.checkpoints.megatron_names import Geometry, split_qkv
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 MARK = ".adapter."
-_NAME = re.compile(r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<module>.+)\.adapter\.(?:adapter_(?P<part>\w+)\.)?linear_(?P<side>in|out)\.weight")
+_NAME = re.compile(
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<module>.+)\.adapter\.(?:adapter_(?P<part>\w+)\.)?linear_(?P<side>in|out)\.weight"
+)
 _PLAIN = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}
 _PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"}
 
@@ -51,7 +53,9 @@ def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where
             halves.setdefault(place, {})[match["side"]] = tensor
         else:
             for layer in range(tensor.shape[0]):
-                halves.setdefault(_Place(layer=layer, module=match["module"], part=match["part"]), {})[match["side"]] = Element(tensor, layer)
+                halves.setdefault(_Place(layer=layer, module=match["module"], part=match["part"]), {})[match["side"]] = Element(
+                    tensor, layer
+                )
     _check_layers({place.layer for place in halves}, geometry, where=where, accepts_missing=accepts_missing_layers)
     pairs: dict[str, Pair] = {}
     for place, sides in halves.items():
@@ -70,7 +74,7 @@ def _check_layers(layers: set[int], geometry: Geometry, *, where: Path, accepts_
     if missing and not accepts_missing:
         raise DamagedFileError(
             f"{where}: layers {missing[0]} to {missing[-1]} ({len(missing)} of {geometry.num_layers}) have no adapter in the files. Under "
-            "virtual pipelining 0.7 saved the first chunk's adapters only, and the others are lost; --partial-adapter converts what is there."
+            "virtual pipelining 0.7 saved the first chunk's adapters only alone;  --partial-adapter converts what is there."
         )
 
 

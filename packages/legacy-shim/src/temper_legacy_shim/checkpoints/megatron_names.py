@@ -126,9 +126,7 @@ def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, Laz
         yield f"{found[1]}.local_experts.{expert}.{found[2]}.weight", Element(tensor, expert)
 
 
-def _convert(
-    name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool
-) -> Iterator[tuple[str, LazyTensor]]:
+def _convert(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool) -> Iterator[tuple[str, LazyTensor]]:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         if name == "output_layer.weight" and (is_value_model or tensor.shape[0] == 1):
@@ -153,18 +151,28 @@ def _convert(
         yield from _gate_and_up(prefix + "mlp.", tensor, end=rest.rpartition(".")[2], name=name, where=where)
     elif rest == "mlp.shared_experts.linear_fc1.weight":
         yield from _gate_and_up(prefix + "mlp.shared_expert.", tensor, end="weight", name=name, where=where)
-    elif (expert := _EXPERT.fullmatch(rest)) or (expert := _swapped(_GROUPED.fullmatch(rest))):
-        number, part = expert[1], expert[2]
-        if part == "linear_fc2":
-            yield f"{prefix}mlp.experts.{number}.down_proj.weight", tensor
+    elif (expert := _expert_of(rest)) is not None:
+        if expert.matrix == "linear_fc2":
+            yield f"{prefix}mlp.experts.{expert.number}.down_proj.weight", tensor
         else:
-            yield from _gate_and_up(f"{prefix}mlp.experts.{number}.", tensor, end="weight", name=name, where=where)
+            yield from _gate_and_up(f"{prefix}mlp.experts.{expert.number}.", tensor, end="weight", name=name, where=where)
     else:
         raise LayoutError(f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their MoE).")
 
 
-def _swapped(match: re.Match[str] | None) -> dict[int, str] | None:
-    return None if match is None else {1: match[2], 2: match[1]}
+@dataclass(frozen=True, slots=True)
+class _ExpertMatrix:
+    number: int
+    matrix: str
+
+
+def _expert_of(rest: str) -> _ExpertMatrix | None:
+    """An expert's matrix, under either of Megatron's two namings."""
+    if match := _EXPERT.fullmatch(rest):
+        return _ExpertMatrix(int(match[1]), match[2])
+    if match := _GROUPED.fullmatch(rest):
+        return _ExpertMatrix(int(match[2]), match[1])
+    return None
 
 
 def _unpadded(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path) -> LazyTensor:

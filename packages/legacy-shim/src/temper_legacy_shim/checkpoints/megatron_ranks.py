@@ -175,5 +175,3 @@ def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path)
     gates = [(start, start + part.shape[0] // 2) for start, part in zip(starts, parts, strict=True)]
     ups = [(start + part.shape[0] // 2, start + part.shape[0]) for start, part in zip(starts, parts, strict=True)]
     return Rows(whole, (*gates, *ups))
-
-

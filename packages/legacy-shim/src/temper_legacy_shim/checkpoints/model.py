@@ -126,7 +126,7 @@ def _megatron(
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
     if config is None:
         raise UsageError(
-            f"{role.path} has no config.json, without which Megatron's fused matrices can't be taken apart: give --hf-config, the folder of "
+            f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: give --hf-config, the folder of "
             "the model that was trained."
         )
     geometry = Geometry.of(config, source=f"{folder}/config.json")
@@ -134,9 +134,7 @@ def _megatron(
     base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
     adapter = None
     if any(megatron_adapters.MARK in name for name in named):
-        adapter = megatron_adapters.read_adapter(
-            named, geometry, where=role.path, accepts_missing_layers=sources.accepts_partial_adapter
-        )
+        adapter = megatron_adapters.read_adapter(named, geometry, where=role.path, accepts_missing_layers=sources.accepts_partial_adapter)
     elif sources.accepts_partial_adapter:
         raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
     weights = megatron_names.to_hf(base, geometry, where=role.path)
@@ -154,7 +152,7 @@ def _megatron_tensors(role: Role) -> dict[str, LazyTensor]:
         tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")
     elif role.dist_folders:
         found = DistCheckpoint(role.dist_folders[0]).tensors
-        tensors |= {name: tensor for name, tensor in _model_names(found).items()}
+        tensors |= _model_names(found)
     if role.adapter_files:
         adapter = megatron_ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
         tensors |= {name: tensor for name, tensor in adapter.items() if megatron_adapters.MARK in name}
@@ -225,7 +223,7 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
         rows = model.weights["score.weight"].shape[0]
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
-    if EMBEDDING in model.weights and LANGUAGE_HEAD in model.weights and not is_equal_shape_tied(model):
+    if EMBEDDING in model.weights and LANGUAGE_HEAD in model.weights:
         config["tie_word_embeddings"] = False
     for name in ("dtype", "torch_dtype"):
         if name in config:
@@ -236,11 +234,6 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
 
 
 _ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "ForConditionalGeneration")
-
-
-def is_equal_shape_tied(model: OldModel) -> bool:
-    """Whether the config's word on tying can stay: there is no separate head."""
-    return LANGUAGE_HEAD not in model.weights
 
 
 def merged(model: OldModel) -> OldModel:

@@ -91,13 +91,17 @@ def _inferred_coordinates(key: str, entries: Mapping[int, Distributed], *, where
     if not sharding:
         return {rank: (0,) * len(placements) for rank in entries}, (1,) * len(placements)
     if sharding != [len(placements) - 1] or len(placements) > 2:
-        raise DamagedFileError(f"{where}: the mesh of {key} is written in a way that is not known: say which torch wrote it in a bug report.")
+        raise DamagedFileError(
+            f"{where}: the mesh of {key} is written in a way that is not known: say which torch wrote it in a bug report."
+        )
     dim = placements[-1].dim
     assert dim is not None
     shape = next(iter(entries.values())).shape
     for size in [world] if len(placements) == 1 else [n for n in range(1, world + 1) if world % n == 0]:
         if all(_chunk(shape[dim], parts=size, index=rank % size)[1] == entry.local.shape[dim] for rank, entry in entries.items()):
-            return {rank: (*((rank // size,) * (len(placements) - 1)), rank % size) for rank in entries}, (world // size, size)[-len(placements) :]
+            return {rank: (*((rank // size,) * (len(placements) - 1)), rank % size) for rank in entries}, (world // size, size)[
+                -len(placements) :
+            ]
     raise DamagedFileError(f"{where}: the shards of {key} follow no split over {world} ranks: a file is of another save.")
 
 
@@ -163,8 +167,7 @@ def _overlap(pieces: list[Piece]) -> bool:
             if not one.tensor.shape or other.offsets[0] >= one.offsets[0] + one.tensor.shape[0]:
                 break
             if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(one.offsets, one.tensor.shape, other.offsets, other.tensor.shape, strict=True)
+                a < b + n and b < a + m for a, m, b, n in zip(one.offsets, one.tensor.shape, other.offsets, other.tensor.shape, strict=True)
             ):
                 return True
     return False

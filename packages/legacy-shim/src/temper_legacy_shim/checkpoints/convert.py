@@ -1,0 +1,206 @@
+"""Converting one role: read, plan, write through a staging folder, verify, and leave a receipt."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints import receipt as receipts
+from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
+from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
+from temper_legacy_shim.checkpoints.names import check_names
+from temper_legacy_shim.checkpoints.plan import Options, Plan, plan_conversion
+from temper_legacy_shim.checkpoints.receipt import Receipt, SourceRecord
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, write
+from temper_legacy_shim.checkpoints.staging import Staging, fingerprint
+from temper_legacy_shim.errors import OutputError, VerificationError
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is written, bytes done and bytes in all."""
+_SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One role and where it goes."""
+
+    role: Role
+    """The source."""
+    out: Path
+    """Its output directory."""
+
+
+def plan_jobs(path: Path, out: Path, *, step: int | None = None, role: str | None = None) -> list[Job]:
+    """The roles below a path and their outputs: the output directory itself for one role, a folder in it for each of several."""
+    roles = find_roles(path, step=step, role=role)
+    if len(roles) == 1:
+        return [Job(role=roles[0], out=out)]
+    return [Job(role=each, out=out / each.name) for each in roles]
+
+
+def convert(job: Job, options: Options, sources: Sources, *, progress: Progress | None = None) -> Receipt:
+    """Convert one role; the output appears whole, with its receipt, or not at all.
+
+    Raises:
+        ShimError: says what was wrong; nothing is at the output then, and a second run takes up what was finished.
+    """
+    _check_apart(job)
+    model = read_model(job.role, sources)
+    plan = plan_conversion(model, options)
+    return _write_plan(job, model, plan, options, sources, progress=progress or _silent)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+def _check_apart(job: Job) -> None:
+    source, out = job.role.path.resolve(), job.out.resolve()
+    if source == out or source in out.parents or out in source.parents:
+        raise OutputError(f"the output {job.out} and the source {job.role.path} lie in one another: choose an output elsewhere.")
+
+
+def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources: Sources, *, progress: Progress) -> Receipt:
+    work = fingerprint(
+        {
+            "sources": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(job.role)],
+            "options": asdict(options),
+            "given": asdict(sources),
+            "plan": {file: {n: (t.shape, t.dtype.name) for n, t in group.items()} for file, group in plan.shards.items()},
+            "texts": plan.texts,
+            "tool": tool_version(),
+        }
+    )
+    total = plan.num_bytes
+    with Staging(job.out, fingerprint=work) as staging:
+        check_space(staging.folder.parent, total - staging.num_kept_bytes)
+        files = _write_shards(staging, plan, progress=progress)
+        _check_nan(files, options)
+        files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
+        files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
+        verified = _verify(staging.folder, plan, files, options)
+        made = _receipt(job, model, plan, options, files, verified)
+        staging.produce_text(receipts.NAME, made.to_json())
+        staging.commit()
+    return made
+
+
+def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[WrittenFile]:
+    total, done = plan.num_bytes, 0
+    files = []
+    for name, group in plan.shards.items():
+
+        def tell(count: int, name: str = name) -> None:
+            nonlocal done
+            done += count
+            progress(name, done, total)
+
+        before = done
+        written = staging.produce(
+            name,
+            lambda path, group=group, name=name, tell=tell: write(path, group, relative=name, progress=tell),  # type: ignore[misc]
+        )
+        if done == before:
+            tell(written.num_bytes)
+        files.append(written)
+    return files
+
+
+def _check_nan(files: Sequence[WrittenFile], options: Options) -> None:
+    names = [name for file in files for name in file.with_nan]
+    if names and options.is_strict:
+        raise VerificationError(f"{names[0]}{_more(names)} hold NaN: the training had diverged. Without --strict that is a note.")
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what the disk can't hold.
+
+    Raises:
+        OutputError: says what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE_BYTES > free:
+        raise OutputError(f"{needed / 1e9:.2f} GB are to be written, but {free / 1e9:.2f} GB are free at {folder}: choose another disk.")
+
+
+def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options) -> tuple[str, ...]:
+    found = receipts.check_files(folder, files)
+    said = [f"{len(files)} files read back: sizes, checksums, and {found} tensors in their headers"]
+    if options.checks_names and options.target == "hf":
+        said.append(check_names(folder, plan.model.weights, head=plan.model.head))
+    if options.verifies_logits:
+        from temper_legacy_shim.checkpoints.logits import check_logits  # needs torch and transformers
+
+        said.append(check_logits(folder, plan))
+    return tuple(said)
+
+
+def _receipt(job: Job, model: OldModel, plan: Plan, options: Options, files: Sequence[WrittenFile], verified: tuple[str, ...]) -> Receipt:
+    tensors = plan.tensors()
+    with_nan = [name for file in files for name in file.with_nan]
+    notes = (*plan.notes, *([f"NaN in {with_nan[0]}{_more(with_nan)}"] if with_nan else []))
+    carried = ["adapter" if options.target == "peft" else "weights"]
+    carried += ["adapter, beside its base"] if options.keeps_adapter else []
+    carried += ["tokenizer"] if any(name.startswith(("tokenizer", "vocab")) for name in plan.copies) else []
+    return Receipt(
+        source=source_record(job.role),
+        target=options.target,
+        options=asdict(options),
+        files=tuple(files),
+        head=model.head,
+        num_tensors=len(tensors),
+        num_bytes=plan.num_bytes,
+        dtypes=tuple(sorted({tensor.dtype.name for tensor in tensors.values()})),
+        carried=tuple(carried),
+        not_carried=_left_behind(job.role, options),
+        notes=notes,
+        verified=verified,
+        tool=tool_version(),
+    )
+
+
+def _left_behind(role: Role, options: Options) -> tuple[str, ...]:
+    left = []
+    if "optim" in role.fsdp_files or role.kind in (Kind.MEGATRON_DIST, Kind.MEGATRON_RANKS):
+        left.append(f"optimizer state: --to {options.target} has no place for it")
+    if "extra_state" in role.fsdp_files:
+        left.append(f"schedule and random-number states: --to {options.target} has no place for them")
+    return tuple(left)
+
+
+def source_record(role: Role) -> SourceRecord:
+    """What the receipt says about where it came from."""
+    return SourceRecord(
+        path=str(role.path.resolve()),
+        role=role.name,
+        layout=str(role.kind),
+        version=role.version,
+        reasons=role.reasons,
+        step=role.step,
+        world_size=role.world_size,
+        num_bytes=sum(path.stat().st_size for path in source_files(role)),
+    )
+
+
+def source_files(role: Role) -> list[Path]:
+    """Every file that the weights may come from."""
+    found = list(role.fsdp_files.get("model", {}).values())
+    found += [file.path for file in (*role.rank_files, *role.adapter_files)]
+    for folder in role.dist_folders:
+        found += sorted(path for path in folder.iterdir() if path.is_file())
+    if role.kind == Kind.HUGGINGFACE:
+        found += sorted(path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin"))
+    return found
+
+
+def tool_version() -> str:
+    """Name and version of this package."""
+    try:
+        return f"temper-legacy-shim {version('temper-legacy-shim')}"
+    except PackageNotFoundError:
+        return "temper-legacy-shim, not installed"

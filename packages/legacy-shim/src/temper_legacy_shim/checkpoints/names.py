@@ -1,0 +1,91 @@
+"""Names and shapes that a config's model has, from transformers on the meta device: no weight is made.
+
+Runs in a process of its own, so that a conversion itself needs neither torch's memory nor its time to start.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, Shape
+from temper_legacy_shim.errors import VerificationError
+
+_TIME_LIMIT_S = 600
+_EXPERTS = re.compile(r"(.+\.experts)\..+")
+_PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+from transformers import AutoConfig
+transformers.logging.set_verbosity_error()
+config = AutoConfig.from_pretrained(sys.argv[1])
+kind = {"language_model": "CausalLM", "trl_value_model": "CausalLM", "value_model": "TokenClassification"}
+auto = getattr(transformers, "AutoModelFor" + kind.get(sys.argv[2], "SequenceClassification"))
+with torch.device("meta"):
+    model = auto.from_config(config)
+kept = model.state_dict(keep_vars=True)
+first = {}
+for name, tensor in kept.items():
+    first.setdefault(id(tensor), name)
+names = {name: list(kept[name].shape) for name in first.values()}
+print(json.dumps({"version": transformers.__version__, "names": names}))
+"""
+
+
+def check_names(directory: Path, tensors: Mapping[str, LazyTensor], *, head: str) -> str:
+    """Compare names and shapes with what transformers builds from the config in a directory.
+
+    Returns:
+        What was verified, or why it could not be, for the receipt.
+
+    Raises:
+        VerificationError: a weight is missing, unexpected or misshapen.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(directory), head], capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"names not compared with transformers' model: {reason[:300]}"
+    answer = json.loads(done.stdout.splitlines()[-1])
+    wanted = {name: tuple(shape) for name, shape in answer["names"].items()}
+    have = {name: tensor.shape for name, tensor in tensors.items() if not name.startswith("v_head.")}
+    faults = _faults(wanted, have)
+    if faults:
+        raise VerificationError(
+            f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
+            + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+            + ". Is --hf-config the config of the model that was trained?"
+        )
+    return f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device"
+
+
+def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape]) -> list[str]:
+    """Differences; experts are compared by their number of elements, for transformers fuses them when it loads."""
+    wanted, wanted_experts = _experts_apart(wanted)
+    have, have_experts = _experts_apart(have)
+    faults = [f"missing {name}" for name in sorted(wanted.keys() - have.keys())]
+    faults += [f"unexpected {name}" for name in sorted(have.keys() - wanted.keys())]
+    faults += [
+        f"{name}: shape {have[name]}, expected {wanted[name]}" for name in sorted(wanted.keys() & have.keys()) if wanted[name] != have[name]
+    ]
+    for name in sorted(wanted_experts.keys() | have_experts.keys()):
+        if wanted_experts.get(name) != have_experts.get(name):
+            faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {wanted_experts.get(name, 0)}")
+    return faults
+
+
+def _experts_apart(shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], dict[str, int]]:
+    plain: dict[str, Shape] = {}
+    experts: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _EXPERTS.fullmatch(name)
+        if match:
+            experts[match[1]] = experts.get(match[1], 0) + math.prod(shape)
+        else:
+            plain[name] = shape
+    return plain, experts

@@ -1,0 +1,171 @@
+"""What a conversion will write: tensors by file, texts, and copies; decided from names and shapes before anything is read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from temper_legacy_shim.checkpoints import adapters
+from temper_legacy_shim.checkpoints.dtypes import BY_NAME, CASTS
+from temper_legacy_shim.checkpoints.lazy import Cast, LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.model import OldModel, described, merged
+from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
+from temper_legacy_shim.errors import UsageError
+
+Target = Literal["hf", "peft"]
+_COPIED = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
+_OURS = frozenset(
+    {
+        "config.json",
+        "adapter_config.json",
+        "fsdp_config.json",
+        "lora_train_meta.json",
+        "transformer_config.json",
+        "ckpt_contents.json",
+        "temper-receipt.json",
+    }
+)
+_MAX_COPY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to convert."""
+
+    target: Target = "hf"
+    """hf or peft."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16 for every floating weight; None keeps each as it is."""
+    keeps_adapter: bool = False
+    """hf: write the adapter beside its base instead of adding it to the weights."""
+    max_shard_bytes: int = 5 * 10**9
+    """Of tensors in one safetensors file."""
+    is_strict: bool = False
+    """NaN is an error."""
+    checks_names: bool = True
+    """Compare names and shapes with the model that transformers builds from the config."""
+    verifies_logits: bool = False
+    """Load the output with transformers and compare logits."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in CASTS:
+            raise UsageError(f"--dtype is {self.dtype!r}, but must be one of {', '.join(CASTS)}; leave it out to keep every dtype.")
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"--max-shard-size is {self.max_shard_bytes} bytes, but must be above 0.")
+        if self.keeps_adapter and self.target != "hf":
+            raise UsageError(f"--adapter keep has no effect with --to {self.target}: it is for --to hf.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be written."""
+
+    shards: Mapping[str, Mapping[str, LazyTensor]]
+    """Tensors by relative path of their safetensors file."""
+    texts: Mapping[str, str]
+    """Content by relative path."""
+    copies: Mapping[str, Path]
+    """Sources by relative path."""
+    model: OldModel
+    """As it is written: merged, cast."""
+    notes: tuple[str, ...]
+    """For the receipt."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(num_bytes(tensor) for group in self.shards.values() for tensor in group.values())
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Every tensor by name."""
+        return {name: tensor for group in self.shards.values() for name, tensor in group.items()}
+
+
+def plan_conversion(model: OldModel, options: Options) -> Plan:
+    """Decide what is written.
+
+    Raises:
+        UsageError: an option does not fit this checkpoint, or something that no file says is missing.
+    """
+    if options.target == "peft":
+        return _plan_peft(model, options)
+    return _plan_hf(model, options)
+
+
+def _plan_hf(model: OldModel, options: Options) -> Plan:
+    if options.keeps_adapter and model.adapter is None:
+        raise UsageError("--adapter keep has no effect: this checkpoint has no adapter.")
+    notes = list(model.notes)
+    written = model if options.keeps_adapter else merged(model)
+    if model.adapter is not None and not options.keeps_adapter:
+        notes.append(f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from}) added in float32")
+    if not written.weights:
+        raise UsageError(f"{model.role.path} holds an adapter alone: give --base-model, the folder that it was trained on, or --to peft.")
+    written = replace(written, weights={name: _cast(tensor, options) for name, tensor in written.weights.items()})
+    shards: dict[str, Mapping[str, LazyTensor]] = dict(plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model"))
+    texts = {"config.json": _text(described(written, dtype=main_dtype(written.weights)))}
+    if len(shards) > 1:
+        texts["model.safetensors.index.json"] = _text(index_of(shards))
+    if options.keeps_adapter and model.adapter is not None:
+        shards["adapter/adapter_model.safetensors"] = {
+            name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()
+        }
+        texts["adapter/adapter_config.json"] = _text(adapters.peft_config(model.adapter, base_model=None, task=_task(model)))
+    if model.head != "language_model":
+        notes.append(f"a {model.head.replace('_', ' ')} by its keys, whatever the old config says; the config is written to match")
+    return Plan(shards=shards, texts=texts, copies=companions(model), model=written, notes=tuple(notes))
+
+
+def _plan_peft(model: OldModel, options: Options) -> Plan:
+    if model.adapter is None:
+        raise UsageError(f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf.")
+    tensors = {name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()}
+    base = _base_name(model)
+    config = adapters.peft_config(model.adapter, base_model=base, task=_task(model))
+    notes = [*model.notes, f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from})"]
+    if base is None:
+        notes.append("no file says which base model this adapter belongs to: base_model_name_or_path is empty")
+    shards = {"adapter_model.safetensors": tensors}
+    return Plan(shards=shards, texts={"adapter_config.json": _text(config)}, copies=companions(model), model=model, notes=tuple(notes))
+
+
+def _base_name(model: OldModel) -> str | None:
+    own = model.adapter.config.get("base_model_name_or_path") if model.adapter else None
+    configured = (model.config or {}).get("_name_or_path")
+    return next((str(name) for name in (own, configured) if name), None)
+
+
+def _task(model: OldModel) -> str:
+    return {"value_model": "TOKEN_CLS", "reward_model": "SEQ_CLS"}.get(model.head, "CAUSAL_LM")
+
+
+def _cast(tensor: LazyTensor, options: Options) -> LazyTensor:
+    if options.dtype is None or not tensor.dtype.is_float or tensor.dtype.name == options.dtype:
+        return tensor
+    return Cast(tensor, BY_NAME[options.dtype])
+
+
+def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
+    """The dtype that most bytes have."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + num_bytes(tensor)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def companions(model: OldModel) -> dict[str, Path]:
+    """Tokenizer, generation settings and the like: small files beside the config; code among them is copied and never run."""
+    found: dict[str, Path] = {}
+    for folder in (model.config_folder, model.role.tokenizer_in()):
+        if folder is None:
+            continue
+        for path in sorted(folder.iterdir()):
+            is_wanted = path.suffix in _COPIED and path.name not in _OURS and not path.name.endswith(".index.json")
+            if is_wanted and path.is_file() and path.stat().st_size <= _MAX_COPY:
+                found[path.name] = path
+    return found
+
+
+def _text(content: Mapping[str, object]) -> str:
+    return json.dumps(content, indent=2) + "\n"

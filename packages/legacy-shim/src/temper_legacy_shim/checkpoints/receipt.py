@@ -1,0 +1,135 @@
+"""What a conversion leaves beside its output: where it came from, what was carried, what could not be, and a checksum of every file."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+
+from temper_legacy_shim.checkpoints import huggingface
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
+from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError
+
+NAME = "temper-receipt.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRecord:
+    """Where an output came from."""
+
+    path: str
+    """Role directory, absolute."""
+    role: str
+    """actor, critic, ..."""
+    layout: str
+    """Kind of layout."""
+    version: str
+    """Range of versions that wrote it."""
+    reasons: tuple[str, ...]
+    """Why."""
+    step: int | None
+    """Trainer step."""
+    world_size: int
+    """Ranks whose files held the weights."""
+    num_bytes: int
+    """Of the files that were read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The whole of it."""
+
+    source: SourceRecord
+    """See SourceRecord."""
+    target: str
+    """hf, peft or temper."""
+    options: dict[str, object]
+    """As given."""
+    files: tuple[WrittenFile, ...]
+    """Every file of the output but this one."""
+    head: str
+    """What kind of model."""
+    num_tensors: int
+    """Weights written."""
+    num_bytes: int
+    """Of those weights."""
+    dtypes: tuple[str, ...]
+    """Of those weights."""
+    carried: tuple[str, ...] = ()
+    """What of the old checkpoint is in the output, a phrase each."""
+    not_carried: tuple[str, ...] = ()
+    """What is not, and why, a sentence each."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+    verified: tuple[str, ...] = field(default=())
+    """What was checked after writing."""
+    tool: str = ""
+    """Version of this package."""
+    schema_version: int = SCHEMA_VERSION
+    """Of this file."""
+
+    def to_json(self) -> str:
+        """As written."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_receipt(directory: Path) -> Receipt:
+    """The receipt in a directory.
+
+    Raises:
+        LayoutError: there is none.
+        VerificationError: it can't be read.
+    """
+    path = directory / NAME
+    if not path.is_file():
+        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+    try:
+        body = json.loads(path.read_bytes())
+        if body["schema_version"] > SCHEMA_VERSION:
+            raise VerificationError(
+                f"{path} has schema version {body['schema_version']}; this version reads {SCHEMA_VERSION}: install a newer one."
+            )
+        body["source"] = SourceRecord(**{**body["source"], "reasons": tuple(body["source"]["reasons"])})
+        body["files"] = tuple(WrittenFile(**{**file, "with_nan": tuple(file["with_nan"])}) for file in body["files"])
+        for name in ("dtypes", "carried", "not_carried", "notes", "verified"):
+            body[name] = tuple(body[name])
+        return Receipt(**body)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise VerificationError(f"{path} can't be read ({error}): it was altered.") from error
+
+
+def check_files(directory: Path, files: Sequence[WrittenFile], *, with_content: bool = True) -> int:
+    """Compare every file with its record; the number of tensors that were found.
+
+    Raises:
+        VerificationError: naming the first file that is missing, short or altered.
+    """
+    num_tensors = 0
+    for record in files:
+        pure = PurePosixPath(record.path)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise VerificationError(f"the receipt names {record.path!r}, which lies outside {directory}: it was altered.")
+        path = directory / record.path
+        if not path.is_file():
+            raise VerificationError(f"{path} is missing: convert again.")
+        size = path.stat().st_size
+        if size != record.num_bytes:
+            raise VerificationError(f"{path} has {size} bytes instead of {record.num_bytes}: convert again.")
+        if with_content:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
+        if path.suffix == ".safetensors":
+            num_tensors += _count_tensors(path, record)
+    return num_tensors
+
+
+def _count_tensors(path: Path, record: WrittenFile) -> int:
+    try:
+        found = len(huggingface.read_safetensors(path))
+    except ShimError as error:
+        raise VerificationError(f"{path} can't be read back: {error}") from error
+    if found != record.num_tensors:
+        raise VerificationError(f"{path} holds {found} tensors instead of {record.num_tensors}: convert again.")
+    return found

@@ -1,0 +1,159 @@
+"""Writing safetensors as a stream: the header is known before the first byte, then blocks go from source to file, hashed on the way."""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from temper_legacy_shim.checkpoints.dtypes import has_nan
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, num_bytes
+from temper_legacy_shim.errors import DamagedFileError
+
+_QUEUED_BLOCKS = 2
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """One file of the output."""
+
+    path: str
+    """Relative, with forward slashes."""
+    num_bytes: int
+    """Size."""
+    sha256: str
+    """Of its content."""
+    num_tensors: int = 0
+    """Tensors in it."""
+    with_nan: tuple[str, ...] = ()
+    """Tensors that hold NaN."""
+
+
+def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str) -> dict[str, dict[str, LazyTensor]]:
+    """Which tensors go into which file, in their order, under Hugging Face's names of shards.
+
+    Args:
+        tensors: by name.
+        max_bytes: of tensors in a file; a larger tensor has a file of its own.
+        stem: ``model`` or ``adapter_model``.
+    """
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        count = num_bytes(tensor)
+        if groups[-1] and size + count > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += count
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def index_of(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, object]:
+    """The content of ``model.safetensors.index.json``."""
+    total = sum(num_bytes(tensor) for group in shards.values() for tensor in group.values())
+    return {"metadata": {"total_size": total}, "weight_map": {name: file for file, group in shards.items() for name in group}}
+
+
+def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
+    """The header of a safetensors file, with its length, padded to eight bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        size = num_bytes(tensor)
+        entries[name] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progress: Progress) -> WrittenFile:
+    """Write one file; it lies on the disk when this returns.
+
+    Args:
+        path: a new file.
+        tensors: by name, in this order.
+        relative: its path in the receipt.
+        progress: told of every block.
+
+    Raises:
+        DamagedFileError: a source is shorter than it says.
+        OSError: the disk is full.
+    """
+    with_nan: list[str] = []
+    with open(path, "xb", buffering=0) as file:
+        with _HashingWriter(file.fileno()) as writer:
+            writer.put(header_of(tensors))
+            for name, tensor in tensors.items():
+                written, is_sound = 0, True
+                for block in blocks(tensor):
+                    is_sound = is_sound and not has_nan(block, tensor.dtype)
+                    writer.put(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+                    written += block.nbytes
+                    progress(block.nbytes)
+                if written != num_bytes(tensor):
+                    raise DamagedFileError(f"{name} gave {written} bytes instead of {num_bytes(tensor)}: a source file changed meanwhile.")
+                if not is_sound:
+                    with_nan.append(name)
+        os.fsync(file.fileno())
+    return WrittenFile(
+        path=relative, num_bytes=writer.num_bytes, sha256=writer.sha256(), num_tensors=len(tensors), with_nan=tuple(with_nan)
+    )
+
+
+class _HashingWriter:
+    """Writes and hashes in a thread of its own, so that the next block is read meanwhile; holds a few blocks at most."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._digest = hashlib.sha256()
+        self._queue: queue.Queue[bytes | memoryview | None] = queue.Queue(maxsize=_QUEUED_BLOCKS)
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="temper-migrate-writer")
+        self.num_bytes = 0
+
+    def __enter__(self) -> "_HashingWriter":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Queue a block; raises what an earlier one met."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(data)
+
+    def sha256(self) -> str:
+        """Of everything written."""
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(data)
+                except OSError as error:
+                    self._error = error
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        view = memoryview(data)
+        while view:
+            count = os.write(self._descriptor, view)
+            view = view[count:]
+            self.num_bytes += count

@@ -1,0 +1,151 @@
+"""An output directory that appears whole or not at all, and work on it that a second run takes up where the first was stopped.
+
+Everything is written into a hidden folder beside the output and renamed into place at the end. A journal in it names the files that are
+finished, under a fingerprint of sources and options: with other sources or options the work begins anew.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
+from temper_legacy_shim.errors import OutputError
+
+JOURNAL = ".temper-migrate.json"
+
+
+class Staging:
+    """The hidden folder of one output. Leaving its ``with`` uncommitted keeps finished files for the next run."""
+
+    def __init__(self, out: Path, *, fingerprint: str) -> None:
+        self.out = Path(os.path.abspath(out))
+        self.folder = self.out.with_name(f".{self.out.name}.temper-partial")
+        self._fingerprint = fingerprint
+        self._lock: int | None = None
+        self._finished: dict[str, WrittenFile] = {}
+
+    def __enter__(self) -> "Staging":
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise OutputError(f"{self.out} exists already and is never overwritten: give another --out, or move it away.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise OutputError(f"another temper-migrate is writing {self.out}: wait for it.") from error
+        self._take_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        if self.folder.is_dir() and not self._finished:
+            shutil.rmtree(self.folder)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"the disk of {self.out} is full: free space and run the same command again; finished files are kept."
+            ) from error
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Of files that an earlier run finished."""
+        return sum(file.num_bytes for file in self._finished.values())
+
+    def _take_up(self) -> None:
+        """Keep what an earlier run of the same work finished, and remove everything else from the hidden folder, which is ours."""
+        journal = self.folder / JOURNAL
+        try:
+            content = json.loads(journal.read_text()) if journal.is_file() else {}
+        except ValueError:
+            content = {}  # cut off while it was written: nothing counts as finished
+        if content.get("fingerprint") == self._fingerprint:
+            for record in content["files"]:
+                file = WrittenFile(**{**record, "with_nan": tuple(record["with_nan"])})
+                path = self.folder / file.path
+                if path.is_file() and path.stat().st_size == file.num_bytes:
+                    self._finished[file.path] = file
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            relative = path.relative_to(self.folder).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif relative not in self._finished and relative != JOURNAL:
+                path.unlink()
+
+    def produce(self, relative: str, write: Callable[[Path], WrittenFile]) -> WrittenFile:
+        """One file: what an earlier run finished, or what ``write`` makes of a draft's path."""
+        if relative in self._finished:
+            return self._finished[relative]
+        draft = self.folder / f"{relative}.draft"
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        try:
+            written = write(draft)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        os.replace(draft, self.folder / relative)
+        self._finished[relative] = written
+        self._write_journal()
+        return written
+
+    def produce_text(self, relative: str, text: str) -> WrittenFile:
+        """A small file of text."""
+        return self.produce(relative, lambda path: _write_bytes(path, text.encode(), relative=relative))
+
+    def produce_copy(self, relative: str, source: Path) -> WrittenFile:
+        """A copy of a small file."""
+        return self.produce(relative, lambda path: _write_bytes(path, source.read_bytes(), relative=relative))
+
+    def adopt(self, relative: str) -> WrittenFile:
+        """Take in a file that something else wrote into the hidden folder."""
+        path = self.folder / relative
+        with open(path, "rb+") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        return WrittenFile(path=relative, num_bytes=path.stat().st_size, sha256=digest)
+
+    def commit(self) -> None:
+        """Rename into place; the journal goes."""
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+        for directory in {self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())}:
+            _sync(directory)
+        if self.out.is_dir():
+            self.out.rmdir()  # it was empty
+        os.rename(self.folder, self.out)
+        _sync(self.out.parent)
+
+    def _write_journal(self) -> None:
+        draft = self.folder / f"{JOURNAL}.draft"
+        content = {"fingerprint": self._fingerprint, "files": [asdict(file) for file in self._finished.values()]}
+        draft.write_text(json.dumps(content))
+        os.replace(draft, self.folder / JOURNAL)
+
+
+def fingerprint(parts: Mapping[str, object]) -> str:
+    """SHA-256 of a description of the work."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _write_bytes(path: Path, data: bytes, *, relative: str) -> WrittenFile:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(path=relative, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

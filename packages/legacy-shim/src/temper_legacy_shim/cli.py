@@ -1,0 +1,41 @@
+"""The command ``temper-migrate``: one sub-command for each thing that an older system leaves behind.
+
+A sub-command imports what it needs when it runs, so that the command itself starts without torch.
+"""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from temper_legacy_shim import cli_checkpoint
+from temper_legacy_shim.errors import ShimError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="temper-migrate",
+    help="Carry what older post-training systems left behind over to Temper.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cli_checkpoint.register(app)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep sub-commands, also while there are few."""
+
+
+def main() -> None:
+    """Run the command; a failure that a user can mend is one message and exit code 1."""
+    try:
+        app()
+    except ShimError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; run the same command again to go on")
+        sys.exit(EXIT_INTERRUPTED)

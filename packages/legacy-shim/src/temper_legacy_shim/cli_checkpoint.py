@@ -1,0 +1,197 @@
+"""The sub-commands ``checkpoint`` and ``verify``: options in, tables, progress or JSON out."""
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from temper_legacy_shim.errors import ShimError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from temper_legacy_shim.checkpoints.convert import Job, Progress
+    from temper_legacy_shim.checkpoints.layouts import Role
+    from temper_legacy_shim.checkpoints.model import Sources
+    from temper_legacy_shim.checkpoints.plan import Options
+    from temper_legacy_shim.checkpoints.receipt import Receipt
+
+_NEEDS = "pip install 'temper-legacy-shim[checkpoint]'"
+
+
+class To(StrEnum):
+    """What is written."""
+
+    HF = "hf"
+    PEFT = "peft"
+
+
+class KeptAdapter(StrEnum):
+    """What becomes of an adapter."""
+
+    MERGE = "merge"
+    KEEP = "keep"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the sub-commands."""
+    app.command("checkpoint")(checkpoint)
+    app.command("verify")(verify)
+
+
+def checkpoint(
+    directory: Annotated[Path, typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory.")],
+    to: Annotated[To, typer.Option("--to", help="hf: safetensors. peft: the adapter alone.")] = To.HF,
+    out: Annotated[Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of a run; the tracker's by default.")] = None,
+    role: Annotated[str | None, typer.Option(help="Only this role.")] = None,
+    hf_config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json, where the checkpoint has none.")] = None,
+    base_model: Annotated[Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="The adapter's alpha, where no file says it.")] = None,
+    partial_adapter: Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")] = False,
+    adapter: Annotated[KeptAdapter, typer.Option(help="hf: add the adapter to the weights, or keep it beside them.")] = KeptAdapter.MERGE,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")] = None,
+    max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.")] = 5.0,
+    strict: Annotated[bool, typer.Option(help="NaN is an error.")] = False,
+    verify_names: Annotated[bool, typer.Option(help="Compare names and shapes with transformers' model.")] = True,
+    verify_logits: Annotated[bool, typer.Option(help="Load the output with transformers and compare logits.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Say what is there and whether it can be converted; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
+) -> None:
+    """Convert a checkpoint of an older system. No pickle is executed, and nothing is overwritten."""
+    _require_numpy()
+    from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+    from temper_legacy_shim.checkpoints.model import Sources
+    from temper_legacy_shim.checkpoints.plan import Options
+
+    options = Options(
+        target=to.value,
+        dtype=dtype,
+        keeps_adapter=adapter == KeptAdapter.KEEP,
+        max_shard_bytes=int(max_shard_size * 1e9),
+        is_strict=strict,
+        checks_names=verify_names,
+        verifies_logits=verify_logits,
+    )
+    sources = Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter)
+    console = Console(stderr=as_json, highlight=False)
+    if check:
+        _check(directory, step=step, role=role, options=options, sources=sources, as_json=as_json, console=console)
+        return
+    if out is None:
+        raise typer.BadParameter("give the new directory to write, or --check to write nothing.", param_hint="--out")
+    receipts = []
+    for job in plan_jobs(directory, out, step=step, role=role):
+        _show_role(console, job.role)
+        receipts.append(_with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress)))  # type: ignore[misc]
+        _show_receipt(console, job, receipts[-1])
+    if as_json:
+        typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(help="What `temper-migrate checkpoint` wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check a converted checkpoint against its receipt: every file, its size, its checksum, its tensors."""
+    _require_numpy()
+    from temper_legacy_shim.checkpoints.receipt import NAME, check_files, read_receipt
+    from temper_legacy_shim.errors import LayoutError
+
+    folders = [directory] if (directory / NAME).is_file() else sorted(path.parent for path in directory.glob(f"*/{NAME}"))
+    if not folders:
+        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+    console = Console(stderr=as_json, highlight=False)
+    results = []
+    for folder in folders:
+        receipt = read_receipt(folder)
+        found = check_files(folder, receipt.files)
+        results.append({"directory": str(folder), "files": len(receipt.files), "tensors": found, "ok": True})
+        console.print(f"{folder}: {len(receipt.files)} files as they were written, {found} tensors", markup=False)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+
+
+def _require_numpy() -> None:
+    try:
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise ShimError(f"converting checkpoints needs numpy, safetensors and torch: {_NEEDS}") from error
+
+
+def _check(
+    directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: Console
+) -> None:
+    """Say for every role what it is and whether it can be converted; exit code 1 where a person is needed."""
+    from temper_legacy_shim.checkpoints.convert import source_record
+    from temper_legacy_shim.checkpoints.layouts import find_roles
+    from temper_legacy_shim.checkpoints.model import read_model
+    from temper_legacy_shim.checkpoints.plan import plan_conversion
+
+    results: list[dict[str, object]] = []
+    for each in find_roles(directory, step=step, role=role):
+        _show_role(console, each)
+        try:
+            plan = plan_conversion(read_model(each, sources), options)
+        except ShimError as error:
+            results.append({**asdict(source_record(each)), "ok": False, "problem": str(error)})
+            console.print(f"needs a person: {error}", style="red", markup=False)
+            continue
+        results.append({**asdict(source_record(each)), "ok": True, "num_tensors": len(plan.tensors()), "num_bytes": plan.num_bytes})
+        console.print(f"can be converted: {len(plan.tensors())} tensors, {_size(plan.num_bytes)}", style="green", markup=False)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    if not all(result["ok"] for result in results):
+        raise typer.Exit(1)
+
+
+def _with_progress(console: Console, job: "Job", work: "Callable[[Progress], Receipt]") -> "Receipt":
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(job.role.name, total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+
+        return work(tell)
+
+
+def _show_role(console: Console, role: "Role") -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    where = f", step {role.step}" if role.step is not None else ""
+    for name, value in (
+        ("checkpoint", f"{role.path}"),
+        ("role", f"{role.name}{where}"),
+        ("layout", f"{role.kind}, {role.world_size} rank{'s' * (role.world_size != 1)}"),
+        ("version", f"{role.version} ({'; '.join(role.reasons)})"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _show_receipt(console: Console, job: "Job", receipt: "Receipt") -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("written", f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, {', '.join(receipt.dtypes)}")
+    table.add_row("carried", ", ".join(receipt.carried))
+    for title, sentences in (("not carried", receipt.not_carried), ("note", receipt.notes), ("verified", receipt.verified)):
+        for sentence in sentences:
+            table.add_row(title, sentence)
+    console.print(table)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.2f} MB"

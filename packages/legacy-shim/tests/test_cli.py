@@ -1,0 +1,57 @@
+"""The command: what it starts with, says and leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.errors import LayoutError, OutputError
+
+
+def test_the_command_starts_without_torch_or_numpy() -> None:
+    program = (
+        "import sys; import temper_legacy_shim.cli; print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_run_is_converted_checked_and_verified(samples: Path, tmp_path: Path) -> None:
+    source, out = samples / "v0.7.1_fsdp2-actor-untied_ws2/checkpoints", tmp_path / "out"
+    runner = CliRunner()
+    checked = runner.invoke(app, ["checkpoint", str(source), "--check", "--json"], catch_exceptions=False)
+    assert checked.exit_code == 0
+    assert json.loads(checked.stdout)[0]["ok"]
+    assert not out.exists()
+    done = runner.invoke(app, ["checkpoint", str(source), "--out", str(out), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0
+    (receipt,) = json.loads(done.stdout)
+    assert receipt["source"]["layout"] == "fsdp"
+    assert any("names and shapes equal" in sentence for sentence in receipt["verified"])
+    verified = runner.invoke(app, ["verify", str(out), "--json"], catch_exceptions=False)
+    assert json.loads(verified.stdout)[0]["ok"]
+
+
+def test_a_check_that_needs_a_person_exits_with_1(samples: Path) -> None:
+    source = samples / "v0.3.0.post1_fsdp1-actor-untied_ws2/checkpoints"
+    done = CliRunner().invoke(app, ["checkpoint", str(source), "--check"], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert "--hf-config" in done.stdout
+
+
+def test_an_output_that_exists_is_not_touched(samples: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    source = samples / "v0.7.1_fsdp2-actor-untied_ws2/checkpoints"
+    with pytest.raises(OutputError, match="never overwritten"):
+        CliRunner().invoke(app, ["checkpoint", str(source), "--out", str(tmp_path)], catch_exceptions=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_directory_without_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(LayoutError, match=r"notes\.txt"):
+        CliRunner().invoke(app, ["checkpoint", str(tmp_path), "--out", str(tmp_path / "out")], catch_exceptions=False)
