@@ -109,6 +109,18 @@ class EngineBackend(ABC):
     def _write_state(self, directory: str) -> list[str]:
         """Write parameters, optimiser and RNG states; return relative paths of the files this rank wrote. Collective."""
 
+    def _stage_state(self) -> Callable[[str], list[str]]:
+        """Of engines that claim BACKGROUND_SAVE: copy what ``_write_state`` would write, and return what writes the copy. Collective.
+
+        The function does what ``_write_state`` does, on another thread and while the engine trains on: it neither touches the engine
+        nor runs collectives in a group that the engine uses.
+        """
+        raise NotImplementedError
+
+    def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
+        """Of engines that claim BACKGROUND_SAVE: as ``_gather_objects``, among the threads that save."""
+        raise NotImplementedError
+
     @abstractmethod
     def _read_state(self, directory: str) -> None:
         """Read what ``_write_state`` wrote, at this or another layout. Collective."""

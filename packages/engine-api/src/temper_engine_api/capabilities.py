@@ -38,5 +38,7 @@ class Capability(StrEnum):
     """Context parallel."""
     RESHARD_ON_LOAD = "reshard_on_load"
     """A checkpoint loads at another world size or layout."""
+    BACKGROUND_SAVE = "background_save"
+    """``save_checkpoint(in_background=True)``."""
     PORTABLE_STATE = "portable_state"
     """``export_state`` and ``load_state``."""

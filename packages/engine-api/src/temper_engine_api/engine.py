@@ -288,30 +288,44 @@ class BaseEngine(UpdateCycle):
         with self._resident("update"):
             files = self._write_state(directory)
         if self.topology.global_rank == 0:
-            files = [*files, checkpoint.write_json(directory, "progress.json", self._progress())]
+            files = [*files, checkpoint.write_json(directory, checkpoint.PROGRESS_FILE, self._progress())]
         return checkpoint.report_part(directory, files)
 
     def read_part(self, directory: str) -> None:
         """Read the engine's part of a checkpoint. Collective."""
         with self._resident("update"):
             self._read_state(directory)
-        self._restore_progress(checkpoint.read_json(directory, "progress.json"))
+        self._restore_progress(checkpoint.read_json(directory, checkpoint.PROGRESS_FILE))
         self.optimizer_zero_grad()
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        *,
+        in_background: bool = False,
     ) -> str:
         """One transaction with this engine as its only participant. Collective.
+
+        In the background the state is copied to host memory now, and written, committed, uploaded and pruned while training goes on.
+        At most one save is under way: the next one waits for it, so the last committed step is never older than the save before the
+        last. Its failure is raised by the next ``optimizer_step`` after it, save, load, ``finish_saving`` or ``close``.
 
         Args:
             local_path: folder of step directories.
             hdfs_path: any fsspec URL that receives a copy; its manifest goes up last.
             global_step: number of the step directory.
             max_ckpt_to_keep: complete steps to keep, this one included; None keeps all.
+            in_background: return as soon as the state is copied; of engines that claim BACKGROUND_SAVE.
 
         Returns:
-            The committed step directory.
+            The step directory; committed, unless it is saved in the background.
         """
+        self.finish_saving()
+        if in_background:
+            return self._save_in_background(local_path, hdfs_path, step=global_step, max_to_keep=max_ckpt_to_keep)
         return checkpoint.save_alone(
             self,
             local_path=local_path,
@@ -334,6 +348,7 @@ class BaseEngine(UpdateCycle):
             DamagedCheckpointError: a file is missing or its checksum differs; names it.
             CheckpointError: a model with other parameters or shapes made it; nothing has changed then.
         """
+        self.finish_saving()
         checkpoint.load_alone(
             self,
             local_path=local_path,
@@ -343,6 +358,25 @@ class BaseEngine(UpdateCycle):
         )
 
     # How the above is done.
+
+    def _save_in_background(self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None) -> str:
+        self.require(Capability.BACKGROUND_SAVE)
+        goal = checkpoint.step_directory(local_path, step)
+        with self._resident("update"):
+            write = self._stage_state()
+        staged = checkpoint.StagedEngine(config=self.config, topology=self.topology, write=write, progress=self._progress())
+        self._background_save.start(
+            lambda: checkpoint.save_alone(
+                staged,
+                local_path=local_path,
+                remote_url=remote_url,
+                step=step,
+                max_to_keep=max_to_keep,
+                gather=self._gather_in_background,
+            ),
+            goal=goal,
+        )
+        return str(goal)
 
     @contextmanager
     def _in_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:

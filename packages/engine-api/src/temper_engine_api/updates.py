@@ -11,6 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.backend import EngineBackend
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.checkpoint import BackgroundSave
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.schedule import learning_rate
@@ -52,6 +53,7 @@ class UpdateCycle(EngineBackend):
         self.num_updates = 0
         self.num_schedule_steps = 0
         self.loss_scale = LossScale(config.precision)
+        self._background_save = BackgroundSave()
         self._gradients = Gradients.EMPTY
         self._trains_something = False
         self._pending_sample_ids: list[Tensor] = []
@@ -76,6 +78,7 @@ class UpdateCycle(EngineBackend):
         """
         if self.config.optimizer is None:
             raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't step.")
+        self._settle_background_save()
         if self._gradients in (Gradients.EMPTY, Gradients.SPENT):
             raise EngineStateError("there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step().")
         with self._resident("update"):
@@ -88,6 +91,19 @@ class UpdateCycle(EngineBackend):
         self._gradients = Gradients.SPENT
         self._report_update(norm)
         return norm
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background. Collective.
+
+        Raises:
+            CheckpointError: it failed; earlier steps are untouched.
+        """
+        self._background_save.finish()
+
+    def _settle_background_save(self) -> None:
+        """Let a failure of a save in the background surface once it has ended on every rank, without waiting for it."""
+        if self._background_save.is_pending and all(self._gather_objects(self._background_save.is_done)):
+            self._background_save.finish()
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule, unless the last update was skipped.

@@ -1,7 +1,7 @@
 """FSDPEngine: the engine contract on PyTorch FSDP, for Hugging Face decoder-only language models."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import ClassVar, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
-from temper_engine_fsdp import huggingface, numerics, persistence, process_group, state, weights
+from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import GRADIENTS, OPTIMIZER, PARAMETERS, Parts, build_parts
@@ -49,6 +49,7 @@ class FSDPEngine(BaseEngine):
             Capability.OTHER_DTYPES,
             Capability.DATA_PARALLEL,
             Capability.RESHARD_ON_LOAD,
+            Capability.BACKGROUND_SAVE,
             Capability.PORTABLE_STATE,
         }
     )
@@ -159,18 +160,13 @@ class FSDPEngine(BaseEngine):
         return optimizer
 
     def _write_state(self, directory: str) -> list[str]:
-        parts, rank = self._parts, self._parts.membership.rank
-        pieces = persistence.training_pieces(parts.parameters, parts.buffers, parts.optimizer)
-        files = persistence.write_tensors(persistence.as_rows(pieces), directory=directory, rank=rank)
-        states = persistence.random_states(parts.membership.device)
-        files.append(persistence.write_random_states(states, directory=directory, rank=rank))
-        if rank == 0:
-            files += huggingface.write_description(
-                parts.hf_config, directory=directory, source=self.config.model.path, dtype=self._export_dtype()
-            )
-        if self.config.save_huggingface_weights:
-            files += huggingface.write_weights(self._iterate_weights(), directory=directory, is_writer=rank == 0)
-        return files
+        return saving.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
+
+    def _stage_state(self) -> Callable[[str], list[str]]:
+        return saving.stage(self._parts, config=self.config, group=self._parts.saving_group.get())
+
+    def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
+        return self._parts.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
         parts, membership = self._parts, self._parts.membership
@@ -192,10 +188,21 @@ class FSDPEngine(BaseEngine):
         return gathered
 
     def close(self) -> None:
-        """Free the model and the optimiser, and destroy the process group if this engine made it; closing twice is harmless."""
+        """Free the model and the optimiser, and destroy the process groups that this engine made; closing twice is harmless.
+
+        Raises:
+            CheckpointError: a save in the background failed; everything is freed all the same.
+        """
         if self._built is None:
             return
-        membership = self._built.membership
+        try:
+            self.finish_saving()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        membership = self._parts.membership
+        self._parts.saving_group.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

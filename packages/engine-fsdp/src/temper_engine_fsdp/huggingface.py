@@ -2,18 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PretrainedConfig
 
-from temper_engine_api.weights import NamedWeight
+from temper_engine_api.weights import NamedWeight, WeightEntry
+from temper_engine_fsdp.safetensors_file import bytes_of, write_safetensors
 
 FOLDER = "huggingface"
-SHARD_BYTES = 4 << 30
+INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -49,57 +48,47 @@ def write_description(config: PretrainedConfig, *, directory: str, source: str |
     return [f"{FOLDER}/{name}" for name in written]
 
 
-def write_weights(stream: Iterable[NamedWeight], *, directory: str, is_writer: bool) -> list[str]:
+def write_weights(
+    stream: Iterable[NamedWeight], entries: Sequence[WeightEntry], *, directory: str, is_writer: bool, shard_bytes: int
+) -> list[str]:
     """Write a stream of weights as safetensors with their index; relative paths of the files.
 
-    Every rank must consume the stream, and one of them writes. One shard is held in host memory at a time.
+    Every rank must consume the stream, and one of them writes. Each tensor goes to its file as it comes: none but the current one is held.
+
+    Args:
+        stream: full tensors.
+        entries: what it will yield, in its order.
+        directory: of the checkpoint's part.
+        is_writer: whether this rank writes.
+        shard_bytes: largest file, unless one tensor is larger.
     """
-    shards = _Shards(Path(directory, FOLDER))
-    for name, tensor in stream:
-        if is_writer:
-            shards.add(name, tensor)
-    return [f"{FOLDER}/{name}" for name in shards.finish()] if is_writer else []
+    if not is_writer:
+        for _ in stream:
+            pass
+        return []
+    folder = Path(directory, FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = iter(stream)
+    shards = _cut(entries, shard_bytes=shard_bytes)
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard, weights)
+    if count == 1:
+        return [f"{FOLDER}/{names[0]}"]
+    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    index = {"metadata": {"total_size": sum(map(bytes_of, entries))}, "weight_map": places}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return [f"{FOLDER}/{name}" for name in (*names, INDEX_NAME)]
 
 
-class _Shards:
-    """Collects tensors and writes a file whenever SHARD_BYTES are reached."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = 0
-        self._names: list[list[str]] = []
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > SHARD_BYTES:
-            self._flush()
-        self._held[name] = tensor.contiguous().cpu()
-        self._held_bytes += size
-        self._total_bytes += size
-
-    def finish(self) -> list[str]:
-        self._flush()
-        count = len(self._names)
-        if count == 1:
-            (self._folder / _part(0)).rename(self._folder / "model.safetensors")
-            return ["model.safetensors"]
-        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        for i, file in enumerate(files):
-            (self._folder / _part(i)).rename(self._folder / file)
-        places: Mapping[str, str] = {name: files[i] for i, names in enumerate(self._names) for name in names}
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": places}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        return [*files, "model.safetensors.index.json"]
-
-    def _flush(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # transformers refuses a file whose metadata does not say which framework wrote it.
-        save_file(self._held, self._folder / _part(len(self._names)), metadata={"format": "pt"})
-        self._names.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
-
-
-def _part(index: int) -> str:
-    return f"part-{index}.safetensors"
+def _cut(entries: Sequence[WeightEntry], *, shard_bytes: int) -> list[list[WeightEntry]]:
+    shards: list[list[WeightEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if shards[-1] and held + bytes_of(entry) > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += bytes_of(entry)
+    return shards

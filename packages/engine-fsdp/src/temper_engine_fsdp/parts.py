@@ -18,7 +18,7 @@ from temper_engine_fsdp.models import build_model
 from temper_engine_fsdp.module import PREFIX, PackedModel, build_head
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
-from temper_engine_fsdp.process_group import Membership
+from temper_engine_fsdp.process_group import Membership, ThreadGroup
 from temper_engine_fsdp.residency import Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.sharded import Parameters
@@ -48,6 +48,8 @@ class Parts:
     """None where the configuration has none."""
     runner: MicroBatchRunner
     """Passes over micro-batches."""
+    saving_group: ThreadGroup
+    """Where threads that save in the background meet."""
     residency: Residency
     """Where parameters, gradients and optimiser states are."""
     has_fast_matmul: bool
@@ -98,6 +100,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
                 OPTIMIZER: lambda: _optimizer_tensors(optimizer),
             }
         ),
+        saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         has_fast_matmul=_takes_fast_matmul(config, device=device),
     )
     for name, is_offloaded in (

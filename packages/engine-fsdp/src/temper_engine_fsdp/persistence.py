@@ -4,7 +4,7 @@ DCP holds full logical tensors in pieces, cut by rows, so another world size or 
 states belong to ranks: a rank that finds none of its own (another world size) goes on with the stream it has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.weights import WeightEntry, check_saved
+from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved
 from temper_engine_fsdp.optimizer import Piece, ShardedOptimizer
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.weights import Buffers
@@ -55,6 +55,16 @@ def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int, g
         raise CheckpointError(f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})") from error
     mine = sorted(path.name for path in folder.glob(f"__{rank}_*"))
     return [f"{STATE_FOLDER}/{name}" for name in (*mine, *([".metadata"] if rank == 0 else []))]
+
+
+def read_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
+    """Parameters and buffers from what ``write_tensors`` wrote, one at a time, in the dtypes of the entries. No communication."""
+    reader = FileSystemReader(Path(directory, STATE_FOLDER))
+    saved = {entry.name.partition(".")[2]: entry for entry in _saved_entries(reader) if _kind(entry.name) in ("parameter", "buffer")}
+    for entry in entries:
+        tensor = torch.empty(entry.shape, dtype=saved[entry.name].dtype)
+        load({saved[entry.name].name: tensor}, storage_reader=reader, no_dist=True)
+        yield NamedWeight(entry.name, tensor.to(entry.dtype))
 
 
 @torch.no_grad()

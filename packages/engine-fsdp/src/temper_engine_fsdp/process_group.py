@@ -4,14 +4,17 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from temper_engine_api.errors import ConfigError
+
+ObjectT = TypeVar("ObjectT")
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
@@ -83,6 +86,33 @@ def join(*, device: torch.device, timeout_s: float) -> Membership:
         # A store in memory: a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, made_group=True)
+
+
+class ThreadGroup:
+    """A gloo group of all ranks for one thread beside the main one, whose collectives must not mix with others; made when first used."""
+
+    def __init__(self, membership: Membership, *, timeout_s: float) -> None:
+        self._membership = membership
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: ProcessGroup | None = None
+
+    def get(self) -> ProcessGroup:
+        """The group. Collective when it is asked for the first time."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
+
+    def gather(self, item: ObjectT) -> list[ObjectT]:
+        """Small picklable objects of every rank in rank order, on every rank; collective among the threads."""
+        gathered = [item] * self._membership.world_size
+        dist.all_gather_object(gathered, item, group=self.get())
+        return gathered
+
+    def close(self) -> None:
+        """Destroy the group, if there is one."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
 
 def leave(membership: Membership) -> None:

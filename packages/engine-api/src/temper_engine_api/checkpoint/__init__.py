@@ -1,6 +1,7 @@
 """Checkpoints as transactions: one layout for all engines, committed by a rename, checked by a manifest."""
 
 from temper_engine_api.checkpoint.alone import ENGINE_PART, load_alone, save_alone
+from temper_engine_api.checkpoint.background import PROGRESS_FILE, BackgroundSave, StagedEngine
 from temper_engine_api.checkpoint.layout import complete_steps, find_step, last_complete_step, prune, step_directory
 from temper_engine_api.checkpoint.manifest import Manifest, ManifestInfo, config_hash, package_versions, verify
 from temper_engine_api.checkpoint.parts import FileRecord, PartReport, read_json, report_part, write_json
@@ -9,10 +10,13 @@ from temper_engine_api.checkpoint.transaction import Transaction, begin
 
 __all__ = [
     "ENGINE_PART",
+    "PROGRESS_FILE",
+    "BackgroundSave",
     "FileRecord",
     "Manifest",
     "ManifestInfo",
     "PartReport",
+    "StagedEngine",
     "Transaction",
     "begin",
     "complete_steps",

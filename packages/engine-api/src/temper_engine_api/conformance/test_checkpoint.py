@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import complete_steps
 from temper_engine_api.conformance.checkpoint_jobs import Progress, load_and_train, progress_of, train, train_and_save
 from temper_engine_api.conformance.fleet import RankFailureError
-from temper_engine_api.conformance.measure import Update, merged, state_of
+from temper_engine_api.conformance.measure import WHOLE, Update, merged, share_of, state_of
 from temper_engine_api.conformance.models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
+from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, assert_close, assert_same_state
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import CapabilityError, CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from temper_engine_api.loss_scale import INITIAL
 from temper_engine_api.specs import ScheduleSpec
 from temper_engine_api.weights import TrainingState
@@ -60,6 +62,72 @@ def test_saving_changes_nothing(subject: Subject, recipe: Recipe, batches: list[
     whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
     saving = subject.run(train_save_train, recipe=recipe, batches=batches[:2], folder=tmp_path)[0]
     assert_same_state(saving.state, whole[1].state)
+
+
+@pytest.mark.claims(Capability.BACKGROUND_SAVE)
+def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
+    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+) -> None:
+    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
+    went_on = subject.run(train_while_saving, recipe=recipe, batches=batches, folder=tmp_path)[0]
+    assert_same_state(went_on[-1].state, whole[-1].state)
+    assert complete_steps(tmp_path) == [1, 2]
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    for update, want in zip(resumed, whole[2:], strict=True):
+        assert_same_state(update.state, want.state)
+
+
+def train_while_saving(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> list[Update]:
+    """The first two updates are saved while the next ones run."""
+    engine = rank.engine(recipe)
+    updates = []
+    for step, batch in enumerate(batches, start=1):
+        updates += train(engine, [batch])
+        if step <= 2:
+            engine.save_checkpoint(str(folder), global_step=step, in_background=True)
+    engine.finish_saving()
+    return updates
+
+
+@pytest.mark.claims(Capability.BACKGROUND_SAVE)
+def test_a_failed_save_in_the_background_surfaces_on_every_rank(
+    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    for sentence, num_updates in subject.run(train_until_refused, recipe=recipe, batches=batches, folder=tmp_path):
+        assert "step_00000001 already exists" in sentence
+        assert num_updates == len(batches), "the update that raised was lost"
+
+
+def train_until_refused(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> tuple[str, int]:
+    """The sentence that an ``optimizer_step`` raises; it is called again and goes on."""
+    engine = rank.engine(recipe)
+    engine.set_loss_fn(TokenProbe())
+    engine.save_checkpoint(str(folder), global_step=1, in_background=True)
+    sentence = ""
+    for batch in batches:
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_batch(share_of(engine, batch, split=WHOLE), forward_only=False)
+        time.sleep(0.5)
+        try:
+            engine.optimizer_step()
+        except CheckpointError as error:
+            sentence = str(error)
+            engine.optimizer_step()
+    return sentence, engine.num_updates
+
+
+@pytest.mark.disclaims(Capability.BACKGROUND_SAVE)
+def test_a_save_in_the_background_is_refused_by_name(subject: Subject, recipe: Recipe, tmp_path: Path) -> None:
+    subject.run(save_in_background_refused, recipe=recipe, folder=tmp_path)
+
+
+def save_in_background_refused(rank: Rank, *, recipe: Recipe, folder: Path) -> None:
+    """Of an engine that does not claim it."""
+    engine = rank.engine(recipe)
+    with pytest.raises(CapabilityError, match="background_save"):
+        engine.save_checkpoint(str(folder), global_step=1, in_background=True)
 
 
 def train_save_train(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> Update:
