@@ -28,6 +28,7 @@ class To(StrEnum):
 
     HF = "hf"
     PEFT = "peft"
+    TEMPER = "temper"
 
 
 class KeptAdapter(StrEnum):
@@ -45,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 def checkpoint(
     directory: Annotated[Path, typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory.")],
-    to: Annotated[To, typer.Option("--to", help="hf: safetensors. peft: the adapter alone.")] = To.HF,
+    to: Annotated[To, typer.Option("--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine.")] = To.HF,
     out: Annotated[Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of a run; the tracker's by default.")] = None,
     role: Annotated[str | None, typer.Option(help="Only this role.")] = None,

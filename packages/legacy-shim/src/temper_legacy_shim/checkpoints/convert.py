@@ -47,6 +47,10 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
     """
     _check_apart(job)
     model = read_model(job.role, sources)
+    if options.target == "temper":
+        from temper_legacy_shim.checkpoints.temper import write_temper  # needs torch
+
+        return write_temper(job, model, options, progress=progress or _silent)
     plan = plan_conversion(model, options)
     return _write_plan(job, model, plan, options, sources, progress=progress or _silent)
 
@@ -167,9 +171,9 @@ def _receipt(job: Job, model: OldModel, plan: Plan, options: Options, files: Seq
 def _left_behind(role: Role, options: Options) -> tuple[str, ...]:
     left = []
     if "optim" in role.fsdp_files or role.kind in (Kind.MEGATRON_DIST, Kind.MEGATRON_RANKS):
-        left.append(f"optimizer state: --to {options.target} has no place for it")
+        left.append(f"optimizer state: --to {options.target} has no place for it; see --to temper")
     if "extra_state" in role.fsdp_files:
-        left.append(f"schedule and random-number states: --to {options.target} has no place for them")
+        left.append(f"schedule and random-number states: --to {options.target} has no place for them; see --to temper")
     return tuple(left)
 
 

@@ -353,3 +353,23 @@ def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
         pieces.append(Piece(offsets=tuple(at if d == dim else 0 for d in range(len(first))), tensor=tensor))
         at += tensor.shape[dim]
     return Assembled(tuple(pieces), (*first[:dim], at, *first[dim + 1 :]), tensors[0].dtype)
+
+
+@dataclass(frozen=True)
+class Unflattened:
+    """A vector in another shape."""
+
+    source: LazyTensor
+    """[prod(shape)]."""
+    shape: Shape
+    """The new one."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, as stretches of the vector."""
+        inner = math.prod(self.shape[1:])
+        return self.source.read(start * inner, stop * inner).reshape(stop - start, *self.shape[1:])

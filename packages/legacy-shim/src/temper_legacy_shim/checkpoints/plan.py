@@ -13,7 +13,7 @@ from temper_legacy_shim.checkpoints.model import OldModel, described, merged
 from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
 from temper_legacy_shim.errors import UsageError
 
-Target = Literal["hf", "peft"]
+Target = Literal["hf", "peft", "temper"]
 _COPIED = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 _OURS = frozenset(
     {
@@ -34,7 +34,7 @@ class Options:
     """How to convert."""
 
     target: Target = "hf"
-    """hf or peft."""
+    """hf, peft or temper."""
     dtype: str | None = None
     """float32, bfloat16 or float16 for every floating weight; None keeps each as it is."""
     keeps_adapter: bool = False

@@ -1,0 +1,63 @@
+"""Moments of Megatron's distributed checkpoints in model space: ``optimizer.state.<kind>.<name>``, like the weights themselves."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from temper_legacy_shim.checkpoints import megatron_names
+from temper_legacy_shim.checkpoints.archive import Archive
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.megatron_names import Geometry
+from temper_legacy_shim.checkpoints.model import OldModel
+from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer
+from temper_legacy_shim.errors import LayoutError
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(?:module\.)*(.+)")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
+    """Moments under Hugging Face names.
+
+    Raises:
+        LayoutError: there are none in model space, or no file says how many updates were made; for the receipt.
+        DamagedFileError: a file is damaged.
+    """
+    kinds: dict[str, dict[str, LazyTensor]] = {}
+    for folder in model.role.dist_folders:
+        for name, tensor in DistCheckpoint(folder).tensors.items():
+            match = _STATE.fullmatch(name)
+            if match:
+                kinds.setdefault(match[1], {})[match[2]] = tensor
+    if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
+        raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
+    groups = list(_groups(model))
+    counts = {step for group in groups if isinstance(step := group.get("step"), int)}
+    if len(counts) != 1:
+        raise LayoutError(f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without which moments mislead")
+    assert model.config is not None, "Megatron's weights were read with it"
+    geometry = Geometry.of(model.config, source="config.json")
+    first, second = (megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in ("exp_avg", "exp_avg_sq"))
+    count = counts.pop()
+    return OldOptimizer(
+        moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
+        settings={name: groups[0][name] for name in _SETTINGS if isinstance(groups[0].get(name), int | float | tuple | list)},
+    )
+
+
+def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
+    """Parameter groups, wherever ``common.pt`` nests them."""
+    for folder in model.role.dist_folders:
+        path = folder / "common.pt"
+        if path.is_file():
+            yield from _nested_groups(Archive(path).value(), depth=0)
+
+
+def _nested_groups(node: object, *, depth: int) -> Iterator[Mapping[str, object]]:
+    if depth > 8 or not isinstance(node, dict):
+        return
+    groups = node.get("param_groups")
+    if isinstance(groups, list):
+        yield from (group for group in groups if isinstance(group, dict))
+    for value in node.values():
+        yield from _nested_groups(value, depth=depth + 1)

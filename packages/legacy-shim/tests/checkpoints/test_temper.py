@@ -1,0 +1,166 @@
+"""Training goes on where the old system stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+from temper_legacy_shim.checkpoints.layouts import find_roles
+from temper_legacy_shim.checkpoints.model import Sources, read_model
+from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.temper import read_training_state, resumable, training_state
+from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.errors import UsageError
+
+WITH_MOMENTS = (
+    "v0.2_fsdp1-actor-tied_ws1",
+    "v0.2_fsdp1-actor-tied_ws2",
+    "v0.3.0.post1_fsdp1-hsdp-actor-untied_ws4",
+    "v0.4.1_fsdp1-actor-tied_ws4",
+    "v0.4.1_fsdp1-critic_ws2",
+    "v0.4.1_fsdp2-hsdp-actor-untied_ws4",
+    "v0.5.0_fsdp2-critictrl_ws2",
+    "v0.6.1_fsdp2-sft-untied_ws2",
+    "v0.7.1_fsdp1-dsv3-buffer-bf16_ws2",
+    "v0.7.1_fsdp2-actor-untied_ws1",
+    "v0.8.0_fsdp2-critic_ws2",
+)
+RESUMED = ("v0.2_fsdp1-actor-tied_ws2", "v0.7.1_fsdp2-actor-untied_ws2", "v0.6.1_fsdp2-sft-untied_ws2")
+VALUE_MODELS = ("v0.4.1_fsdp1-critic_ws2", "v0.5.0_fsdp2-critictrl_ws2")
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+def _base(samples: Path, name: str) -> Path:
+    return samples / "_base" / json.loads((samples / name / "META.json").read_text())["base"]
+
+
+def _sources(samples: Path, name: str) -> Sources:
+    return Sources(hf_config=_base(samples, name) if name.startswith("v0.3.0") else None)
+
+
+def _step(samples: Path, name: str, out: Path) -> Path:
+    (job,) = plan_jobs(samples / name / "checkpoints", out)
+    convert(job, Options(target="temper"), _sources(samples, name))
+    return out
+
+
+def _engine(samples: Path, name: str, *, model_type: str = "language_model") -> FSDPEngine:
+    config = FSDPConfig(
+        model=ModelSpec(path=str(_base(samples, name)), model_type=model_type),  # type: ignore[arg-type]
+        optimizer=OptimizerSpec(**ADAM, clip_grad_norm=None, decays_vectors=True),  # type: ignore[arg-type]
+        precision=PrecisionSpec(compute="fp32"),
+        device="cpu",
+    )
+    engine = FSDPEngine(config)
+    engine.init_model()
+    return engine
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTS)
+def test_every_weight_moved_against_the_moment_that_is_carried_for_it(samples: Path, name: str) -> None:
+    """A moment that is laid beside the wrong weights agrees with their movement by chance, in half of the elements."""
+    (role,) = find_roles(samples / name / "checkpoints")
+    state = resumable(read_model(role, _sources(samples, name)))
+    before = load_file(_base(samples, name) / "model.safetensors")
+    agreeing = total = 0
+    for weight, kept in state.moments.items():
+        assert kept.update_count == 2
+        assert (as_torch(kept.second) >= 0).all()
+        if weight in before:
+            moved = as_torch(state.model.weights[weight]).float() - before[weight].float()
+            moment = as_torch(kept.first).float()
+            assert moment.shape == moved.shape
+            agreeing += int(((moved * moment)[moment != 0] < 0).sum())
+            total += int((moment != 0).sum())
+    assert total > 20_000
+    assert agreeing / total > 0.999
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_engine_goes_on_as_the_old_optimizer_would_have(samples: Path, name: str, tmp_path: Path) -> None:
+    out = _step(samples, name, tmp_path / "out")
+    engine = _engine(samples, name)
+    try:
+        engine.load_checkpoint(str(out))
+        assert (engine.num_updates, engine.num_schedule_steps) == (2, 2)
+        written = {state.name: state for state in read_training_state(out)}
+        for state in engine.export_state():
+            same = written[state.name]
+            assert state.update_count == same.update_count == 2
+            assert torch.equal(state.master, same.master)
+            assert torch.equal(state.first_moment, same.first_moment)
+            assert torch.equal(state.second_moment, same.second_moment)
+        batch = _batch()
+        engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_step(batch)
+        engine.optimizer_step()
+        with engine.export_weights() as stream:
+            ours = dict(stream)
+    finally:
+        engine.close()
+    theirs = _one_more_update(samples, name, batch)
+    for weight, tensor in theirs.items():
+        # The step is lr * m / sqrt(v): where v is tiny a gradient's last digits show.
+        torch.testing.assert_close(ours[weight], tensor, atol=2e-5, rtol=1e-5)
+
+
+def _batch() -> SequenceBatch:
+    tokens = torch.randint(0, 259, (24,), generator=torch.Generator().manual_seed(5))
+    return from_sequences([tokens], loss_masks=[torch.arange(24) >= 1])
+
+
+def _one_more_update(samples: Path, name: str, batch: SequenceBatch) -> dict[str, Tensor]:
+    """What torch's AdamW makes of the golden weights and the old moments."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(_base(samples, name), dtype=torch.float32)
+    model.load_state_dict(load_file(samples / name / "golden_full_state.safetensors"), strict=False)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(named.values(), **ADAM)  # type: ignore[arg-type]
+    (role,) = find_roles(samples / name / "checkpoints")
+    for state in training_state(read_model(role, Sources())):
+        parameter = named[state.name]
+        assert torch.equal(parameter.detach(), state.master)
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(state.update_count)),
+            "exp_avg": state.first_moment,
+            "exp_avg_sq": state.second_moment,
+        }
+    logits = model(input_ids=batch.tokens[None]).logits[0, :-1]
+    torch.nn.functional.cross_entropy(logits, batch.tokens[1:]).backward()
+    optimizer.step()
+    return {weight: parameter.detach() for weight, parameter in named.items()}
+
+
+@pytest.mark.parametrize("name", VALUE_MODELS)
+def test_a_critic_is_resumed_as_a_value_model(samples: Path, name: str, tmp_path: Path) -> None:
+    out = _step(samples, name, tmp_path / "out")
+    engine = _engine(samples, name, model_type="value_model")
+    try:
+        engine.load_checkpoint(str(out))
+        assert {state.name: state.update_count for state in engine.export_state()}["score.weight"] == 2
+    finally:
+        engine.close()
+
+
+def test_a_receipt_says_that_the_old_checkpoint_had_no_moments(samples: Path, tmp_path: Path) -> None:
+    name = "v0.7.1_fsdp2-actor-tied-modelonly_ws2"
+    out = _step(samples, name, tmp_path / "out")
+    receipt = json.loads((out / "temper-receipt.json").read_text())
+    assert any("has none" in sentence for sentence in receipt["not_carried"])
+
+
+def test_an_adapter_s_checkpoint_says_that_no_engine_resumes_it(samples: Path, tmp_path: Path) -> None:
+    (job,) = plan_jobs(samples / "v0.7.1_fsdp1-lora_ws2/checkpoints", tmp_path / "out")
+    with pytest.raises(UsageError, match="--to peft"):
+        convert(job, Options(target="temper"), Sources())
+    assert list(tmp_path.iterdir()) == []
