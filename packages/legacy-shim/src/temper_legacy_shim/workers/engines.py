@@ -1,0 +1,137 @@
+"""What an old class was given to train, as an engine: an engine as it is, or a plain Hugging Face model behind one."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
+from temper_engine_api.weights import NamedWeight
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_legacy_shim.workers.updates import set_rate
+
+NEVER = 10**9
+"""Skips that the old classes passed over before stopping: they never stopped."""
+
+
+class Adopted:
+    """An engine, and the user's own model where there is one: it lends its weights and gets them back."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        *,
+        module: PreTrainedModel | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        folder: tempfile.TemporaryDirectory[str] | None = None,
+    ) -> None:
+        self.engine = engine
+        # Kept for the life of the engine, which copies tokenizer and config files from it when it saves.
+        self._folder = folder
+        self._module = module
+        self._optimizer = optimizer
+        self._versions: dict[str, int] = {} if module is None else _versions(module)
+
+    @contextmanager
+    def weights_of_module(self) -> Iterator[None]:
+        """The engine's weights are the module's inside, also where the user loaded others into it meanwhile."""
+        if self._module is not None and _versions(self._module) != self._versions:
+            self.engine.load_weights(NamedWeight(name, tensor) for name, tensor in _weights(self._module))
+            self._versions = _versions(self._module)
+        yield
+
+    @contextmanager
+    def trained(self) -> Iterator[None]:
+        """Updates happen inside, at the optimiser's present rate; the module has the new weights afterwards."""
+        with self.weights_of_module():
+            if self._optimizer is not None:
+                set_rate(self.engine, float(self._optimizer.param_groups[0]["lr"]))
+            yield
+        if self._module is not None:
+            own = dict(_weights(self._module))
+            with torch.no_grad(), self.engine.export_weights() as stream:
+                for name, tensor in stream:
+                    own[name].copy_(tensor)
+            self._versions = _versions(self._module)
+
+
+def adopt(
+    module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None, model_type: ModelType
+) -> Adopted:
+    """An engine for what an old constructor was given. Collective.
+
+    Raises:
+        ConfigError: a module or an optimiser that an engine can't take over; says what to pass.
+    """
+    if isinstance(module, BaseEngine):
+        if optimizer is not None:
+            raise ConfigError("an engine brings its own optimiser: pass None, and configure it in the engine's config.")
+        if module.model_type != model_type:
+            raise ConfigError(f"the engine's model is a {module.model_type}, but this class trains a {model_type}.")
+        return Adopted(module)
+    if not isinstance(module, PreTrainedModel) or any(_is_sharded(part) for part in module.modules()):
+        raise ConfigError(
+            f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which the engine shards itself, "
+            "or an initialised engine."
+        )
+    folder = tempfile.TemporaryDirectory(prefix="temper-adopted-")
+    module.save_pretrained(folder.name)
+    engine = FSDPEngine(
+        FSDPConfig(
+            model=ModelSpec(path=str(Path(folder.name)), model_type=model_type),
+            optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
+            precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
+        )
+    )
+    engine.init_model()
+    return Adopted(engine, module=module, optimizer=optimizer, folder=folder)
+
+
+def optimizer_spec(optimizer: torch.optim.Optimizer, *, grad_clip: float | None) -> OptimizerSpec:
+    """The settings of a torch AdamW with one parameter group.
+
+    Raises:
+        ConfigError: another optimiser, or several groups.
+    """
+    groups = optimizer.param_groups
+    if type(optimizer) is not torch.optim.AdamW or len(groups) != 1 or groups[0]["amsgrad"] or groups[0]["maximize"]:
+        raise ConfigError(
+            f"the optimiser is a {type(optimizer).__name__} with {len(groups)} parameter groups: pass torch.optim.AdamW with one group and "
+            "neither amsgrad nor maximize, which is what engines compute."
+        )
+    if optimizer.state:
+        raise ConfigError("the optimiser has already made steps, whose moments an engine can't take over: pass a fresh one.")
+    (group,) = groups
+    beta1, beta2 = group["betas"]
+    return OptimizerSpec(
+        lr=float(group["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decays_vectors=True,
+        clip_grad_norm=grad_clip,
+        max_consecutive_skips=NEVER,
+    )
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel") for cls in type(part).__mro__)
+
+
+def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, tied ones once, and persistent buffers."""
+    persistent = module.state_dict().keys()
+    yield from ((name, parameter.data) for name, parameter in module.named_parameters())
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _versions(module: PreTrainedModel) -> dict[str, int]:
+    """Torch counts the changes of each tensor in place; a replaced one starts anew, hence its address."""
+    return {name: hash((parameter._version, parameter.data_ptr())) for name, parameter in module.named_parameters()}

@@ -1,0 +1,149 @@
+"""Updates of an old batch by Temper's own objectives: denominators over all ranks, metrics that are true means, old names.
+
+The mini-batches are those of the old classes; how each is split over ranks and micro-batches no longer matters.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from temper_engine_api.batch import Denominators, SequenceBatch
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.metrics import Metric, merge_metrics
+from temper_engine_api.objective import Aggregation, AggregationMode, Objective
+from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
+from temper_engine_api.reduction import count_denominators
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.workers.rows import read_rows
+from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
+from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.value_loss import ValueObjective
+
+if TYPE_CHECKING:
+    from temper_legacy_shim.workers.ppo_actor import PPOActor
+    from temper_legacy_shim.workers.ppo_critic import PPOCritic
+
+_MODES = {
+    "token-mean": AggregationMode.TOKEN_MEAN,
+    "seq-mean-token-sum": AggregationMode.SEQUENCE_MEAN_TOKEN_SUM,
+    "seq-mean-token-mean": AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN,
+    "seq-mean-token-sum-norm": AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM,
+}
+_ESTIMATORS = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def update_actor_with_objective(actor: "PPOActor", data: DataProto, *, temperature: float) -> dict[str, object]:
+    """Every mini-batch of every pass by the clipped policy objective."""
+    assert data.batch is not None
+    columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
+    if actor.settings.use_kl_loss:
+        columns["ref_log_prob"] = "ref_logprobs"
+    if "rollout_is_weights" in data.batch:
+        raise ConfigError("rollout_is_weights is in the batch, which numerics temper can't apply: leave it out, or use numerics legacy.")
+    objective = _policy_objective(actor, width=data.batch.column("responses").shape[1])
+    metrics: dict[str, object] = {}
+    for mini_batch, _ in passes(data, split=actor.split, engine=actor.engine):
+        found = _update(
+            actor.engine, mini_batch, objective=objective, split=actor.split, columns=columns, temperature=temperature, step=actor
+        )
+        append_metrics(metrics, _actor_names(found, has_kl=actor.settings.use_kl_loss))
+    actor.engine.optimizer_zero_grad()
+    return metrics
+
+
+def update_critic_with_objective(critic: "PPOCritic", data: DataProto) -> dict[str, object]:
+    """Every mini-batch of every pass by the value objective."""
+    assert data.batch is not None
+    width = data.batch.column("responses").shape[1]
+    settings = critic.settings
+    objective = ValueObjective(clip=settings.cliprange_value, aggregation=_aggregation(settings.loss_agg_mode, width=width))
+    metrics: dict[str, object] = {}
+    for mini_batch, _ in passes(data, split=critic.split, engine=critic.engine):
+        found = _update(
+            critic.engine,
+            mini_batch,
+            objective=objective,
+            split=critic.split,
+            columns={"returns": "returns", "values": "values"},
+            temperature=1.0,
+            step=critic,
+        )
+        names = {"critic/vf_loss": "loss", "critic/vf_clipfrac": "value/clip_share", "critic/grad_norm": "grad_norm"}
+        append_metrics(metrics, {old: found[new] for old, new in names.items()})
+    critic.engine.optimizer_zero_grad()
+    return metrics
+
+
+def _policy_objective(actor: "PPOActor", *, width: int) -> PolicyObjective:
+    settings, loss = actor.settings, actor.loss_settings
+    if loss.loss_mode != "vanilla":
+        raise ConfigError(f"policy_loss.loss_mode is {loss.loss_mode!r}, which numerics temper lacks: use vanilla, or numerics legacy.")
+    if settings.use_kl_loss and settings.kl_loss_type not in _ESTIMATORS:
+        raise ConfigError(
+            f"kl_loss_type is {settings.kl_loss_type!r}, which is no loss of the KL: use mse or low_var_kl, or numerics legacy."
+        )
+    return PolicyObjective(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.clip_ratio_c,
+        entropy_coef=settings.entropy_coeff,
+        kl_coef=settings.kl_loss_coef if settings.use_kl_loss else 0.0,
+        kl_estimator="k2" if _ESTIMATORS.get(settings.kl_loss_type) == "k2" else "k3",
+        aggregation=_aggregation(settings.loss_agg_mode, width=width),
+    )
+
+
+def _aggregation(mode: str, *, width: int) -> Aggregation:
+    if mode not in _MODES:
+        raise ConfigError(f"loss_agg_mode is {mode!r}, but must be one of {', '.join(_MODES)}.")
+    chosen = _MODES[mode]
+    return Aggregation(mode=chosen, horizon=width if chosen == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM else None)
+
+
+def _update(
+    engine: BaseEngine,
+    mini_batch: DataProto,
+    *,
+    objective: Objective,
+    split: SplitSettings,
+    columns: Mapping[str, str],
+    temperature: float,
+    step: "PPOActor | PPOCritic",
+) -> dict[str, float]:
+    """One optimiser update; metrics merged over ranks, the same on each."""
+    sequences = read_rows(mini_batch, temperature=temperature, columns=tuple(columns)).sequences
+    sequences = sequences.with_columns({new: sequences.columns[old] for old, new in columns.items()})
+    micro_batches = matched(split.micro_batches(mini_batch), engine=engine)
+    packed = pack_rank(
+        sequences,
+        plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, micro_batches))),)),
+        rank=0,
+        denominators=_over_ranks(sequences, engine=engine),
+    )
+    engine.set_loss_fn(objective)
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        result = engine.forward_backward_batch(packed, forward_only=False)
+    norm = step._optimizer_step()
+    gathered: list[Mapping[str, Metric]] = list(engine.gather_objects(result.metrics))
+    return {"grad_norm": norm, **{name: metric.result for name, metric in merge_metrics(gathered).items()}}
+
+
+def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators:
+    counts = engine.gather_objects(count_denominators(sequences))
+    return Denominators(
+        tokens=sum(count.tokens for count in counts),
+        sequences=sum(count.sequences for count in counts),
+        groups=sum(count.groups for count in counts),
+    )
+
+
+def _actor_names(found: Mapping[str, float], *, has_kl: bool) -> dict[str, float]:
+    """The old names; pg_loss is the whole loss here, KL included."""
+    names = {"actor/pg_loss": found["loss"], "actor/ppo_kl": found["policy/old_kl"], "actor/grad_norm": found["grad_norm"]}
+    names["actor/pg_clipfrac"] = found["policy/clip_share_low"] + found["policy/clip_share_high"]
+    names["actor/pg_clipfrac_lower"] = found["policy/dual_clip_share"]
+    if "policy/entropy" in found:
+        names["actor/entropy"] = found["policy/entropy"]
+    names["actor/kl_loss"] = found["policy/ref_kl"] if has_kl else 0.0
+    return names

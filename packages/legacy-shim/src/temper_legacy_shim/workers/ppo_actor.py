@@ -1,0 +1,276 @@
+"""``DataParallelPPOActor``: log-probs and policy updates of an old batch, on an engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.engine import BaseEngine, Context, Predictions
+from temper_engine_api.errors import BatchError, ConfigError
+from temper_engine_api.objective import Query
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.deprecation import deprecated_class
+from temper_legacy_shim.numerics.kl_loss import kl_penalty
+from temper_legacy_shim.numerics.masked import aggregate
+from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
+from temper_legacy_shim.numerics.rollout_correction import mismatch
+from temper_legacy_shim.numerics.settings import PolicyLossSettings
+from temper_legacy_shim.workers.engines import Adopted, adopt
+from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
+from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
+from temper_legacy_shim.workers.rows import Rows, read_rows
+from temper_legacy_shim.workers.settings import known, plain, policy_loss_settings
+from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
+
+Numerics = Literal["legacy", "temper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSettings:
+    """What an update reads beside sizes and the policy loss."""
+
+    loss_agg_mode: str = "token-mean"
+    """See ``numerics.masked.aggregate``."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy."""
+    calculate_entropy: bool = False
+    """Report the entropy also where it has no weight."""
+    use_kl_loss: bool = False
+    """Add the KL to ref_log_prob."""
+    kl_loss_coef: float = 0.001
+    """Its weight."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator."""
+    use_rollout_log_probs: bool = False
+    """Keep the given old_log_probs also where the only update of a call could do without."""
+    calculate_sum_pi_squared: bool = False
+    """Return the sum of squared probabilities with the log-probs."""
+    grad_clip: float | None = None
+    """Largest gradient norm; kept by the engine."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether an update asks the head for it."""
+        return self.calculate_entropy or self.entropy_coeff != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Micro:
+    """One micro-batch of an update."""
+
+    data: DataProto
+    rows: Rows
+    scale: float
+    is_only_update: bool
+
+
+class PPOActor:
+    """What the deprecated class does, without its warning, for the workers of this package."""
+
+    def __init__(
+        self,
+        config: object,
+        actor_module: nn.Module | BaseEngine,
+        actor_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        numerics: Numerics = "legacy",
+    ) -> None:
+        if numerics not in ("legacy", "temper"):
+            raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
+        values = plain(config)
+        self.config = config
+        self.numerics = numerics
+        self.settings: ActorSettings = known(ActorSettings, values)
+        self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
+        self._values = values
+        self._adopted: Adopted = adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip, model_type="language_model")
+        self.actor_module = actor_module
+        self.actor_optimizer = actor_optimizer
+
+    @property
+    def engine(self) -> BaseEngine:
+        """What trains."""
+        return self._adopted.engine
+
+    @property
+    def split(self) -> SplitSettings:
+        """Sizes of an update; read when it is made, since a reference policy's config has none."""
+        values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
+        return values
+
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> dict[str, Tensor]:
+        """Log-probs of the responses under the current policy.
+
+        Args:
+            data: responses, input_ids, attention_mask, position_ids; meta_info holds micro_batch_size or max_token_len, use_dynamic_bsz
+                and temperature.
+            calculate_entropy: return entropies too.
+
+        Returns:
+            log_probs [B, W], and where asked entropys and sum_pi_squared [B, W]; 0 at padding.
+        """
+        temperature = _temperature(data)
+        micro_batches = forward_split(data, sequence_parallel_size=self.engine.topology.sp.size)
+        with self._adopted.weights_of_module():
+            queries = [Query.LOGPROB, Query.ENTROPY] if calculate_entropy else [Query.LOGPROB]
+            squares = self.settings.calculate_sum_pi_squared
+            queries += [Query.LOGSUMEXP_TERMS] if squares else []
+            found = answer(self.engine, data, queries=queries, temperature=temperature, micro_batches=micro_batches)
+            outputs = {"log_probs": found[Query.LOGPROB]}
+            if calculate_entropy:
+                outputs["entropys"] = found[Query.ENTROPY]
+            if squares:
+                # sum pi^2 = exp(log sum e^2z - 2 log sum e^z), and halving the temperature doubles every logit z.
+                halved = answer(
+                    self.engine, data, queries=[Query.LOGSUMEXP_TERMS], temperature=temperature / 2, micro_batches=micro_batches
+                )
+                squared = (halved[Query.LOGSUMEXP_TERMS] - 2 * found[Query.LOGSUMEXP_TERMS]).exp()
+                outputs["sum_pi_squared"] = squared * (found[Query.LOGSUMEXP_TERMS] != 0)
+        return outputs
+
+    def update_policy(self, data: DataProto) -> dict[str, object]:
+        """Train on the batch: ppo_epochs passes over its mini-batches, one optimiser step each.
+
+        Args:
+            data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and where the config asks ref_log_prob,
+                rollout_is_weights, rollout_log_probs; meta_info holds the temperature.
+
+        Returns:
+            Metrics by their old names: sums for the losses, else a list with an entry for each micro-batch or update.
+        """
+        with self._adopted.trained():
+            if self.numerics == "temper":
+                return update_actor_with_objective(self, data, temperature=_temperature(data))
+            return self._update_as_before(data)
+
+    def _update_as_before(self, data: DataProto) -> dict[str, object]:
+        metrics: dict[str, object] = {}
+        totals = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
+        split = self.split
+        for mini_batch, is_only in passes(data, split=split, engine=self.engine):
+            self.engine.optimizer_zero_grad()
+            with self.engine.train_mode():
+                for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
+                    part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
+                    micro = _Micro(
+                        data=part,
+                        rows=read_rows(part, temperature=_temperature(data)),
+                        scale=split.scale(len(chosen)),
+                        is_only_update=is_only,
+                    )
+                    self._train(micro, metrics=metrics, totals=totals, is_empty=not chosen)
+            append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
+        self.engine.optimizer_zero_grad()
+        return {**totals, **metrics}
+
+    def _train(self, micro: _Micro, *, metrics: dict[str, object], totals: dict[str, float], is_empty: bool) -> None:
+        found: dict[str, float] = {}
+
+        def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+            return self._loss(micro, predictions, metrics=found, totals=totals) * micro.scale, ctx
+
+        needs = {Query.LOGPROB, Query.ENTROPY} if self.settings.wants_entropy else {Query.LOGPROB}
+        self.engine.set_loss_fn(loss_of, needs=needs)
+        self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if is_empty else micro.rows.sequences)
+        append_metrics(metrics, found)
+
+    def _loss(self, micro: _Micro, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
+        settings = self.settings
+        logprobs = micro.rows.grid(predictions[Query.LOGPROB.value])
+        inputs = self._inputs(micro, logprobs)
+        loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
+        metrics.update(found)
+        sampled = _column(micro.data, "rollout_log_probs", like=logprobs)
+        if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
+            metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
+        if settings.wants_entropy:
+            entropy = aggregate(micro.rows.grid(predictions[Query.ENTROPY.value]), inputs.mask, settings.loss_agg_mode)
+            metrics["actor/entropy"] = float(entropy.detach())
+            # The old code subtracted in place, so that pg_loss reports the difference.
+            loss = loss - settings.entropy_coeff * entropy if settings.entropy_coeff else loss
+        totals["actor/pg_loss"] += float(loss.detach()) * micro.scale
+        if settings.use_kl_loss:
+            kl = kl_penalty(logprobs, _needed(micro.data, "ref_log_prob", like=logprobs), kind=settings.kl_loss_type)
+            kl_loss = aggregate(kl, inputs.mask, settings.loss_agg_mode)
+            loss = loss + settings.kl_loss_coef * kl_loss
+            totals["actor/kl_loss"] += float(kl_loss.detach()) * micro.scale
+            metrics["actor/kl_coef"] = settings.kl_loss_coef
+        return loss
+
+    def _inputs(self, micro: _Micro, logprobs: Tensor) -> PolicyInputs:
+        takes_current = micro.is_only_update and not self.settings.use_rollout_log_probs
+        return PolicyInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if takes_current else _needed(micro.data, "old_log_probs", like=logprobs),
+            advantages=_needed(micro.data, "advantages", like=logprobs),
+            mask=_needed(micro.data, "response_mask", like=logprobs),
+            weights=_column(micro.data, "rollout_is_weights", like=logprobs),
+            agg_mode=self.settings.loss_agg_mode,
+        )
+
+    def _forward_micro_batch(
+        self, micro_batch: Mapping[str, Tensor], temperature: float, calculate_entropy: bool = False
+    ) -> dict[str, Tensor]:
+        """Log-probs and entropies of one micro-batch, without gradient: with gradient only the engine runs the model."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), and train through update_policy(), "
+                "or an engine with a loss function."
+            )
+        settings = {"micro_batch_size": len(micro_batch["input_ids"]), "use_dynamic_bsz": False, "temperature": temperature}
+        data = DataProto.from_dict(tensors=micro_batch, meta_info=settings)
+        return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
+
+    def _optimizer_step(self) -> float:
+        """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
+        return self.engine.optimizer_step()
+
+
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead="temper_engine_fsdp.engine:FSDPEngine",
+    how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
+)
+class DataParallelPPOActor(PPOActor):
+    """The old actor on an engine; see docs/migration/workers.md.
+
+    Args:
+        config: the old actor config, its sizes already divided by the number of ranks.
+        actor_module: an initialised engine, or a plain Hugging Face model, which is trained by an engine and gets the weights back.
+        actor_optimizer: torch.optim.AdamW over the model's parameters, whose learning rate is read at each update; None with an engine,
+            which brings its own, and for a frozen policy.
+        numerics: legacy computes as the old class did, quirks included; temper as Temper's own objective does.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_forward_micro_batch" in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the engine runs the model. Override "
+                "update_policy, or give the engine a loss function of your own."
+            )
+
+
+def _temperature(data: DataProto) -> float:
+    value = data.meta_info.get("temperature")
+    if not isinstance(value, int | float) or not value > 0:
+        raise BatchError(f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the responses were sampled with.")
+    return float(value)
+
+
+def _column(data: DataProto, name: str, *, like: Tensor) -> Tensor | None:
+    if data.batch is None or name not in data.batch:
+        return None
+    column = data.batch.column(name).to(like.device)
+    return column if name == "response_mask" else column.float()
+
+
+def _needed(data: DataProto, name: str, *, like: Tensor) -> Tensor:
+    column = _column(data, name, like=like)
+    if column is None:
+        raise BatchError(f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}].")
+    return column

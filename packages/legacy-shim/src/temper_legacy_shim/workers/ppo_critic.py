@@ -1,0 +1,153 @@
+"""``DataParallelPPOCritic``: values and value updates of an old batch, on an engine."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.engine import BaseEngine, Context, Predictions
+from temper_engine_api.errors import BatchError, ConfigError
+from temper_engine_api.objective import Query
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.deprecation import deprecated_class
+from temper_legacy_shim.numerics.value_losses import value_loss
+from temper_legacy_shim.workers.engines import Adopted, adopt
+from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
+from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
+from temper_legacy_shim.workers.ppo_actor import Numerics
+from temper_legacy_shim.workers.rows import read_rows
+from temper_legacy_shim.workers.settings import known, plain
+from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """What a value update reads beside its sizes."""
+
+    cliprange_value: float = 0.5
+    """Range around the old value."""
+    loss_agg_mode: str = "token-mean"
+    """See ``numerics.masked.aggregate``."""
+    grad_clip: float | None = None
+    """Largest gradient norm; kept by the engine."""
+
+
+class PPOCritic:
+    """What the deprecated class does, without its warning, for the workers of this package."""
+
+    def __init__(
+        self,
+        config: object,
+        critic_module: nn.Module | BaseEngine,
+        critic_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        numerics: Numerics = "legacy",
+    ) -> None:
+        if numerics not in ("legacy", "temper"):
+            raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
+        values = plain(config)
+        self.config = config
+        self.numerics = numerics
+        self.settings: CriticSettings = known(CriticSettings, values)
+        self._values = values
+        self._adopted: Adopted = adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip, model_type="value_model")
+        self.critic_module = critic_module
+        self.critic_optimizer = critic_optimizer
+
+    @property
+    def engine(self) -> BaseEngine:
+        """What trains."""
+        return self._adopted.engine
+
+    @property
+    def split(self) -> SplitSettings:
+        """Sizes of an update."""
+        values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
+        return values
+
+    def compute_values(self, data: DataProto) -> Tensor:
+        """[B, W] values of the states before each token of the responses.
+
+        Where response_mask is in the batch they are 0 outside it, else at padding alone.
+        """
+        micro_batches = forward_split(data, sequence_parallel_size=self.engine.topology.sp.size)
+        with self._adopted.weights_of_module():
+            found = answer(self.engine, data, queries=[Query.VALUE], temperature=1.0, micro_batches=micro_batches)
+        values = found[Query.VALUE]
+        assert data.batch is not None
+        return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
+
+    def update_critic(self, data: DataProto) -> dict[str, object]:
+        """Train on the batch: ppo_epochs passes over its mini-batches, one optimiser step each.
+
+        Args:
+            data: responses, input_ids, attention_mask, position_ids, response_mask, values, returns.
+
+        Returns:
+            Metrics by their old names: vf_loss a sum, else a list with an entry for each micro-batch or update.
+        """
+        with self._adopted.trained():
+            if self.numerics == "temper":
+                return update_critic_with_objective(self, data)
+            return self._update_as_before(data)
+
+    def _update_as_before(self, data: DataProto) -> dict[str, object]:
+        metrics: dict[str, object] = {}
+        total = 0.0
+        split = self.split
+        for mini_batch, _ in passes(data, split=split, engine=self.engine):
+            self.engine.optimizer_zero_grad()
+            with self.engine.train_mode():
+                for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
+                    part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
+                    loss = self._train(part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen)
+                    total += loss * split.scale(len(chosen))
+            append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step())})
+        self.engine.optimizer_zero_grad()
+        return {"critic/vf_loss": total, **metrics}
+
+    def _train(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> float:
+        """One micro-batch forward and back; returns its loss before scaling."""
+        rows = read_rows(part)
+        found: dict[str, float] = {}
+        losses = [0.0]
+
+        def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+            values = rows.grid(predictions[Query.VALUE.value])
+            loss, numbers = value_loss(
+                values,
+                returns=_needed(part, "returns", like=values).float(),
+                old_values=_needed(part, "values", like=values).float(),
+                mask=_needed(part, "response_mask", like=values),
+                cliprange=self.settings.cliprange_value,
+                agg_mode=self.settings.loss_agg_mode,
+            )
+            found.update(numbers)
+            losses.append(float(loss.detach()))
+            return loss * scale, ctx
+
+        self.engine.set_loss_fn(loss_of, needs={Query.VALUE})
+        self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
+        append_metrics(metrics, found)
+        return losses[-1]
+
+    def _optimizer_step(self) -> float:
+        """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
+        return self.engine.optimizer_step()
+
+
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead="temper_engine_fsdp.engine:FSDPEngine",
+    how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
+)
+class DataParallelPPOCritic(PPOCritic):
+    """The old critic on an engine; arguments as those of ``DataParallelPPOActor``."""
+
+
+def _needed(data: DataProto, name: str, *, like: Tensor) -> Tensor:
+    if data.batch is None or name not in data.batch:
+        raise BatchError(f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}].")
+    return data.batch.column(name).to(like.device)

@@ -1,0 +1,142 @@
+"""How an old batch becomes optimiser updates: mini-batches of consecutive rows, micro-batches of few rows or few tokens."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import BatchError, ConfigError
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
+from temper_legacy_shim.workers.rows import row_lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSettings:
+    """Sizes per rank, as the old workers had them after dividing by the number of ranks."""
+
+    ppo_mini_batch_size: int
+    """Rows of one update on this rank."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Rows of one micro-batch; needed unless use_dynamic_bsz."""
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens from which their number follows."""
+    ppo_epochs: int = 1
+    """Passes over the batch."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share one sequence; each brings its tokens to the budget."""
+
+    def __post_init__(self) -> None:
+        if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
+            raise ConfigError("ppo_micro_batch_size_per_gpu is not set: give it, or set use_dynamic_bsz with ppo_max_token_len_per_gpu.")
+        if min(self.ppo_mini_batch_size, self.ppo_epochs, self.ppo_max_token_len_per_gpu) < 1:
+            raise ConfigError(f"ppo_mini_batch_size, ppo_epochs and ppo_max_token_len_per_gpu must be at least 1, but are in {self}.")
+
+    def micro_batches(self, mini_batch: DataProto) -> list[list[int]]:
+        """Rows of each micro-batch."""
+        if self.use_dynamic_bsz:
+            budget = self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size
+            return rows_by_tokens(row_lengths(mini_batch), max_tokens=budget)
+        assert self.ppo_micro_batch_size_per_gpu is not None
+        return rows_by_count(len(mini_batch), size=self.ppo_micro_batch_size_per_gpu)
+
+    def scale(self, num_rows: int) -> float:
+        """Factor of a micro-batch's loss in the update's: its share of the nominal mini-batch, also where that was cut short."""
+        if self.use_dynamic_bsz:
+            return num_rows / self.ppo_mini_batch_size
+        assert self.ppo_micro_batch_size_per_gpu is not None
+        return 1 / max(1, self.ppo_mini_batch_size // self.ppo_micro_batch_size_per_gpu)
+
+
+def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> list[DataProto]:
+    """Consecutive rows, one mini-batch an update.
+
+    Raises:
+        BatchError: ranks would make different numbers of updates and wait for each other for ever.
+    """
+    parts = data.split(split.ppo_mini_batch_size)
+    counts = engine.gather_objects(len(parts))
+    if len(set(counts)) != 1 or not parts:
+        raise BatchError(
+            f"ranks hold batches for {counts} updates of {split.ppo_mini_batch_size} rows: give each rank the same number of rows, at "
+            "least one, for example with pad_dataproto_to_divisor."
+        )
+    return parts
+
+
+def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
+    """The micro-batches, with empty ones at the end where another rank has more: passes are collective."""
+    most = max(engine.gather_objects(len(micro_batches)))
+    return [*micro_batches, *([] for _ in range(most - len(micro_batches)))]
+
+
+def append_metrics(metrics: dict[str, object], found: Mapping[str, float]) -> None:
+    """Add one entry to each metric's list, as the old workers reported them."""
+    for name, value in found.items():
+        entries = metrics.setdefault(name, [])
+        assert isinstance(entries, list)
+        entries.append(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldSchedule:
+    """The old learning rates: a pure function of completed scheduler steps."""
+
+    lr: float
+    """Peak."""
+    lr_warmup_steps: int = -1
+    """Steps of linear rise; negative takes the ratio."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Of total_training_steps."""
+    total_training_steps: int = -1
+    """Where a cosine ends."""
+    lr_scheduler_type: str = "constant"
+    """constant or cosine."""
+    min_lr_ratio: float | None = None
+    """Floor of a cosine, as a share of the peak."""
+    num_cycles: float = 0.5
+    """Half a wave ends at the floor."""
+    zero_indexed_step: bool = True
+    """Whether the first of warm-up steps has rate 0, as it had."""
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in ("constant", "cosine"):
+            raise ConfigError(f"optim.lr_scheduler_type is {self.lr_scheduler_type!r}, but must be constant or cosine.")
+        if self.lr_scheduler_type == "cosine" and self.total_training_steps < 1:
+            raise ConfigError("optim.lr_scheduler_type is cosine, which needs optim.total_training_steps: the length of the fall.")
+
+    @property
+    def warmup(self) -> int:
+        """Steps of linear rise."""
+        if self.lr_warmup_steps >= 0:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_steps_ratio * max(self.total_training_steps, 0))
+
+    def rate(self, step: int) -> float:
+        """Rate of the update after ``step`` scheduler steps."""
+        at = step if self.zero_indexed_step else step + 1
+        if at < self.warmup:
+            return self.lr * at / max(1, self.warmup)
+        if self.lr_scheduler_type == "constant":
+            return self.lr
+        progress = (at - self.warmup) / max(1, self.total_training_steps - self.warmup)
+        floor = self.min_lr_ratio or 0.0
+        wave = math.cos(2.0 * math.pi * self.num_cycles * progress)
+        return self.lr * max(floor, 0.5 * (1.0 - floor) * wave + 0.5 * (1.0 + floor))
+
+
+def set_rate(engine: BaseEngine, lr: float) -> None:
+    """Have the next update use this rate; the engine's own schedule is constant."""
+    assert engine.config.optimizer is not None
+    engine.config = dataclasses.replace(engine.config, optimizer=dataclasses.replace(engine.config.optimizer, lr=lr))
+
+
+def passes(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> Iterator[tuple[DataProto, bool]]:
+    """Every mini-batch of every pass, and whether it is the only one of the call."""
+    parts = mini_batches(data, split=split, engine=engine)
+    for _ in range(split.ppo_epochs):
+        for part in parts:
+            yield part, len(parts) == 1 and split.ppo_epochs == 1
