@@ -1,4 +1,12 @@
 """Help for users of older worker-class systems: the command ``temper-migrate``, checkpoint converters, deprecated workers.
 
 Import from the rooms (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports nothing, so that the command starts at once.
+``install()`` puts the deprecated workers under their old module paths.
 """
+
+
+def install(*, force: bool = False) -> None:
+    """Have imports of the old module paths find the deprecated classes; see ``old_paths.install``."""
+    from temper_legacy_shim import old_paths
+
+    old_paths.install(force=force)

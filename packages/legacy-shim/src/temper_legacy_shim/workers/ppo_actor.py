@@ -220,7 +220,11 @@ class PPOActor:
                 "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), and train through update_policy(), "
                 "or an engine with a loss function."
             )
-        settings = {"micro_batch_size": len(micro_batch["input_ids"]), "use_dynamic_bsz": False, "temperature": temperature}
+        settings: dict[str, object] = {
+            "micro_batch_size": len(micro_batch["input_ids"]),
+            "use_dynamic_bsz": False,
+            "temperature": temperature,
+        }
         data = DataProto.from_dict(tensors=micro_batch, meta_info=settings)
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 

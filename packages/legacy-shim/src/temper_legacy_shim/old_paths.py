@@ -1,0 +1,92 @@
+"""The old module paths, for code that cannot be edited: only after ``install()``, never by accident."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType
+
+from temper_legacy_shim.errors import UsageError
+
+PACKAGE = "verl"
+"""The import name of the older generation."""
+_SHIM = "temper_legacy_shim"
+_WORKERS = f"{_SHIM}.workers"
+_FSDP = {name: f"{_WORKERS}.fsdp_workers:{name}" for name in ("ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker")}
+_ACTOR = {"DataParallelPPOActor": f"{_WORKERS}.ppo_actor:DataParallelPPOActor"}
+_CRITIC = {"DataParallelPPOCritic": f"{_WORKERS}.ppo_critic:DataParallelPPOCritic"}
+_MEGATRON_ACTOR = {"MegatronPPOActor": f"{_WORKERS}.megatron_workers:MegatronPPOActor"}
+_MEGATRON_CRITIC = {"MegatronPPOCritic": f"{_WORKERS}.megatron_workers:MegatronPPOCritic"}
+_PROTO = {name: f"{_SHIM}.data_proto:{name}" for name in ("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto")}
+
+MODULES: dict[str, dict[str, str]] = {
+    PACKAGE: {"DataProto": _PROTO["DataProto"]},
+    f"{PACKAGE}.protocol": _PROTO,
+    f"{PACKAGE}.workers": {},
+    f"{PACKAGE}.workers.fsdp_workers": _FSDP,
+    f"{PACKAGE}.workers.megatron_workers": {name: f"{_WORKERS}.megatron_workers:{name}" for name in _FSDP},
+    f"{PACKAGE}.workers.actor": _ACTOR,
+    f"{PACKAGE}.workers.actor.dp_actor": _ACTOR,
+    f"{PACKAGE}.workers.actor.megatron_actor": _MEGATRON_ACTOR,
+    f"{PACKAGE}.workers.critic": _CRITIC,
+    f"{PACKAGE}.workers.critic.dp_critic": _CRITIC,
+    f"{PACKAGE}.workers.critic.megatron_critic": _MEGATRON_CRITIC,
+}
+"""What each old module offers, and where it really is: ``module:name``."""
+
+
+class OldModule(ModuleType):
+    """A module of the old name; its classes are looked up when they are asked for."""
+
+    def __init__(self, name: str, offers: dict[str, str]) -> None:
+        super().__init__(name, f"Stands in for the {name} of the older generation, by temper_legacy_shim.install().")
+        self.__path__: list[str] = []
+        self.__all__ = sorted(offers)
+        self._offers = offers
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self._offers:
+            raise AttributeError(
+                f"{self.__name__} has no {name!r} here: temper_legacy_shim.install() offers "
+                f"{', '.join(self._offers) or 'only modules below it'}; see docs/migration/workers.md."
+            )
+        module, _, attribute = self._offers[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def install(*, force: bool = False) -> None:
+    """Have imports of the old module paths find the deprecated classes, in this process, from now on.
+
+    Args:
+        force: also where the older package is installed or already imported, whose modules of these names are then hidden.
+
+    Raises:
+        UsageError: the older package is there, and ``force`` is False.
+    """
+    if is_installed():
+        return
+    imported = sorted(name for name in MODULES if name in sys.modules)
+    if not force and (imported or importlib.util.find_spec(PACKAGE) is not None):
+        where = "was already imported" if imported else "is installed here"
+        raise UsageError(
+            f"{PACKAGE} itself {where}, and its own classes would be hidden: uninstall it, or call install(force=True) before anything "
+            "imports it."
+        )
+    for name, offers in MODULES.items():
+        module = OldModule(name, offers)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+
+
+def uninstall() -> None:
+    """Forget the old paths again; what was imported from them stays alive."""
+    for name in MODULES:
+        if isinstance(sys.modules.get(name), OldModule):
+            del sys.modules[name]
+
+
+def is_installed() -> bool:
+    """Whether imports of the old paths end here."""
+    return isinstance(sys.modules.get(PACKAGE), OldModule)
