@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from update_contenders import ONE_RANK, SEVERAL_RANKS
-from update_workload import write_model
+from update_workload import IS_BF16, write_model
 
 LOSS_TOLERANCE = 2e-2
 """Of bf16 forward passes at a loss of about 9."""
@@ -30,6 +30,7 @@ Row = dict[str, float | list[float]]
 def measure(name: str, options: argparse.Namespace) -> None:
     """One rank of one contender; rank 0 prints."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium")  # oneDNN's kernels, which the engine takes of itself, for everybody
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     contenders = ONE_RANK if world_size == 1 else SEVERAL_RANKS
     timing = contenders[name](options.model, options.updates)
@@ -89,6 +90,7 @@ def check_equal(rows: dict[str, Row]) -> None:
 def report(options: argparse.Namespace) -> dict[str, object]:
     """Run everything, print the tables, return what goes into the JSON file."""
     results: dict[str, dict[str, Row | str]] = {}
+    print(f"compute: {'bf16' if IS_BF16 else 'fp32, since this processor has no bf16 instructions'}")
     with tempfile.TemporaryDirectory(prefix="bench-update-") as folder:
         model = Path(folder) / "model"
         write_model(model)
@@ -111,7 +113,7 @@ def report(options: argparse.Namespace) -> dict[str, object]:
             print_table(found, ranks=ranks)
             results[str(ranks)] = found
     machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
-    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "results": results}
+    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "compute": "bf16" if IS_BF16 else "fp32", "results": results}
 
 
 def print_table(found: dict[str, Row | str], *, ranks: int) -> None:

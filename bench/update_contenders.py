@@ -1,4 +1,6 @@
-"""The contenders of bench_update.py. Each trains the same model on the same sequences: AdamW, clipping at 1, bf16 compute, fp32 weights."""
+"""The contenders of bench_update.py. Each trains the same model on the same sequences: AdamW, clipping at 1, fp32 weights, and
+bf16 compute where the processor has it, else fp32.
+"""
 
 import os
 import time
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from update_workload import (
+    IS_BF16,
     LEARNING_RATE,
     MICRO_BATCH_TOKENS,
     NUM_SEQUENCES,
@@ -66,7 +69,7 @@ def packed_loss(model: nn.Module, attention: VariableLengthAttention, chosen: Se
     positions = torch.cat([torch.arange(len(e.tokens)) for e in chosen])
     trained = torch.cat([e.is_response for e in chosen]).roll(-1)
     trained[-1] = False
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=IS_BF16):
         hidden = model.model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0]
         logits = model.lm_head(hidden[trained])
     return F.cross_entropy(logits.float(), tokens.roll(-1)[trained], reduction="sum")
@@ -101,7 +104,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
     rank, world_size = rank_and_size()
     attention = VariableLengthAttention()
     model = load_model(folder, attention=attention.register())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if IS_BF16 else None, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (world_size,))
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -156,7 +159,7 @@ def temper(folder: Path, num_updates: int, *, is_policy: bool = False) -> Timing
         FSDPConfig(
             model=ModelSpec(path=str(folder)),
             optimizer=OptimizerSpec(lr=LEARNING_RATE),
-            precision=PrecisionSpec(compute="bf16"),
+            precision=PrecisionSpec(compute="bf16" if IS_BF16 else "fp32"),
             device="cpu",
         )
     )
@@ -237,7 +240,7 @@ def trainer_options(folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "out"),
         "use_cpu": True,
-        "bf16": True,
+        "bf16": IS_BF16,
         "learning_rate": LEARNING_RATE,
         "report_to": [],
         "save_strategy": "no",
@@ -380,6 +383,7 @@ def verl(folder: Path, num_updates: int) -> Timing:
     settings = FSDPEngineConfig(
         strategy="fsdp2", forward_only=False, use_dynamic_bsz=True, use_remove_padding=True, use_torch_compile=False,
         max_token_len_per_gpu=MICRO_BATCH_TOKENS, infer_max_token_len_per_gpu=MICRO_BATCH_TOKENS, ulysses_sequence_parallel_size=1,
+        mixed_precision=None if IS_BF16 else {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )  # fmt: skip
     optimizer = FSDPOptimizerConfig(lr=LEARNING_RATE, total_training_steps=100, lr_warmup_steps=0, clip_grad=1.0, weight_decay=0.01)
     engine = FSDPEngineWithLMHead(model, settings, optimizer, CheckpointConfig())
