@@ -1,1 +1,1 @@
-"""The place of the Temper engine on Megatron-Core and Megatron-Bridge; it has no API yet."""
+"""The Temper engine on Megatron-Core and Megatron-Bridge; importing this imports neither."""

@@ -1,0 +1,45 @@
+"""Settings of the Megatron engine beyond what every engine has. Importing this needs no torch."""
+
+from dataclasses import dataclass
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig(EngineConfig):
+    """How a model is spread over ranks. What is left after dividing the ranks by all sizes below is data parallel."""
+
+    tensor_parallel: int = 1
+    """Ranks that one layer's matrices are split over."""
+    sequence_parallel: bool = False
+    """Split the activations between those matrices along the sequence too, over the same ranks."""
+    pipeline_parallel: int = 1
+    """Stages that the layers are divided over, as evenly as their number allows."""
+    virtual_pipeline: int | None = None
+    """Chunks of layers per stage (interleaved schedule); null is one. The number of micro-batches becomes a multiple of the stages."""
+    context_parallel: int = 1
+    """Ranks that the tokens of a micro-batch are split over."""
+    distributed_optimizer: bool = False
+    """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1)."""
+    head_chunk_tokens: int = 2048
+    """Positions whose logits are held at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "head_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError("sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off.")
+        if self.virtual_pipeline is not None and (self.virtual_pipeline < 2 or self.pipeline_parallel == 1):
+            raise ConfigError(
+                f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more on "
+                "two stages or more; null is one chunk a stage."
+            )
+        if self.distributed_optimizer and self.optimizer is None:
+            raise ConfigError("distributed_optimizer has no effect without an optimiser (optimizer: null): turn it off.")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model and see the same samples."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel

@@ -1,0 +1,154 @@
+"""MegatronEngine: the engine contract on Megatron-Core, for dense Hugging Face decoder-only language models that Megatron-Bridge knows."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.engine import BaseEngine, MicroLoss
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.objective import Answers, Query
+from temper_engine_api.specs import EngineConfig
+from temper_engine_api.topology import Topology
+from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_megatron import persistence
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.groups import leave
+from temper_engine_megatron.parts import Parts, build_parts
+from temper_engine_megatron.state import StateOfRanks
+
+ObjectT = TypeVar("ObjectT")
+
+
+class MegatronEngine(BaseEngine):
+    """One rank of an engine over tensor, pipeline, context and data parallel ranks."""
+
+    config: MegatronConfig
+    config_class: ClassVar[type[EngineConfig]] = MegatronConfig
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.LANGUAGE_MODEL,
+            Capability.VALUE_MODEL,
+            Capability.REWARD_MODEL,
+            Capability.LOGPROB_AT,
+            Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
+            Capability.PIPELINE_PARALLEL,
+            Capability.CONTEXT_PARALLEL,
+            Capability.RESHARD_ON_LOAD,
+            Capability.PORTABLE_STATE,
+        }
+    )
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._built: Parts | None = None
+
+    def _build(self) -> Topology:
+        self._built = build_parts(self.config)
+        return self._built.membership.topology
+
+    @property
+    def _parts(self) -> Parts:
+        if self._built is None:
+            raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
+        return self._built
+
+    def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+        """Everything is always on the device; the runner sets the module's mode."""
+        return nullcontext()
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Offloading is not claimed: everything stays where it is."""
+
+    def _run_schedule(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers] | None:
+        runner = self._parts.runner
+        answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
+        if reduce_gradients:
+            runner.reduce()
+        return answers
+
+    def _reduce_pending_gradients(self) -> None:
+        if self._parts.runner.has_local_gradients:
+            self._parts.runner.reduce()
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        optimizer = self._parts.optimizer
+        assert optimizer is not None, "the base class refuses an update without an optimiser"
+        return optimizer.step(lr=lr)
+
+    def _zero_gradients(self) -> None:
+        optimizer = self._parts.optimizer
+        if optimizer is not None:
+            self._parts.runner.zero()
+            optimizer.zero()
+
+    def _export_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        return self._parts.state.iterate_weights(dtype=self._export_dtype())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        self._parts.state.load_weights(stream)
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        return self._trained_state().iterate_state()
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        self._trained_state().load_state(stream)
+
+    def _trained_state(self) -> StateOfRanks:
+        if self._parts.optimizer is None:
+            raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
+        return self._parts.state
+
+    def _write_state(self, directory: str) -> list[str]:
+        rank, device = self.topology.global_rank, self._parts.membership.device
+        files = persistence.write_state(self._iterate_state(), directory=directory, is_writer=rank == 0)
+        files.append(persistence.write_random_state(directory=directory, rank=rank, device=device))
+        if rank == 0:
+            files.append(persistence.write_description(self._parts.hf_config.to_dict(), directory=directory))
+        return files
+
+    def _read_state(self, directory: str) -> None:
+        rank, device = self.topology.global_rank, self._parts.membership.device
+        self._load_state(persistence.read_state(directory=directory, expected=self._parts.state.expected()))
+        persistence.read_random_state(directory=directory, rank=rank, device=device)
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        """Each replica has one number, on the rank that returns outputs."""
+        mine = value.detach().clone() if self.topology.returns_outputs else torch.zeros_like(value)
+        total = mine.to(self._parts.membership.device)
+        dist.all_reduce(total)
+        return total.to(value.device)
+
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        gathered = [item] * self.topology.world_size
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+    def close(self) -> None:
+        """Free the model and the optimiser, and the process groups that nobody else uses; closing twice is harmless."""
+        if self._built is None:
+            return
+        membership = self._built.membership
+        self._built, self._topology = None, None
+        gc.collect()
+        if membership.device.type == "cuda":
+            torch.cuda.empty_cache()
+        leave(membership)

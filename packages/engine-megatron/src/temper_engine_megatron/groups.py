@@ -1,0 +1,199 @@
+"""The process groups an engine runs on: the default one, joined or made, and Megatron's, which are one set for the whole process.
+
+Several engines may live in a process while they have the same sizes; the last one that leaves takes Megatron's groups with it.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.topology import Axis, PlanConstraints, Topology
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.cpu_device import megatron_on_cpu
+
+Sizes = tuple[int, int, int | None, int]
+"""Tensor, pipeline, virtual and context parallel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """This process among the ranks of an engine, and the groups that it is part of."""
+
+    topology: Topology
+    """Sizes and ranks."""
+    device: torch.device
+    """Where this rank computes."""
+    sizes: Sizes
+    """Of Megatron's groups."""
+    collection: ProcessGroupCollection
+    """Megatron's groups."""
+    made_group: bool
+    """Whether the engine made the default group, and so must destroy it."""
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Ranks that hold parts of the same matrices."""
+        return self.collection.tp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        """One rank of each stage."""
+        return self.collection.pp
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        """Ranks that hold parts of the same sequences."""
+        return self.collection.cp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same weights."""
+        return self.collection.dp_cp
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether losses and answers are made here."""
+        return self.topology.pp.rank == self.topology.pp.size - 1
+
+
+_IN_USE: Counter[Sizes] = Counter()
+"""Engines by the sizes of Megatron's groups; at most one entry, because Megatron has one set of groups."""
+
+_STORES: dict[tuple[str, ...], tuple[Store, int, int]] = {}
+_NUM_GROUPS: Counter[tuple[str, ...]] = Counter()
+"""One store per address for the life of a process, and keys of its own for every group made over it."""
+
+
+def join(config: MegatronConfig) -> Membership:
+    """Join or make the default process group, and Megatron's groups; collective.
+
+    Raises:
+        ConfigError: the sizes do not divide the ranks, or an engine with other sizes lives in this process.
+    """
+    device = _choose_device(config.device)
+    made_group = _join_default(device, timeout_s=config.collective_timeout_s)
+    sizes = (config.tensor_parallel, config.pipeline_parallel, config.virtual_pipeline, config.context_parallel)
+    world_size = dist.get_world_size()
+    try:
+        _check(config, sizes, world_size)
+    except ConfigError:
+        if made_group:
+            dist.destroy_process_group()
+        raise
+    if not _IN_USE:
+        _make_groups(sizes, timeout_s=config.collective_timeout_s, seed=config.model.seed)
+    _IN_USE[sizes] += 1
+    with megatron_on_cpu():
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+    topology = _topology(config, collection)
+    return Membership(topology=topology, device=device, sizes=sizes, collection=collection, made_group=made_group)
+
+
+def leave(membership: Membership) -> None:
+    """Give up Megatron's groups if nobody else has them, and destroy the default group if this engine made it."""
+    _IN_USE[membership.sizes] -= 1
+    if _IN_USE[membership.sizes] == 0:
+        _IN_USE.clear()
+        parallel_state.destroy_model_parallel()
+    if membership.made_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check(config: MegatronConfig, sizes: Sizes, world_size: int) -> None:
+    if world_size % config.replica_size:
+        raise ConfigError(
+            f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel} x context_parallel "
+            f"{config.context_parallel} is {config.replica_size}, which must divide the {world_size} ranks."
+        )
+    if _IN_USE and sizes not in _IN_USE:
+        raise ConfigError(
+            f"an engine with (tensor, pipeline, virtual, context) parallel sizes {next(iter(_IN_USE))} lives in this process, and Megatron "
+            f"has one set of process groups, so {sizes} can't be made beside it: close that engine before, or use another process."
+        )
+
+
+def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
+    tensor, pipeline, virtual, context = sizes
+    with megatron_on_cpu(), _own_random_state():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual,
+            context_parallel_size=context,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
+        model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Seeding Megatron leaves the process's own stream of random numbers as it was."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+
+
+def _topology(config: MegatronConfig, collection: ProcessGroupCollection) -> Topology:
+    tp, pp, cp, dp = (_axis(group) for group in (collection.tp, collection.pp, collection.cp, collection.dp))
+    stages = pp.size if config.virtual_pipeline is not None else 1
+    return Topology(
+        world_size=dist.get_world_size(),
+        global_rank=dist.get_rank(),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        returns_outputs=pp.rank == pp.size - 1 and tp.rank == cp.rank == 0,
+        plan_constraints=PlanConstraints(
+            micro_batch_multiple=stages,
+            min_micro_batches=stages,
+            token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
+        ),
+    )
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(size=group.size(), rank=group.rank())
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if wanted == "cpu":
+        raise ConfigError("device is cpu, but torch sees CUDA, which Megatron then uses in places of its own: hide it, or use device auto.")
+    index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _join_default(device: torch.device, *, timeout_s: float) -> bool:
+    """Whether the group had to be made: from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return True
+    place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    if place not in _STORES:
+        _STORES[place] = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = _STORES[place]
+    _NUM_GROUPS[place] += 1
+    own = PrefixStore(f"temper_engine_megatron/{_NUM_GROUPS[place]}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+    return True

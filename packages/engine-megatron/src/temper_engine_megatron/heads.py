@@ -1,0 +1,124 @@
+"""What the last stage answers from hidden states: a language head through the split vocabulary, a scalar head for values and scores.
+
+The answer about token t is read at the hidden state of token t - 1, which may lie on another context-parallel rank; each rank answers for
+the hidden states that it has, and the columns of all ranks are added up, so that an objective sees whole sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import BatchError, CapabilityError
+from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query
+from temper_engine_megatron.collectives import sum_of_parts
+from temper_engine_megatron.packing import LocalMicroBatch
+from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
+
+LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Answers of the last stage."""
+
+    projection: nn.Parameter
+    """[V / ranks, D] rows of the output embedding, or [1, D] of a scalar head."""
+    bias: nn.Parameter | None
+    """[1] of a scalar head."""
+    scalar: Query | None
+    """VALUE or SCORE; None for a language model."""
+    vocabulary: int
+    """V, without padding."""
+    chunk: int
+    """Positions whose logits are held at once."""
+    tp: dist.ProcessGroup = field(repr=False)
+    """Ranks that the vocabulary is split over."""
+    cp: dist.ProcessGroup = field(repr=False)
+    """Ranks that the tokens are split over."""
+
+    def check(self, queries: frozenset[Query]) -> None:
+        """Refuse what this head can't answer.
+
+        Raises:
+            CapabilityError: naming the queries.
+        """
+        allowed = LANGUAGE_QUERIES if self.scalar is None else frozenset({self.scalar})
+        if others := queries - allowed:
+            kind = "language_model" if self.scalar is None else f"{self.scalar.value}_model"
+            raise CapabilityError(f"a {kind} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}.")
+
+    def answer(self, hidden: Tensor, local: LocalMicroBatch, *, queries: frozenset[Query], trained_only: bool) -> Answers:
+        """Answers about the whole micro-batch, the same on every rank of the last stage. Collective over them.
+
+        Args:
+            hidden: [S, D] of this rank's tokens.
+            local: the micro-batch.
+            queries: what is asked.
+            trained_only: only trained positions need an answer; else all that have a predecessor.
+        """
+        whole = local.whole
+        if self.scalar is Query.SCORE:
+            columns = {Query.SCORE: self._scores(hidden, local)}
+        else:
+            wanted = whole.loss_mask if trained_only else _has_predecessor(whole)
+            at = torch.nonzero(wanted)[:, 0]
+            at = at[(at > local.first) & (at <= local.first + local.size)]
+            rows = hidden.index_select(0, at - 1 - local.first)
+            found = self._language(rows, whole, at, queries) if self.scalar is None else {Query.VALUE: self._scalars(rows)}
+            columns = {query: _place(found[query], at=at, size=whole.num_tokens) for query in queries}
+        return Answers(columns={query: sum_of_parts(column, self.cp) for query, column in columns.items()})
+
+    def _language(self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]) -> Mapping[Query, Tensor]:
+        held = self.projection.shape[0]
+        first = self.tp.rank() * held
+        columns = vocabulary_logprob(
+            rows.to(self.projection.dtype),
+            self.projection,
+            whole.tokens[at],
+            temperature=whole.temperature.float()[whole.sequence_index[at]],
+            ids=_ids_of(whole)[at] if Query.LOGPROB_AT in queries else None,
+            share=HeadShare(
+                group=self.tp,
+                first=first,
+                size=max(0, min(held, self.vocabulary - first)),
+                chunk=self.chunk,
+                wants_entropy=Query.ENTROPY in queries,
+            ),
+        )
+        return {
+            Query.LOGPROB: columns.logprob,
+            Query.ENTROPY: columns.entropy,
+            Query.LOGSUMEXP_TERMS: columns.logsumexp,
+            Query.LOGPROB_AT: columns.logprob_at,
+        }
+
+    def _scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:
+        last = local.whole.sequence_starts[1:].long() - 1
+        mine = torch.nonzero((last >= local.first) & (last < local.first + local.size))[:, 0]
+        scores = self._scalars(hidden.index_select(0, last[mine] - local.first))
+        return _place(scores, at=mine, size=last.shape[0])
+
+    def _scalars(self, rows: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(rows.float(), self.projection.float(), bias)[:, 0]
+
+
+def _has_predecessor(batch: SequenceBatch) -> Tensor:
+    wanted = torch.ones_like(batch.loss_mask)
+    wanted[batch.sequence_starts[:-1].long()] = False
+    return wanted
+
+
+def _place(column: Tensor, *, at: Tensor, size: int) -> Tensor:
+    """[size, ...] zeros with the column's rows at their positions, with gradient."""
+    return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
+
+
+def _ids_of(batch: SequenceBatch) -> Tensor:
+    if LOGPROB_AT_IDS not in batch.columns:
+        raise BatchError(f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids.")
+    return batch.columns[LOGPROB_AT_IDS]

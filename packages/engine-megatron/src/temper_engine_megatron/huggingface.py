@@ -1,0 +1,97 @@
+"""Hugging Face models on disk or from scratch: their configuration, and their tensors one at a time, float32."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+
+from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.specs import ModelSpec
+
+SCALAR_HEAD = "score."
+
+
+def read_config(spec: ModelSpec) -> PretrainedConfig:
+    """The model's own configuration.
+
+    Raises:
+        ConfigError: transformers knows no such architecture, or foreign code was asked for.
+    """
+    if spec.trust_remote_code:
+        raise ConfigError("model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: set it to False.")
+    if spec.path is not None:
+        return AutoConfig.from_pretrained(spec.path)
+    fields = dict(spec.architecture)
+    name = str(fields.pop("model_type"))
+    try:
+        return AutoConfig.for_model(name, **fields)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
+            "use a model type such as qwen2, qwen3 or llama."
+        ) from error
+
+
+@contextmanager
+def open_tensors(spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
+    """A function from name to full float32 tensor, for these names.
+
+    A value or reward head that the files lack is drawn from the model's seed.
+
+    Raises:
+        WeightError: the files lack other names, or hold unexpected ones.
+    """
+    if spec.path is None:
+        fresh = _fresh_tensors(spec, hf_config)
+        yield fresh.__getitem__
+        return
+    places = _places(Path(spec.path))
+    has_scalar_head = any(name.startswith(SCALAR_HEAD) for name in names)
+    lacking = {name for name in names if name not in places}
+    new_head = {name for name in lacking if name.startswith(SCALAR_HEAD)}
+    surplus = places.keys() - set(names) - {"lm_head.weight"} if has_scalar_head or hf_config.tie_word_embeddings else places.keys() - set(names)
+    if lacking - new_head or surplus:
+        raise WeightError(
+            f"the weights in {spec.path} do not match their config: missing {sorted(lacking - new_head)[:5]}, unexpected {sorted(surplus)[:5]}."
+        )
+
+    def read(name: str) -> Tensor:
+        if name in new_head:
+            return _new_head(spec, hf_config, is_bias=name.endswith("bias"))
+        with safe_open(places[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor.float()
+
+    yield read
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    places: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path)
+    if not places:
+        raise WeightError(f"{folder} holds no safetensors files: model.path is a Hugging Face model directory with its weights.")
+    return places
+
+
+def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Tensor]:
+    """As transformers initialises them; they depend on the seed alone."""
+    auto = AutoModelForCausalLM
+    if spec.model_type != "language_model":
+        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return dict(auto.from_config(hf_config, dtype=torch.float32).state_dict())
+
+
+def _new_head(spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool) -> Tensor:
+    if is_bias:
+        return torch.zeros(1)
+    draw = torch.Generator().manual_seed(spec.seed)
+    return torch.randn(1, hf_config.hidden_size, generator=draw) * hf_config.initializer_range

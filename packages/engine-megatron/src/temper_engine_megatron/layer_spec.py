@@ -1,0 +1,67 @@
+"""The decoder layer in plain torch on Megatron-Core's own parallel matrices: a norm and an attention that know packs and all splits.
+
+TransformerEngine's layers are not offered yet. The mask of a pack is dense, so memory grows with the square of a micro-batch's tokens.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from temper_engine_megatron.collectives import gather_sequence
+from temper_engine_megatron.packing import AttentionLayout
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron's own refuses sequence parallelism; the mark on the weight makes its gradient be summed over tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside each sequence of a pack; under context parallelism keys and values of all ranks are gathered."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self._group = groups.cp
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionLayout, **_: object) -> Tensor:
+        """Query [S, 1, H, D], key and value [S, 1, K, D]; the layout travels in the place of a mask. Returns [S, 1, H D]."""
+        key, value = (gather_sequence(x, self._group) for x in (key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mixed = scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_mask.mask, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return mixed.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1)
+
+
+def block_spec(settings: Any, *, num_layers: int) -> Any:
+    """What one chunk of the decoder consists of: so many layers, and the norm that follows the last one."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=None, moe_grouped_gemm=False, qk_layernorm=settings.qk_layernorm, normalization=settings.normalization
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if settings.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

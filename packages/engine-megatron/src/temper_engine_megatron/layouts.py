@@ -1,0 +1,13 @@
+"""The layouts in which the conformance kit runs this engine. Importing this needs no torch."""
+
+from temper_engine_api.layout import Layout
+
+LAYOUTS = (
+    Layout(name="tp2", world_size=2, fields={"tensor_parallel": 2}),
+    Layout(name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}),
+    Layout(name="pp2", world_size=2, fields={"pipeline_parallel": 2}),
+    Layout(name="pp2-vpp2", world_size=2, fields={"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    Layout(name="cp2", world_size=2, fields={"context_parallel": 2}),
+    Layout(name="dp2-distopt", world_size=2, fields={"distributed_optimizer": True}),
+    Layout(name="tp2-pp2", world_size=4, fields={"tensor_parallel": 2, "pipeline_parallel": 2}),
+)

@@ -1,0 +1,222 @@
+"""The chunks of a model that one rank holds: Megatron's GPTModel over packed tokens, which ends in hidden states, and how it is built.
+
+In: a translation from Hugging Face and the process groups. Out: one module per virtual stage, in Megatron's data-parallel wrapper where
+there is something to train.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.objective import Query
+from temper_engine_megatron.bridge_compat import Translation
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.groups import Membership
+from temper_engine_megatron.heads import Head
+from temper_engine_megatron.layer_spec import block_spec
+
+SCALAR_QUERIES = {"value_model": Query.VALUE, "reward_model": Query.SCORE}
+
+
+class PackedGPTModel(GPTModel):
+    """A chunk of a decoder. Positions are those it is given, and the last stage returns hidden states [S, 1, D] instead of logits."""
+
+    rotary_frequencies: Tensor
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> tuple[object, ...]:
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        angles = position_ids[0].float()[:, None] * self.rotary_frequencies.to(position_ids.device)
+        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
+        return embedded, rotary, None, None, None, None
+
+    def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
+        return hidden_states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """What one rank holds of the model."""
+
+    bare: tuple[PackedGPTModel, ...]
+    """One per virtual stage, in their order."""
+    wrapped: tuple[nn.Module, ...]
+    """The same as Megatron's schedules and optimizers want them."""
+    settings: Any
+    """Megatron's configuration, shared by all chunks."""
+    head: Head | None
+    """On the last stage."""
+
+
+def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Chunks:
+    """Build this rank's chunks; weights are whatever Megatron initialises, to be replaced."""
+    settings = translation.settings
+    is_language_model = config.model.model_type == "language_model"
+    _fill(settings, config, hf_config=hf_config, is_language_model=is_language_model)
+    frequencies = _rotary_frequencies(hf_config)
+    num_chunks = config.virtual_pipeline or 1
+    bare = tuple(_build_chunk(settings, stage=stage, num_chunks=num_chunks, membership=membership) for stage in range(num_chunks))
+    for chunk in bare:
+        chunk.rotary_frequencies = frequencies
+        if chunk.post_process and not is_language_model:
+            chunk.output_layer = _scalar_head(settings, device=membership.device)
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunk.to(membership.device)
+    wrapped: tuple[nn.Module, ...] = bare
+    if settings.bf16:
+        wrapped = tuple(Float16Module(settings, chunk) for chunk in bare)
+    if config.optimizer is not None:
+        wrapped = tuple(_wrap(chunk, settings, config, membership, is_first=i == 0) for i, chunk in enumerate(wrapped))
+    head = _head_of(bare[-1], config, vocabulary=hf_config.vocab_size, membership=membership)
+    return Chunks(bare=bare, wrapped=wrapped, settings=settings, head=head)
+
+
+def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig, is_language_model: bool) -> None:
+    """Everything about the run that the bridge could not know, and every switch whose default gives wrong numbers here."""
+    dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+    padded = -(-hf_config.vocab_size // config.tensor_parallel) * config.tensor_parallel
+    wanted = {
+        "tensor_model_parallel_size": config.tensor_parallel,
+        "pipeline_model_parallel_size": config.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
+        "context_parallel_size": config.context_parallel,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_layout": _stage_table(config, num_layers=settings.num_layers),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "vocab_size": padded,
+        "share_embeddings_and_output_weights": is_language_model and bool(hf_config.tie_word_embeddings),
+        # It marks split parameters only where it initialises them; without the marks the gradient norm leaves parts out.
+        "perform_initialization": True,
+        "use_cpu_initialization": True,
+        # The objective's reduction is the only division.
+        "calculate_per_token_loss": True,
+        # Packs differ in length.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # gloo may still be sending what would be freed; without CUDA there is nothing to gain.
+        "deallocate_pipeline_outputs": False,
+        "overlap_p2p_comm": config.virtual_pipeline is not None,
+        "batch_p2p_comm": config.virtual_pipeline is None,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+        "deterministic_mode": False,
+    }
+    for name, value in wanted.items():
+        setattr(settings, name, value)
+    _refuse_unsupported(settings, hf_config)
+    settings.finalize()
+
+
+def _refuse_unsupported(settings: Any, hf_config: PretrainedConfig) -> None:
+    if settings.num_moe_experts:
+        raise CapabilityError("mixture-of-experts models are not supported by the Megatron engine yet: use a dense model.")
+    if settings.normalization != "RMSNorm":
+        raise CapabilityError(f"{settings.normalization} is not supported by the Megatron engine yet: use a model with RMSNorm.")
+    if settings.attention_dropout or settings.hidden_dropout:
+        raise CapabilityError("the model asks for dropout, which the Megatron engine's attention does not have: set it to 0 in its config.")
+    if hf_config.to_dict().get("use_sliding_window"):
+        raise CapabilityError("sliding-window attention is not supported by the Megatron engine yet.")
+
+
+def _stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] | None:
+    """Which chunk holds which layers, chunk c of all stages before chunk c + 1; any number of layers can be divided."""
+    if config.pipeline_parallel == 1:
+        return None
+    count = config.pipeline_parallel * (config.virtual_pipeline or 1)
+    table = [["decoder"] * (num_layers * (i + 1) // count - num_layers * i // count) for i in range(count)]
+    table[0].insert(0, "embedding")
+    table[-1].append("loss")
+    return table
+
+
+def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
+    """[D / 2] float32 angles per position, as transformers computes them."""
+    rotary = dict(hf_config.rope_parameters)
+    kind = rotary.get("rope_type", "default")
+    dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    if kind == "default":
+        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(f"the model's rope_type is {kind!r}, which this version of transformers does not know.")
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    if scale != 1.0 or kind == "dynamic":
+        raise CapabilityError(f"rope_type {kind!r} scales attention or depends on the length, which is not supported by the Megatron engine yet.")
+    return frequencies
+
+
+def _build_chunk(settings: Any, *, stage: int, num_chunks: int, membership: Membership) -> PackedGPTModel:
+    pp = membership.topology.pp
+    table = settings.pipeline_model_parallel_layout
+    num_layers = settings.num_layers if table is None else len(table.layout[pp.rank][stage]) - _num_ends(table.layout[pp.rank][stage])
+    chunk = PackedGPTModel(
+        settings,
+        transformer_layer_spec=block_spec(settings, num_layers=num_layers),
+        vocab_size=settings.vocab_size,
+        max_sequence_length=settings.seq_length,
+        pre_process=pp.rank == 0 and stage == 0,
+        post_process=membership.is_last_stage and stage == num_chunks - 1,
+        share_embeddings_and_output_weights=settings.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=settings.rotary_base,
+        pg_collection=membership.collection,
+        vp_stage=stage if num_chunks > 1 else None,
+    )
+    return chunk
+
+
+def _num_ends(row: Sequence[Any]) -> int:
+    return sum(entry.name in ("embedding", "loss") for entry in row)
+
+
+def _scalar_head(settings: Any, *, device: torch.device) -> nn.Linear:
+    """Replicated over tensor-parallel ranks, all of which see the same hidden states."""
+    return nn.Linear(settings.hidden_size, 1, dtype=settings.params_dtype, device=device)
+
+
+def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: Membership, *, is_first: bool) -> nn.Module:
+    return DistributedDataParallel(
+        config=settings,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=config.distributed_optimizer,
+            check_for_nan_in_grad=False,
+        ),
+        module=chunk,
+        disable_bucketing=not is_first,
+        pg_collection=membership.collection,
+    )
+
+
+def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, membership: Membership) -> Head | None:
+    if not last.post_process:
+        return None
+    scalar = SCALAR_QUERIES.get(config.model.model_type)
+    is_shared = scalar is None and last.share_embeddings_and_output_weights
+    return Head(
+        projection=last.shared_embedding_or_output_weight() if is_shared else last.output_layer.weight,
+        bias=None if scalar is None else last.output_layer.bias,
+        scalar=scalar,
+        vocabulary=vocabulary,
+        chunk=config.head_chunk_tokens,
+        tp=membership.tp,
+        cp=membership.cp,
+    )

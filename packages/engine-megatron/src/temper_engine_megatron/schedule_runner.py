@@ -1,0 +1,125 @@
+"""Runs the micro-batches of a plan through Megatron's own schedules, and back; gradients stay on this rank until they are finalised.
+
+Megatron's schedules divide a loss and finalise gradients only where they are told to. They are told to do neither: the objective's
+reduction is the only division, and the engine finalises once per update.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from temper_engine_api.batch import PackedBatch
+from temper_engine_api.engine import MicroLoss
+from temper_engine_api.objective import Answers, Query
+from temper_engine_megatron.cpu_device import megatron_on_cpu
+from temper_engine_megatron.groups import Membership
+from temper_engine_megatron.heads import Head
+from temper_engine_megatron.model import Chunks
+from temper_engine_megatron.packing import LocalMicroBatch, local_micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """What one call asks of every micro-batch."""
+
+    queries: frozenset[Query]
+    micro_loss: MicroLoss | None
+    forward_only: bool
+
+
+class ScheduleRunner:
+    """Forward and backward passes over this rank's chunks."""
+
+    def __init__(self, chunks: Chunks, *, membership: Membership) -> None:
+        self._chunks = chunks
+        self._membership = membership
+        self.has_local_gradients = False
+        """Whether gradients wait on this rank to be reduced."""
+
+    def run(self, batch: PackedBatch, *, queries: frozenset[Query], micro_loss: MicroLoss | None, forward_only: bool) -> list[Answers] | None:
+        """Detached answers of each micro-batch on the last stage, None elsewhere."""
+        asked = _Pass(queries=queries, micro_loss=micro_loss, forward_only=forward_only)
+        if self._chunks.head is not None:
+            self._chunks.head.check(queries)
+        topology = self._membership.topology
+        prepared = [
+            local_micro_batch(
+                micro, cp_size=topology.cp.size, cp_rank=topology.cp.rank, token_multiple=topology.plan_constraints.token_multiple
+            )
+            for micro in batch.to(self._membership.device).micro_batches()
+        ]
+        if not forward_only:
+            self.has_local_gradients = True
+        with self._mode(trains=not forward_only), megatron_on_cpu():
+            found = self._run_schedule(prepared, asked)
+        return found if self._membership.is_last_stage else None
+
+    def _run_schedule(self, prepared: list[LocalMicroBatch], asked: _Pass) -> list[Answers]:
+        chunks = list(self._chunks.wrapped)
+
+        def forward_step(micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module) -> tuple[Tensor, object]:
+            local = next(micro_batches)
+            output: Tensor = chunk(
+                input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=local.attention
+            )
+            return output, lambda hidden: self._finish(hidden, local, asked)
+
+        iterators = [iter(prepared) for _ in chunks]
+        schedule = get_forward_backward_func()
+        answers: list[Answers] = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(prepared),
+            # Each pair of stages tells the other the true shape.
+            seq_length=prepared[0].size,
+            micro_batch_size=1,
+            forward_only=asked.forward_only,
+        )
+        return answers
+
+    def _finish(self, output: Tensor, local: LocalMicroBatch, asked: _Pass) -> tuple[Tensor, Tensor, Answers]:
+        """The scalar to differentiate, no number of tokens, and the answers: what a schedule wants of the last stage."""
+        head = self._head
+        if self._chunks.settings.sequence_parallel:
+            # Every rank goes on with all tokens and sums gradients where it splits matrices, so each takes back its own rows.
+            output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+        hidden = output[:, 0]
+        is_training = asked.micro_loss is not None and not asked.forward_only
+        answers = head.answer(hidden, local, queries=asked.queries, trained_only=is_training)
+        if asked.micro_loss is None:
+            loss = hidden.new_zeros((), dtype=torch.float32)
+        else:
+            # An empty sum: a loss that ignores every answer still sends gradients of zero to the stages before.
+            loss = asked.micro_loss(answers, local.whole) + hidden[:0].float().sum()
+        return loss, torch.zeros((), dtype=torch.int), answers.detach()
+
+    @property
+    def _head(self) -> Head:
+        assert self._chunks.head is not None, "schedules ask the last stage only"
+        return self._chunks.head
+
+    def reduce(self) -> None:
+        """Sum what lies on this rank with the others', once: over data and context parallel, tied embeddings, sequence-parallel norms."""
+        with megatron_on_cpu(), torch.no_grad():
+            finalize_model_grads(list(self._chunks.wrapped), None, pg_collection=self._membership.collection)
+        self.has_local_gradients = False
+
+    def zero(self) -> None:
+        """Drop gradients, local and reduced."""
+        for chunk in self._chunks.wrapped:
+            chunk.zero_grad_buffer()
+        self.has_local_gradients = False
+
+    @contextmanager
+    def _mode(self, *, trains: bool) -> Iterator[None]:
+        for chunk in self._chunks.wrapped:
+            chunk.train(trains)
+        with torch.set_grad_enabled(trains):
+            yield

@@ -1,0 +1,139 @@
+"""Weights and the portable training state of an engine, streamed out of its ranks and loaded strictly both ways.
+
+What arrives is kept as this rank's parts until the whole stream has been checked.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+from temper_engine_megatron.optimizer import MegatronAdamW, ParameterState
+from temper_engine_megatron.parameter_map import MappedParameter, ParameterMap, check_shapes_agree
+
+
+class StateOfRanks:
+    """The weights of one engine with what its optimizer knows about them."""
+
+    def __init__(self, parameters: ParameterMap, optimizer: MegatronAdamW | None) -> None:
+        self._map = parameters
+        self._optimizer = optimizer
+
+    def expected(self) -> list[WeightEntry]:
+        """Every Hugging Face name with its shape, in the order of the export."""
+        return self._map.expected()
+
+    def iterate_weights(self, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
+        """Full tensors in this dtype, one parameter at a time. Collective."""
+        for entry in self._map.entries:
+            local = None if entry.parameter is None else self._master(entry.parameter)
+            for name, tensor in self._map.to_full(entry, local).items():
+                yield NamedWeight(name, tensor.to(dtype, copy=True))
+
+    def load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        """Replace every parameter; moments stay.
+
+        Raises:
+            WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+        """
+        collector = _Collector(self._map)
+        for name, tensor in stream:
+            collector.add(name, [tensor])
+        for entry, (local,) in collector.finish():
+            self._write_master(entry, local)
+
+    def fill(self, read: Callable[[str], Tensor]) -> None:
+        """Fill this rank's parameters from a function that gives full tensors by name."""
+        for entry in self._map.entries:
+            if self._map.holders(entry):
+                self._write_master(entry, self._map.to_local(entry, [read(name) for name in entry.recipe.names]))
+
+    def iterate_state(self) -> Iterator[TrainingState]:
+        """Full float32 tensors, one parameter at a time. Collective."""
+        optimizer = self._require_optimizer()
+        for entry in self._map.entries:
+            kept = None if entry.parameter is None else optimizer.read(entry.parameter)
+            parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
+            masters, firsts, seconds = (self._map.to_full(entry, part) for part in parts)
+            count = self._map.count_of(entry, 0 if kept is None else kept.count)
+            for name, master in masters.items():
+                yield TrainingState(
+                    name=name,
+                    # One stage's tensor may still be the optimizer's own.
+                    master=master.clone(),
+                    first_moment=firsts[name].clone(),
+                    second_moment=seconds[name].clone(),
+                    update_count=count,
+                )
+
+    def load_state(self, stream: Iterable[TrainingState]) -> None:
+        """Replace masters, moments and counts.
+
+        Raises:
+            WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+        """
+        optimizer = self._require_optimizer()
+        collector = _Collector(self._map)
+        counts: dict[str, int] = {}
+        for state in stream:
+            check_shapes_agree(state.name, state.master, state.first_moment, state.second_moment)
+            collector.add(state.name, [state.master, state.first_moment, state.second_moment])
+            counts[state.name] = state.update_count
+        for entry, (master, first, second) in collector.finish():
+            count = counts[entry.recipe.names[0]]
+            for parameter in self._map.holders(entry):
+                optimizer.write(parameter, ParameterState(master=master, first=first, second=second, count=count))
+
+    def _write_master(self, entry: MappedParameter, local: Tensor) -> None:
+        for parameter in self._map.holders(entry):
+            if self._optimizer is None:
+                parameter.data.copy_(local)
+            else:
+                self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach().float() if self._optimizer is None else self._optimizer.read(parameter).master
+
+    def _require_optimizer(self) -> MegatronAdamW:
+        assert self._optimizer is not None, "the engine asks only where there is one"
+        return self._optimizer
+
+
+class _Collector:
+    """Takes full tensors in any order, keeps this rank's parts of them, and gives those out once everything has arrived."""
+
+    def __init__(self, parameters: ParameterMap) -> None:
+        self._map = parameters
+        self._expected = parameters.expected()
+        self._shapes = {entry.name: entry.shape for entry in self._expected}
+        self._entry_of = {name: entry for entry in parameters.entries for name in entry.recipe.names}
+        self._arrived: list[WeightEntry] = []
+        self._waiting: dict[str, Sequence[Tensor]] = {}
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """One name, with one or more tensors of one shape."""
+        self._arrived.append(WeightEntry(name=name, shape=tuple(tensors[0].shape), dtype=tensors[0].dtype))
+        if self._shapes.get(name) != tuple(tensors[0].shape):
+            return
+        self._waiting[name] = tensors
+        entry = self._entry_of[name]
+        if self._map.holders(entry) and all(other in self._waiting for other in entry.recipe.names):
+            columns = zip(*(self._waiting[other] for other in entry.recipe.names), strict=True)
+            # A part that is a view would keep the whole alive.
+            self._parts[entry.described.name] = [self._map.to_local(entry, column).clone() for column in columns]
+        if all(other in self._waiting for other in entry.recipe.names):
+            for other in entry.recipe.names:
+                self._waiting[other] = ()
+
+    def finish(self) -> Iterator[tuple[MappedParameter, list[Tensor]]]:
+        """Entries of which this rank has a part, with its parts.
+
+        Raises:
+            WeightError: what arrived is not what was expected.
+        """
+        check_complete(self._expected, self._arrived)
+        for entry in self._map.entries:
+            if self._map.holders(entry):
+                yield entry, self._parts[entry.described.name]
