@@ -66,7 +66,8 @@ class EngineBackend(ABC):
             reduce_gradients: reduce across ranks together with the last micro-batch; otherwise gradients stay local and add up.
 
         Returns:
-            Detached answers per micro-batch, or None where this rank returns no outputs.
+            Detached answers per micro-batch where this rank has them, else None; of the ranks that have the same ones, the base class
+            lets those out that ``topology.returns_outputs`` names.
         """
 
     @abstractmethod

@@ -130,7 +130,7 @@ class BaseEngine(UpdateCycle):
             reduce_gradients=final and not forward_only,
         )
         settled = settle_metrics(merge_metrics(metrics))
-        if answers is None or not asked:
+        if answers is None or not asked or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
         columns = {query: torch.cat([answer[query] for answer in answers]) for query in asked}
         return StepResult(outputs=outputs_of(batch, columns), metrics=settled)
@@ -190,10 +190,12 @@ class BaseEngine(UpdateCycle):
             forward_only=forward_only,
             reduce_gradients=False,
         )
+        returns_outputs = answers is not None and self.topology.returns_outputs
         if forward_only:
-            return step.predictions_of(answers), step.ctx
+            predictions = step.predictions_of(answers)
+            return (predictions if returns_outputs else None), step.ctx
         value = self._sum_over_data_parallel(step.total)
-        return (None if answers is None else step.predictions), value, step.ctx
+        return (step.predictions if returns_outputs else None), value, step.ctx
 
     def shard_data(self, batch: SequenceBatch, *, max_tokens: int, seed: int = 0) -> PackedBatch:
         """This rank's share of a mini-batch that every rank holds whole; every rank computes the same plan without communication.

@@ -23,6 +23,8 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 PIP_LINE = "pip install --no-deps megatron-bridge==0.3.1"
 """Its requirements can't be resolved by pip (one of them needs torch to be built); none of those that are missing is used here."""
 
+USE_ANOTHER = "use a dense qwen2, qwen3 or llama model."
+
 ParameterKind = Literal["plain", "qkv", "gated"]
 
 _NEEDS_TRANSFORMER_ENGINE = "megatron.bridge.peft."
@@ -48,9 +50,7 @@ class Translation:
         try:
             auto = bridge.AutoBridge.from_hf_config(described)
         except ValueError as error:
-            raise CapabilityError(
-                f"Megatron-Bridge has no translation of {described.architectures}: use a dense qwen2, qwen3 or llama model."
-            ) from error
+            raise CapabilityError(f"Megatron-Bridge has no translation of {described.architectures}: {USE_ANOTHER}") from error
         self.settings: Any = auto.to_megatron_provider(load_weights=False)
         self._registry = auto._model_bridge.mapping_registry()
 
@@ -70,7 +70,7 @@ class Translation:
             return Recipe(kind="qkv", names=(parts["q"], parts["k"], parts["v"]))
         if parts.keys() == {"gate", "up"}:
             return Recipe(kind="gated", names=(parts["gate"], parts["up"]))
-        raise CapabilityError(f"{name} is made of {sorted(parts)}, which this engine can't put together: use a dense qwen2, qwen3 or llama model.")
+        raise CapabilityError(f"{name} is made of {sorted(parts)}, which this engine can't put together: {USE_ANOTHER}")
 
     def join_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """Query, key and value as Megatron's interleaved tensor, full size."""
@@ -91,7 +91,7 @@ def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
     described = copy.deepcopy(hf_config)
     known = AutoModelForCausalLM._model_mapping
     if type(hf_config) not in known:
-        raise CapabilityError(f"{type(hf_config).__name__} has no causal language model in transformers: use a dense qwen2, qwen3 or llama model.")
+        raise CapabilityError(f"{type(hf_config).__name__} has no causal language model in transformers: {USE_ANOTHER}")
     described.architectures = [known[type(hf_config)].__name__]
     # transformers 5 moved it; bridge 0.3 reads the old place, and without it takes 10000.
     rotary: Mapping[str, object] = described.to_dict().get("rope_parameters") or {}
@@ -138,7 +138,7 @@ def _stand_ins() -> Iterator[None]:
                 return _EMPTY_TRITON.language if fromlist and "." in name else _EMPTY_TRITON
         return real(name, globals, locals, fromlist, level)
 
-    builtins.__import__ = choose
+    builtins.__import__ = choose  # type: ignore[assignment]  # what it gives out need not be a module
     try:
         yield
     finally:

@@ -30,11 +30,13 @@ class MegatronConfig(EngineConfig):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError("sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off.")
+            raise ConfigError(
+                "sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off."
+            )
         if self.virtual_pipeline is not None and (self.virtual_pipeline < 2 or self.pipeline_parallel == 1):
             raise ConfigError(
-                f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more on "
-                "two stages or more; null is one chunk a stage."
+                f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more "
+                "on two stages or more; null is one chunk a stage."
             )
         if self.distributed_optimizer and self.optimizer is None:
             raise ConfigError("distributed_optimizer has no effect without an optimiser (optimizer: null): turn it off.")

@@ -73,7 +73,7 @@ def _stand_ins() -> Iterator[tuple[object, str, object]]:
     yield cuda, "stream", lambda *_: nullcontext()
     yield cuda, "Stream", _Nothing
     yield cuda, "Event", _Nothing
-    yield cuda, "manual_seed", lambda seed: torch.manual_seed(seed)
+    yield cuda, "manual_seed", torch.manual_seed
     yield cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()
     yield cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
     yield Tensor, "cuda", _same

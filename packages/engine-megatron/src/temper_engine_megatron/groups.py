@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Membership:
     """Where this rank computes."""
     sizes: Sizes
     """Of Megatron's groups."""
-    collection: ProcessGroupCollection
+    collection: Any
     """Megatron's groups."""
     made_group: bool
     """Whether the engine made the default group, and so must destroy it."""
@@ -45,22 +46,26 @@ class Membership:
     @property
     def tp(self) -> dist.ProcessGroup:
         """Ranks that hold parts of the same matrices."""
-        return self.collection.tp
+        group: dist.ProcessGroup = self.collection.tp
+        return group
 
     @property
     def pp(self) -> dist.ProcessGroup:
         """One rank of each stage."""
-        return self.collection.pp
+        group: dist.ProcessGroup = self.collection.pp
+        return group
 
     @property
     def cp(self) -> dist.ProcessGroup:
         """Ranks that hold parts of the same sequences."""
-        return self.collection.cp
+        group: dist.ProcessGroup = self.collection.cp
+        return group
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold the same weights."""
-        return self.collection.dp_cp
+        group: dist.ProcessGroup = self.collection.dp_cp
+        return group
 
     @property
     def is_last_stage(self) -> bool:
@@ -145,7 +150,7 @@ def _own_random_state() -> Iterator[None]:
         yield
 
 
-def _topology(config: MegatronConfig, collection: ProcessGroupCollection) -> Topology:
+def _topology(config: MegatronConfig, collection: Any) -> Topology:
     tp, pp, cp, dp = (_axis(group) for group in (collection.tp, collection.pp, collection.cp, collection.dp))
     stages = pp.size if config.virtual_pipeline is not None else 1
     return Topology(

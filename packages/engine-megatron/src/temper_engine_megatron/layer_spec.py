@@ -22,7 +22,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PackedAttention(MegatronModule):
@@ -47,9 +47,7 @@ class PackedAttention(MegatronModule):
         """Query [S, 1, H, D], key and value [S, 1, K, D]; the layout travels in the place of a mask. Returns [S, 1, H D]."""
         key, value = (gather_sequence(x, self._group) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mixed = scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_mask.mask, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=attention_mask.mask, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1])
         return mixed.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1)
 
 

@@ -153,12 +153,16 @@ def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
     kind = rotary.get("rope_type", "default")
     dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     if kind == "default":
-        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return torch.reciprocal(torch.pow(float(rotary["rope_theta"]), exponents))
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ConfigError(f"the model's rope_type is {kind!r}, which this version of transformers does not know.")
+    frequencies: Tensor
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if scale != 1.0 or kind == "dynamic":
-        raise CapabilityError(f"rope_type {kind!r} scales attention or depends on the length, which is not supported by the Megatron engine yet.")
+        raise CapabilityError(
+            f"rope_type {kind!r} scales attention or depends on the length, which is not supported by the Megatron engine yet."
+        )
     return frequencies
 
 
@@ -166,7 +170,7 @@ def _build_chunk(settings: Any, *, stage: int, num_chunks: int, membership: Memb
     pp = membership.topology.pp
     table = settings.pipeline_model_parallel_layout
     num_layers = settings.num_layers if table is None else len(table.layout[pp.rank][stage]) - _num_ends(table.layout[pp.rank][stage])
-    chunk = PackedGPTModel(
+    return PackedGPTModel(
         settings,
         transformer_layer_spec=block_spec(settings, num_layers=num_layers),
         vocab_size=settings.vocab_size,
@@ -179,7 +183,6 @@ def _build_chunk(settings: Any, *, stage: int, num_chunks: int, membership: Memb
         pg_collection=membership.collection,
         vp_stage=stage if num_chunks > 1 else None,
     )
-    return chunk
 
 
 def _num_ends(row: Sequence[Any]) -> int:
@@ -192,7 +195,7 @@ def _scalar_head(settings: Any, *, device: torch.device) -> nn.Linear:
 
 
 def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: Membership, *, is_first: bool) -> nn.Module:
-    return DistributedDataParallel(
+    wrapped: nn.Module = DistributedDataParallel(
         config=settings,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -204,6 +207,7 @@ def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: M
         disable_bucketing=not is_first,
         pg_collection=membership.collection,
     )
+    return wrapped
 
 
 def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, membership: Membership) -> Head | None:

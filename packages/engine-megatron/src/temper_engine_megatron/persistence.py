@@ -69,10 +69,10 @@ def read_state(*, directory: str, expected: Iterable[WeightEntry]) -> Iterator[T
 
 def _masters_in(path: Path) -> list[WeightEntry]:
     with safe_open(path, framework="pt") as file:
-        names = [name.removeprefix("master.") for name in file.keys() if name.startswith("master.")]
-        return [
-            WeightEntry(name=name, shape=tuple(file.get_slice(f"master.{name}").get_shape()), dtype=torch.float32) for name in names
-        ]
+        tensors: list[str] = file.keys()
+        names = [name.removeprefix("master.") for name in tensors if name.startswith("master.")]
+        shapes = {name: tuple(file.get_slice(f"master.{name}").get_shape()) for name in names}
+    return [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in shapes.items()]
 
 
 def _write_file(tensors: dict[str, Tensor], *, directory: str, number: int) -> str:

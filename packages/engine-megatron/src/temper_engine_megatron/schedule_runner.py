@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
@@ -42,7 +42,9 @@ class ScheduleRunner:
         self.has_local_gradients = False
         """Whether gradients wait on this rank to be reduced."""
 
-    def run(self, batch: PackedBatch, *, queries: frozenset[Query], micro_loss: MicroLoss | None, forward_only: bool) -> list[Answers] | None:
+    def run(
+        self, batch: PackedBatch, *, queries: frozenset[Query], micro_loss: MicroLoss | None, forward_only: bool
+    ) -> list[Answers] | None:
         """Detached answers of each micro-batch on the last stage, None elsewhere."""
         asked = _Pass(queries=queries, micro_loss=micro_loss, forward_only=forward_only)
         if self._chunks.head is not None:
@@ -65,9 +67,7 @@ class ScheduleRunner:
 
         def forward_step(micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module) -> tuple[Tensor, object]:
             local = next(micro_batches)
-            output: Tensor = chunk(
-                input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=local.attention
-            )
+            output: Tensor = chunk(input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=local.attention)
             return output, lambda hidden: self._finish(hidden, local, asked)
 
         iterators = [iter(prepared) for _ in chunks]
@@ -114,6 +114,7 @@ class ScheduleRunner:
     def zero(self) -> None:
         """Drop gradients, local and reduced."""
         for chunk in self._chunks.wrapped:
+            assert isinstance(chunk, DistributedDataParallel), "an engine that trains wraps its chunks"
             chunk.zero_grad_buffer()
         self.has_local_gradients = False
 

@@ -80,12 +80,12 @@ def read_settings(config: pytest.Config) -> Settings:
         raise pytest.UsageError(str(error)) from error
     sizes, named = config.getoption("--world-sizes"), config.getoption("--layouts")
     plain = _plain_layouts(sizes or ("" if named else "1"), name, engine)
-    layouts = sorted({*_named_layouts(named, name, engine, offered), *plain}, key=lambda layout: layout.world_size)
+    layouts = dict.fromkeys([*plain, *_named_layouts(named, name, engine, offered)])
     report, findings, expected = (config.getoption(f"--{option}") for option in ("report", "findings", "expected-failures"))
     return Settings(
         engine=name,
         claims=engine.capabilities,
-        layouts=tuple(layouts),
+        layouts=tuple(sorted(layouts, key=lambda layout: layout.world_size)),
         groups=_groups(config.getoption("--groups")),
         report=Path(report) if report else None,
         findings=Path(findings) if findings else None,
