@@ -17,7 +17,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from tools.environment import EXTRAS, PACKAGES, TORCH, ensure_environment
+from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -25,12 +25,13 @@ nox.options.sessions = ["tests"]
 CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 WHEELS = ROOT / ".temper" / "wheels"
 
-PLACEHOLDERS = {
-    "engine-megatron": "temper-engine-megatron has no engine yet",
-}
+PLACEHOLDERS = {}
 """Packages that hold their place only; a session that would test one skips with this sentence."""
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
+
+KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
+"""In which layouts `conformance` runs an engine."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
@@ -54,7 +55,7 @@ for found in pkgutil.walk_packages(importlib.import_module(package).__path__, pa
 print(f"{len(imported)} modules import without an extra")
 """
 
-PAIRS = ("engine-api:engine-fsdp", "engine-api:trainer", "engine-fsdp:trainer")
+PAIRS = ("engine-api:engine-fsdp", "engine-api:engine-megatron", "engine-api:trainer", "engine-fsdp:trainer")
 """HEAD of the first with the last tag of the second, and the other way round."""
 
 
@@ -106,9 +107,9 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("engine", list(ENGINES))
 def conformance(session: nox.Session, engine: str) -> None:
-    """The conformance kit on one engine; arguments after -- go to pytest (default: world sizes 1 and 2)."""
+    """The conformance kit on one engine; arguments after -- go to pytest (default: the layouts in KIT_ARGUMENTS)."""
     _skip_placeholder(session, ENGINES[engine])
-    arguments = session.posargs or ["--world-sizes", "1,2"]
+    arguments = session.posargs or KIT_ARGUMENTS[engine]
     kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
     session.run(str(ensure_environment(ROOT)), *kit, *arguments, external=True)
 
@@ -127,6 +128,7 @@ def isolated(session: nox.Session, package: str) -> None:
     if package not in PLACEHOLDERS:
         with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
         session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
+        _install_bridge(session, package)
         _test_installed(session, package)
 
 
@@ -148,6 +150,7 @@ def compat(session: nox.Session, pair: str) -> None:
         session.install("-c", CONSTRAINTS, TORCH)
         session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in sources.values()))
         session.install("-c", CONSTRAINTS, *_with_extras(sources), *TEST_TOOLS)
+        _install_bridge(session, head)
         _test_installed(session, head)
 
 
@@ -164,6 +167,7 @@ def oldest(session: nox.Session, package: str) -> None:
     floors = [f"{bound[1]}=={bound[2]}" for bound in bounds if bound and bound[1] not in ("torch", *TEST_TOOLS)]
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(TORCH, *floors, *_with_extras(_sources()), *(_pinned(tool) for tool in TEST_TOOLS))
+    _install_bridge(session, package)
     # What an old version of somebody else's package warns of is not ours to mend.
     _test_installed(session, package, "-W", "default")
 
@@ -195,11 +199,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: the nightly tests here, then build, isolated, oldest and compat."""
+    """What takes too long for a pull request: the nightly tests here, every layout of Megatron, then build, isolated, oldest and compat."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
     session.notify("build")
+    session.notify("conformance(engine='megatron')")
     for name in ("isolated", "oldest"):
         for package in PACKAGES:
             session.notify(f"{name}(package='{package}')")
@@ -217,6 +222,13 @@ def _build_wheels(session: nox.Session) -> None:
     session.install("-c", CONSTRAINTS, "build", "hatchling")
     for package in PACKAGES:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}", silent=True)
+
+
+def _install_bridge(session: nox.Session, package: str) -> None:
+    """What the Megatron engine needs and pip can't resolve; with the kit's extra, which its tests use."""
+    if package == "engine-megatron":
+        session.install("-c", CONSTRAINTS, "--no-deps", MEGATRON_BRIDGE)
+        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-engine-api{EXTRAS['engine-api']}")
 
 
 def _test_installed(session: nox.Session, package: str, *arguments: str) -> None:

@@ -42,6 +42,10 @@ TOOLS = (
 TORCH = "torch==2.13.0"
 """Installed first and alone: a later `torch>=x` then finds it and does not fetch a CUDA build of several GB."""
 
+MEGATRON_BRIDGE = "megatron-bridge==0.3.1"
+"""Installed without its requirements: one of them needs torch to be built, so pip can't resolve them. What is used of them, the Megatron
+engine requires itself."""
+
 NEEDED_BYTES = 4 << 30
 """The environment's size with pip's temporary files beside it."""
 
@@ -66,7 +70,7 @@ def fingerprints(root: Path) -> dict[str, str]:
     return {
         "python": f"{version} at {Path(sys.base_prefix).resolve()} for {root}",  # a moved environment is a broken one
         "torch": TORCH,
-        "packages": _digest([constraints, *declared, *requirements]),
+        "packages": _digest([constraints, *declared, *requirements, MEGATRON_BRIDGE]),
     }
 
 
@@ -141,6 +145,7 @@ def _install_packages(root: Path) -> None:
     editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     # The line above has installed the build backend: building in the environment itself saves one environment each.
     _pip(root, ["--no-build-isolation", *editable], doing="installing the packages")
+    _pip(root, ["--no-deps", MEGATRON_BRIDGE], doing=f"installing {MEGATRON_BRIDGE}")
 
 
 _STAGES = {"python": _create, "torch": _install_torch, "packages": _install_packages}

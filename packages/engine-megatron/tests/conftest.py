@@ -1,0 +1,83 @@
+"""A tiny seeded model, engines that are closed after their test, and two rank processes for what needs them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.engine import MegatronEngine
+
+VOCABULARY = 61
+ARCHITECTURE: Mapping[str, Scalar] = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture
+def config() -> MegatronConfig:
+    return MegatronConfig(
+        model=ModelSpec(architecture=ARCHITECTURE),
+        optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=None),
+        precision=PrecisionSpec(compute="fp32"),
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def start(config: MegatronConfig) -> Iterator[Callable[..., MegatronEngine]]:
+    """Start an engine with some settings replaced; all are closed in reverse order."""
+    started: list[MegatronEngine] = []
+
+    def _start(**changes: object) -> MegatronEngine:
+        engine = MegatronEngine(replace(config, **changes))  # type: ignore[arg-type]
+        engine.init_model()
+        started.append(engine)
+        return engine
+
+    yield _start
+    for engine in reversed(started):
+        engine.close()
+
+
+@pytest.fixture
+def batch() -> SequenceBatch:
+    """Four sequences of 5 to 14 tokens, the first four of each a prompt."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = [9, 5, 14, 7]
+    return from_sequences(
+        [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths],
+        loss_masks=[torch.arange(length) >= 4 for length in lengths],
+        temperature=[1.0, 0.7, 1.3, 1.0],
+    )
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two rank processes."""
+    fleet = Fleet(2, folder=tmp_path_factory.mktemp("fleet"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The conformance kit's oracle, models and batches."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    return Reference(folder=folder)

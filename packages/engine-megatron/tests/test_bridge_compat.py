@@ -1,0 +1,67 @@
+"""The bridge is imported without what it asks for needlessly, and says what Megatron's parameters are made of."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_megatron.bridge_compat import PIP_LINE, Recipe, Translation
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+
+
+def config(model_type="qwen2", **fields):
+    return AutoConfig.for_model(model_type, **{**SIZES, **fields})
+
+
+def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
+    Translation(config())
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    assert not {"transformer_engine", "triton"} & sys.modules.keys() or HAVE_TE
+
+
+def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
+    for name in [name for name in sys.modules if name == "megatron.bridge" or name.startswith("megatron.bridge.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    with pytest.raises(ConfigError, match="needs Megatron-Bridge") as caught:
+        Translation(config())
+    assert PIP_LINE in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_every_parameter_of_a_plain_layer_is_known(model_type):
+    translation = Translation(config(model_type))
+    layer = "decoder.layers.1."
+    assert translation.recipe_of(layer + "input_layernorm.weight").names == ("model.layers.1.input_layernorm.weight",)
+    assert translation.recipe_of(layer + "pre_mlp_layernorm.weight").names == ("model.layers.1.post_attention_layernorm.weight",)
+    assert translation.recipe_of(layer + "self_attention.linear_qkv.weight").kind == "qkv"
+    assert translation.recipe_of(layer + "mlp.linear_fc1.weight") == Recipe(
+        kind="gated", names=("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    )
+    with pytest.raises(CapabilityError, match="what nonesuch is made of"):
+        translation.recipe_of("nonesuch")
+
+
+def test_joined_heads_split_again():
+    translation = Translation(config())
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(rows, 32, generator=draw) for rows in (32, 16, 16)]
+    again = translation.split_heads(translation.join_heads(parts))
+    assert all(torch.equal(part, back) for part, back in zip(parts, again, strict=True))
+    # Four queries over two keys: each key and value follows its two queries, 8 rows a head.
+    assert torch.equal(translation.join_heads(parts)[16:24], parts[1][:8])
+
+
+def test_the_rotary_base_of_the_model_is_taken():
+    # transformers 5 moved it to where bridge 0.3 does not look; without it the bridge takes 10000.
+    translation = Translation(config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+    assert translation.settings.rotary_base == 1e6
+
+
+def test_an_architecture_without_a_translation_is_refused_by_name():
+    with pytest.raises(CapabilityError, match="GPT2LMHeadModel"):
+        Translation(AutoConfig.for_model("gpt2"))

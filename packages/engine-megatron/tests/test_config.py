@@ -1,0 +1,45 @@
+"""Sizes that make no layout are refused where they are written."""
+
+from dataclasses import fields
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.registry import conformance_layouts, engine_config_class
+from temper_engine_api.specs import ModelSpec
+from temper_engine_megatron.config import MegatronConfig
+
+MODEL = ModelSpec(path="/a/model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel is 0"),
+        ({"sequence_parallel": True}, "tensor_parallel is 1"),
+        ({"virtual_pipeline": 2}, "two stages or more"),
+        ({"virtual_pipeline": 1, "pipeline_parallel": 2}, "two chunks or more"),
+        ({"distributed_optimizer": True, "optimizer": None}, "no effect without an optimiser"),
+    ],
+)
+def test_sizes_without_meaning_are_refused(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        MegatronConfig(model=MODEL, **changes)
+
+
+def test_a_replica_takes_the_ranks_of_all_splits():
+    config = MegatronConfig(model=MODEL, tensor_parallel=2, pipeline_parallel=3, context_parallel=4)
+    assert config.replica_size == 24
+
+
+def test_the_engine_is_found_by_its_name():
+    assert engine_config_class("megatron") is MegatronConfig
+
+
+def test_layouts_set_fields_that_exist_and_fill_their_ranks():
+    known = {field.name for field in fields(MegatronConfig)}
+    layouts = conformance_layouts("megatron")
+    assert {"tp2", "pp2", "pp2-vpp2", "cp2", "dp2-distopt", "tp2-pp2"} <= {layout.name for layout in layouts}
+    for layout in layouts:
+        assert layout.fields.keys() <= known
+        assert layout.world_size % MegatronConfig(model=MODEL, **layout.fields).replica_size == 0

@@ -1,0 +1,49 @@
+"""Without CUDA Megatron's CUDA calls mean the CPU, and only while Megatron is called."""
+
+import pytest
+import torch
+
+from temper_engine_megatron import cpu_device
+from temper_engine_megatron.cpu_device import megatron_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def without_cuda():
+    if torch.cuda.is_available():
+        pytest.skip("about machines without CUDA; any CPU machine runs it")
+
+
+def test_cuda_literals_mean_the_cpu_inside():
+    with megatron_on_cpu():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.empty(1, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
+        assert torch.ones(1).cuda().device.type == "cpu"
+
+
+def test_nothing_outlives_the_context():
+    before = [getattr(owner, name) for owner, name, _ in cpu_device._stand_ins()]
+    with pytest.raises(ZeroDivisionError), megatron_on_cpu():
+        raise ZeroDivisionError
+    assert [getattr(owner, name) for owner, name, _ in cpu_device._stand_ins()] == before
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_the_context_may_be_entered_inside_itself():
+    with megatron_on_cpu(), megatron_on_cpu():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.Tensor.type is cpu_device._REAL_TYPE
+
+
+def test_only_megatrons_optimizers_are_told_of_cuda_types():
+    with megatron_on_cpu():
+        assert torch.zeros(1).type() == "torch.FloatTensor"
+        assert torch.zeros(1).type(torch.float64).dtype is torch.float64
+
+
+def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    current_device = torch.cuda.current_device
+    with megatron_on_cpu():
+        assert torch.cuda.current_device is current_device
+        assert torch.Tensor.type is cpu_device._REAL_TYPE

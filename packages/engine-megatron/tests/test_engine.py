@@ -1,0 +1,115 @@
+"""What this engine alone promises: refusals of its own, several engines in a process, models from scratch and with new heads."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import ModelSpec, PrecisionSpec
+from temper_engine_megatron.engine import MegatronEngine
+
+
+def mean_cost(data, predictions, ctx):
+    return -predictions["logprob"][data.loss_mask].mean(), ctx
+
+
+def test_a_model_from_scratch_learns(start, batch):
+    engine = start()
+    engine.set_loss_fn(mean_cost)
+    losses = []
+    for _ in range(12):
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(batch)
+        engine.optimizer_step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_stream_alone(start):
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    first, second = (dict(weights(start())) for _ in range(2))
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first["model.embed_tokens.weight"].shape == (61, 32)
+
+
+def weights(engine):
+    with engine.export_weights() as stream:
+        return list(stream)
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_refused(config):
+    engine = MegatronEngine(replace(config, tensor_parallel=2))
+    with pytest.raises(ConfigError, match="must divide the 1 ranks"):
+        engine.init_model()
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_behind(config):
+    other = ModelSpec(architecture={"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2})
+    with pytest.raises(CapabilityError, match="GPT2"):
+        MegatronEngine(replace(config, model=other)).init_model()
+    assert not torch.distributed.is_initialized()
+
+
+def test_dropout_is_refused(config):
+    other = ModelSpec(architecture={**config.model.architecture, "attention_dropout": 0.1})
+    with pytest.raises(CapabilityError, match="dropout"):
+        MegatronEngine(replace(config, model=other)).init_model()
+
+
+def test_a_critic_begins_at_a_language_model_with_a_new_head(config, start, batch, tmp_path):
+    network = write_language_model(tmp_path / "model", config)
+    first, second = (start(model=ModelSpec(path=str(network), model_type="value_model", seed=seed)) for seed in (0, 1))
+    names = [dict(weights(engine)) for engine in (first, second)]
+    assert names[0].keys() >= {"score.weight", "score.bias"}
+    assert not torch.equal(names[0]["score.weight"], names[1]["score.weight"])
+    with first.eval_mode():
+        share = first.shard_data(batch, max_tokens=64)
+        values = first.forward_backward_batch(share, forward_only=True, outputs=[Query.VALUE]).outputs
+    assert values is not None
+    assert int((values.columns[Query.VALUE] != 0).sum()) == batch.num_tokens - batch.num_sequences
+
+
+def write_language_model(folder, config):
+    fields = dict(config.model.architecture)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network.save_pretrained(folder)
+    return folder
+
+
+def test_weights_of_another_model_are_refused(config, tmp_path):
+    write_language_model(tmp_path / "model", config)
+    text = (tmp_path / "model" / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    (tmp_path / "model" / "config.json").write_text(text)
+    with pytest.raises(WeightError, match=r"model\.layers\.2"):
+        MegatronEngine(replace(config, model=ModelSpec(path=str(tmp_path / "model")))).init_model()
+
+
+def test_a_language_model_can_not_answer_values(start, batch):
+    engine = start()
+    with engine.eval_mode(), pytest.raises(CapabilityError, match="a language_model can't answer value"):
+        engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.VALUE])
+
+
+def test_bf16_keeps_master_weights_in_float32(start, batch):
+    engine = start(precision=PrecisionSpec(compute="bf16"))
+    assert all(tensor.dtype is torch.bfloat16 for _, tensor in weights(engine))
+    masters = {entry.name: entry.master for entry in engine.export_state()}
+    exact = {entry.name: entry.master for entry in start().export_state()}
+    # Not those of a model that was rounded to bf16 on its way in.
+    assert all(torch.equal(masters[name], exact[name]) for name in exact)
+
+
+def test_configuring_needs_neither_torch_nor_megatron():
+    modules = "temper_engine_megatron.config, temper_engine_megatron.layouts"
+    program = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

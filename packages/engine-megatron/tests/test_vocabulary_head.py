@@ -1,0 +1,59 @@
+"""The head over a split vocabulary equals log-softmax over the whole one, in chunks and with its gradient."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def numbers(*, rows=7, words=13, padding=3):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 8, generator=draw, requires_grad=True)
+    # What pads the vocabulary would be the likeliest word if it were one.
+    weight = torch.cat([torch.randn(words, 8, generator=draw), torch.full((padding, 8), 9.0)]).requires_grad_()
+    labels = torch.randint(words, (rows,), generator=draw)
+    ids = torch.randint(words, (rows, 2), generator=draw)
+    heat = torch.rand(rows, generator=draw) + 0.5
+    return hidden, weight, labels, ids, heat
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_answers_and_gradients_equal_log_softmax(group, chunk):
+    hidden, weight, labels, ids, heat = numbers()
+    share = HeadShare(group=group, first=0, size=13, chunk=chunk, wants_entropy=True)
+    columns = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=ids, share=share)
+    logs = torch.log_softmax(hidden @ weight[:13].t() / heat[:, None], dim=-1)
+    expected = {
+        "logprob": logs.gather(1, labels[:, None])[:, 0],
+        "logsumexp": torch.logsumexp(hidden @ weight[:13].t() / heat[:, None], dim=-1),
+        "entropy": -(logs.exp() * logs).sum(-1),
+        "logprob_at": logs.gather(1, ids),
+    }
+    draw = torch.Generator().manual_seed(1)
+    factors = {name: torch.randn(column.shape, generator=draw) for name, column in expected.items()}
+    for name, column in expected.items():
+        torch.testing.assert_close(getattr(columns, name), column)
+    grads = [
+        torch.autograd.grad(sum((source[name] * factors[name]).sum() for name in expected), [hidden, weight])
+        for source in ({name: getattr(columns, name) for name in expected}, expected)
+    ]
+    for have, want in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_position_at_all_is_answered(group):
+    hidden, weight, labels, _, heat = numbers()
+    share = HeadShare(group=group, first=0, size=13, chunk=4, wants_entropy=False)
+    columns = vocabulary_logprob(hidden[:0], weight, labels[:0], temperature=heat[:0], ids=None, share=share)
+    columns.logprob.sum().backward()
+    assert (columns.logprob.shape, columns.logprob_at.shape) == ((0,), (0, 0))
+    assert not bool(weight.grad.any())
