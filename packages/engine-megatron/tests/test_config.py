@@ -19,7 +19,6 @@ MODEL = ModelSpec(path="/a/model")
         ({"sequence_parallel": True}, "tensor_parallel is 1"),
         ({"virtual_pipeline": 2}, "two stages or more"),
         ({"virtual_pipeline": 1, "pipeline_parallel": 2}, "two chunks or more"),
-        ({"distributed_optimizer": True, "optimizer": None}, "no effect without an optimiser"),
     ],
 )
 def test_sizes_without_meaning_are_refused(changes, sentence):

@@ -1,5 +1,6 @@
 """What this engine alone promises: refusals of its own, several engines in a process, models from scratch and with new heads."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,8 +89,9 @@ def write_language_model(folder, config):
 
 def test_weights_of_another_model_are_refused(config, tmp_path):
     write_language_model(tmp_path / "model", config)
-    text = (tmp_path / "model" / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
-    (tmp_path / "model" / "config.json").write_text(text)
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
     with pytest.raises(WeightError, match=r"model\.layers\.2"):
         MegatronEngine(replace(config, model=ModelSpec(path=str(tmp_path / "model")))).init_model()
 

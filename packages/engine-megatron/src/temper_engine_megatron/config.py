@@ -21,7 +21,7 @@ class MegatronConfig(EngineConfig):
     context_parallel: int = 1
     """Ranks that the tokens of a micro-batch are split over."""
     distributed_optimizer: bool = False
-    """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1)."""
+    """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1), where there is an optimiser."""
     head_chunk_tokens: int = 2048
     """Positions whose logits are held at once."""
 
@@ -38,8 +38,6 @@ class MegatronConfig(EngineConfig):
                 f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more "
                 "on two stages or more; null is one chunk a stage."
             )
-        if self.distributed_optimizer and self.optimizer is None:
-            raise ConfigError("distributed_optimizer has no effect without an optimiser (optimizer: null): turn it off.")
 
     @property
     def replica_size(self) -> int:

@@ -131,7 +131,7 @@ def _check(config: MegatronConfig, sizes: Sizes, world_size: int) -> None:
 
 def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
     tensor, pipeline, virtual, context = sizes
-    with megatron_on_cpu(), _own_random_state():
+    with megatron_on_cpu(), own_random_state():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
@@ -144,8 +144,8 @@ def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Seeding Megatron leaves the process's own stream of random numbers as it was."""
+def own_random_state() -> Iterator[None]:
+    """What Megatron seeds and draws while it builds leaves the process's own stream of random numbers as it was."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
 

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
-from temper_engine_megatron.groups import Membership, join, leave
+from temper_engine_megatron.groups import Membership, join, leave, own_random_state
 from temper_engine_megatron.huggingface import open_tensors, read_config
 from temper_engine_megatron.model import build_chunks
 from temper_engine_megatron.optimizer import MegatronAdamW
@@ -45,7 +45,7 @@ def build_parts(config: MegatronConfig) -> Parts:
 
 
 def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Parts:
-    with megatron_on_cpu():
+    with megatron_on_cpu(), own_random_state():
         chunks = build_chunks(config, hf_config=hf_config, translation=translation, membership=membership)
     optimizer = None
     if config.optimizer is not None:
