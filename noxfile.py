@@ -25,7 +25,7 @@ nox.options.sessions = ["tests"]
 CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 WHEELS = ROOT / ".temper" / "wheels"
 
-PLACEHOLDERS = {}
+PLACEHOLDERS: dict[str, str] = {}
 """Packages that hold their place only; a session that would test one skips with this sentence."""
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}

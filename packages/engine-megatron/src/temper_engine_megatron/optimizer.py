@@ -72,7 +72,7 @@ class MegatronAdamW:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._spec.clip_grad_norm, norm)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-                group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
+                group["weight_decay"] = self._spec.weight_decay * (1.0 if self._spec.decays_vectors else group["wd_mult"])
             optimizer.step_with_ready_grads()
         return norm
 
