@@ -50,7 +50,7 @@ class WatchedCritic(PPOCritic):
         return norm
 
 
-def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path, strategy: dict[str, Any]) -> FSDPEngine:
+def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path) -> FSDPEngine:
     """The engine that the trace's module was; weights copied to the name that transformers looks for."""
     folder.mkdir()
     shutil.copy(model_folder / "config.json", folder)
@@ -69,7 +69,7 @@ def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path, stra
             ),
             precision=PrecisionSpec(compute="bf16" if is_bf16 else "fp32"),
             device="cpu",
-            **strategy,
+            strategy="fsdp1" if case["fsdp"] == 1 else "fsdp2",
         )
     )
     engine.init_model()
@@ -80,7 +80,7 @@ def replay(case_folder: Path, *, folder: Path) -> dict[str, Any]:
     """Everything that the trace's file holds, measured on this rank."""
     case = json.loads((case_folder / "case.json").read_text())
     inputs = load_file(case_folder / case["inputs"])
-    engine = build_engine(case, folder, model_folder=case_folder / case["model_files"], strategy={})
+    engine = build_engine(case, folder, model_folder=case_folder / case["model_files"])
     first, last = case["rows_per_rank"][engine.topology.dp.rank]
     data = DataProto.from_dict(tensors={key: inputs[name][first:last] for key, name in case["batch_keys"].items()})
     config = {**case["config"], "ppo_mini_batch_size": case["ppo_mini_batch_size_after_worker_normalization"]}

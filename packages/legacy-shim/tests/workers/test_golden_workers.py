@@ -1,9 +1,9 @@
 """Actor and critic against the traces of the genuine classes: every number they leave, on one rank and on two.
 
-Tolerances follow the traces' README. The same mathematics in another order of summation moved parameters by 1.3e-6 and the passes after
-them by 5.8e-6 there, hence 1e-5 and 5e-5. An entry whose gradient is zero up to rounding moves by up to the learning rate, since AdamW
-divides a gradient by its own size: a few in ten thousand may be further off, none by more than half the learning rate of 1e-3, and the
-pass after it sees that.
+Tolerances follow the traces' README: 1e-5 on parameters, which leaves a factor over the 1.3e-6 that the same mathematics moved there in
+another order of summation; the pass after an update sees 12,000 such parameters, and moved 20 times as far. An entry whose gradient is
+zero up to rounding moves by up to the learning rate of 1e-3, since AdamW divides a gradient by its own size: at most two of a tensor, or
+five in ten thousand, may be further off, none by more than half of it; the pass and the update that follow see those.
 """
 
 import math
@@ -22,8 +22,11 @@ from torch import Tensor
 
 pytestmark = needs_golden
 SCRIPT = Path(__file__).with_name("replay_golden.py")
-PARAMETER, AFTER, BEFORE, GRADIENT, METRIC = 1e-5, 5e-5, 5e-6, 1e-5, 2e-5
+PARAMETER, AFTER, BEFORE, GRADIENT, METRIC = 1e-5, 2e-4, 5e-6, 1e-5, 2e-5
 STRAY_SHARE, STRAY_LIMIT = 5e-4, 5e-4
+AFTER_STRAYS, METRIC_AFTER_STRAYS = 1e-3, 2e-4
+STEEP = {"rollout_corr/chi2_seq": 1e-4}
+"""exp of twice a sum of log-ratios: what a sum of 16 rounds by, this multiplies."""
 LOOSE = 0.2
 """For bfloat16 autocast, which the traces themselves call a loose reference: relative to the largest entry."""
 
@@ -102,19 +105,24 @@ def test_every_trace_is_reproduced(world_size: int, tmp_path: Path) -> None:
 def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
     """A sentence for each number that is not the trace's."""
     folder, is_loose = GOLDEN / case, "bf16" in case
-    description = json_of(folder / "case.json")
+    description: dict[str, Any] = json_of(folder / "case.json")
     expected = dict(tensors_of(folder / "outputs.safetensors"))
+    twin = description.get("vs_fsdp2_twin")
+    if twin is not None:
+        others = tensors_of(folder / twin["twin"] / "outputs.safetensors")
+        expected = {name: column for name, column in others.items() if name.startswith(("param.", "grad0."))} | expected
     mask = _mask(folder, description)
+    wanted = {name: want for name, want in expected.items() if name.startswith("param.")}
+    has_strays = any(bool(((ranks[0][name] - want).abs() > PARAMETER).any()) for name, want in wanted.items())
     found = []
     for name, want in expected.items():
         if name == "before.values_without_response_mask_in_batch":
             continue  # values at padding, which are arbitrary there and 0 here
         if name.startswith(("before.", "after.")):
             have = torch.cat([rank[name] for rank in ranks])
-            has_strays = any(int(((ranks[0][n] - w).abs() > PARAMETER).sum()) for n, w in expected.items() if n.startswith("param."))
-            after = STRAY_LIMIT if has_strays else AFTER
-            limit = LOOSE if is_loose else BEFORE if name.startswith("before.") else after
-            found += _off(case, name, have[mask], want[mask], limit=limit * max(1.0, float(want[mask].abs().max()) if is_loose else 1.0))
+            limit = BEFORE if name.startswith("before.") else AFTER_STRAYS if has_strays else AFTER
+            limit = LOOSE * max(1.0, float(want[mask].abs().max())) if is_loose else limit
+            found += _off(case, name, have[mask], want[mask], limit=limit)
         elif name.startswith("param."):
             found += _parameter_off(case, name, ranks[0][name], want, is_loose=is_loose)
         elif name.startswith("grad0."):
@@ -124,7 +132,8 @@ def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
     digest = description.get("final_params_digest")
     if isinstance(digest, dict) and not is_loose:
         found += _digest_off(case, ranks[0], digest)
-    return found + _metrics_off(case, folder, ranks, is_loose=is_loose)
+    tolerance = LOOSE if is_loose else METRIC_AFTER_STRAYS if has_strays else METRIC
+    return found + _metrics_off(case, folder, ranks, tolerance=tolerance)
 
 
 def _mask(folder: Path, description: Mapping[str, Any]) -> Tensor:
@@ -157,7 +166,7 @@ def _digest_off(case: str, rank: Mapping[str, Tensor], digest: Mapping[str, list
     return complaints
 
 
-def _metrics_off(case: str, folder: Path, ranks: list[dict[str, Any]], *, is_loose: bool) -> list[str]:
+def _metrics_off(case: str, folder: Path, ranks: list[dict[str, Any]], *, tolerance: float) -> list[str]:
     path = folder / "metrics.json"
     per_rank: Any = json_of(path).get("per_rank", []) if path.exists() else []
     complaints = []
@@ -168,7 +177,7 @@ def _metrics_off(case: str, folder: Path, ranks: list[dict[str, Any]], *, is_loo
             continue
         for name in want:
             pairs = list(zip(_as_list(have[name]), _as_list(want[name]), strict=True))
-            limit = LOOSE if is_loose else METRIC
+            limit = max(tolerance, STEEP.get(name, 0.0))
             if not all(_is_close(a, float(b), limit=limit) for a, b in pairs):
                 complaints.append(f"{case}: rank {rank} reports {name} {have[name]}, not {want[name]}")
     return complaints

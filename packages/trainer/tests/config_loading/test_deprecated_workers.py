@@ -4,9 +4,10 @@ from collections.abc import Callable
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config_loading import load
+from temper_trainer.config_loading import deprecated_workers, load
+from temper_trainer.config_loading.deprecated_workers import read_switch
 
-from .conftest import RL
+from .conftest import RL, SFT
 
 
 def test_auto_is_disable_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -22,12 +23,22 @@ def test_disable_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_enable_without_the_shim_says_how_to_install_it() -> None:
-    with pytest.raises(ConfigError, match=r"no package offers deprecated workers .*: they will come with temper-legacy-shim"):
+def test_the_rfcs_booleans_are_read_as_words(caplog: pytest.LogCaptureFixture) -> None:
+    assert load([*RL, "use_legacy_worker_impl=false"]).config.use_legacy_worker_impl == "disable"
+    assert read_switch(True) == "enable"
+    assert read_switch("auto") == "auto"
+    with pytest.raises(ConfigError, match=r"use_legacy_worker_impl is 1, but must be: auto \| enable \| disable"):
+        load([*RL, "use_legacy_worker_impl=1"])
+
+
+def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deprecated_workers, "GROUP", "temper.a_group_that_nobody_fills")
+    with pytest.raises(ConfigError, match=r"no package offers deprecated workers .*: pip install 'temper-legacy-shim\[workers\]'"):
         load([*RL, "use_legacy_worker_impl=enable"])
 
 
-def test_enable_with_workers_that_this_release_cannot_drive_is_refused(install: Callable[[str, str], None]) -> None:
-    install("[temper.legacy_workers]\nold_actor = guest_engine:Worker\n", "class Worker: ...\n")
-    with pytest.raises(ConfigError, match=r"the deprecated workers old_actor are installed, but temper-trainer 0.1 drives engines only"):
-        load([*RL, "use_legacy_worker_impl=enable"])
+def test_enable_where_no_role_could_use_it_is_refused(install: Callable[[str, str], None]) -> None:
+    install("[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n")
+    with pytest.raises(ConfigError, match="enable in loop sft, which deprecated workers never did"):
+        load([*SFT, "use_legacy_worker_impl=true"])
+    assert load([*RL, "use_legacy_worker_impl=true"]).config.use_legacy_worker_impl == "enable"

@@ -80,15 +80,18 @@ class PPOActor:
     ) -> None:
         if numerics not in ("legacy", "temper"):
             raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
-        values = plain(config)
         self.config = config
         self.numerics = numerics
-        self.settings: ActorSettings = known(ActorSettings, values)
-        self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
-        self._values = values
+        self.configure(plain(config))
         self._adopted: Adopted = adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip, model_type="language_model")
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
+
+    def configure(self, values: Mapping[str, object]) -> None:
+        """Take an actor config's values for the updates to come; what the engine was built with stays."""
+        self.settings: ActorSettings = known(ActorSettings, values)
+        self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
+        self._values = dict(values)
 
     @property
     def engine(self) -> BaseEngine:

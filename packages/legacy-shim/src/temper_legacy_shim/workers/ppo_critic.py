@@ -1,5 +1,6 @@
 """``DataParallelPPOCritic``: values and value updates of an old batch, on an engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,14 +47,17 @@ class PPOCritic:
     ) -> None:
         if numerics not in ("legacy", "temper"):
             raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
-        values = plain(config)
         self.config = config
         self.numerics = numerics
-        self.settings: CriticSettings = known(CriticSettings, values)
-        self._values = values
+        self.configure(plain(config))
         self._adopted: Adopted = adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip, model_type="value_model")
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
+
+    def configure(self, values: Mapping[str, object]) -> None:
+        """Take a critic config's values for the updates to come; what the engine was built with stays."""
+        self.settings: CriticSettings = known(CriticSettings, values)
+        self._values = dict(values)
 
     @property
     def engine(self) -> BaseEngine:

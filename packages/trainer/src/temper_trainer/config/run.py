@@ -122,7 +122,8 @@ class TrainerConfig:
     model_engine: str = "fsdp"
     """Which engine every role runs on, found by entry point; the config group of that name fills the roles' blocks."""
     use_legacy_worker_impl: Literal["auto", "enable", "disable"] = "disable"
-    """disable is the engine path; enable loads deprecated workers from temper-legacy-shim; auto is disable with a warning."""
+    """disable (or false) is the engine path; enable (or true) trains through the deprecated workers of temper-legacy-shim, with their old
+    numerics; auto is disable with a warning."""
     data: DataConfig
     """Problems."""
     actor: RoleConfig

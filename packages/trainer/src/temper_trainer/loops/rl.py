@@ -98,7 +98,9 @@ def open_rooms(
         roles: dict[str, WorkerGroup] = {}
         for name, role in engines.items():
             if role is not None:
-                roles[name] = runtime.open_group(name, engine=role.engine, num_workers=role.num_workers)
+                roles[name] = runtime.open_group(
+                    name, engine=role.engine, num_workers=role.num_workers, is_deprecated=config.use_legacy_worker_impl == "enable"
+                )
                 stack.callback(roles[name].close)
                 roles[name].init()
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)

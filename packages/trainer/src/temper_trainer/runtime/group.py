@@ -14,7 +14,7 @@ from temper_engine_api.objective import Objective, Query
 from temper_engine_api.outputs import Outputs, gather_outputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
-from temper_trainer.runtime.worker import TrainingWorker, UpdateResult
+from temper_trainer.runtime.worker import TrainingWorker, UpdateResult, call_worker, open_worker
 
 T = TypeVar("T")
 
@@ -125,9 +125,9 @@ class WorkerGroup(ABC):
 class InlineWorkerGroup(WorkerGroup):
     """A role of one rank in the driver's own process."""
 
-    def __init__(self, role: str, *, engine_name: str, config: EngineConfig) -> None:
+    def __init__(self, role: str, *, engine_name: str, config: EngineConfig, is_deprecated: bool = False) -> None:
         super().__init__(role)
-        self._worker = TrainingWorker(engine_name=engine_name, config=config, num_threads=None)
+        self._worker = open_worker(engine_name=engine_name, config=config, num_threads=None, is_deprecated=is_deprecated)
 
     @property
     def num_workers(self) -> int:
@@ -137,7 +137,7 @@ class InlineWorkerGroup(WorkerGroup):
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call the method here."""
         (only,) = arguments
-        return [call(self._worker, *only)]
+        return [call_worker(self._worker, call, only)]
 
     def close(self) -> None:
         """Free the engine."""

@@ -19,8 +19,8 @@ from temper_trainer.runtime.placement import RoleRequest
 class Runtime(Protocol):
     """Makes the roles and the sampler of a run."""
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
-        """The ranks of one role, not yet initialised."""
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
+        """The ranks of one role, not yet initialised; deprecated ones where asked."""
         ...
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
@@ -34,10 +34,10 @@ class InlineRuntime:
     def __init__(self, engine_name: str) -> None:
         self._engine_name = engine_name
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
         """One rank."""
         assert num_workers == 1
-        return InlineWorkerGroup(role, engine_name=self._engine_name, config=engine)
+        return InlineWorkerGroup(role, engine_name=self._engine_name, config=engine, is_deprecated=is_deprecated)
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
         """In this process."""

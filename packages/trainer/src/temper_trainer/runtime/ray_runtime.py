@@ -39,7 +39,7 @@ class RayRuntime:
         if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
             raise WorkerError(f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s.")
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int) -> WorkerGroup:
+    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
         """One actor a rank."""
         return RayWorkerGroup(
             role,
@@ -48,6 +48,7 @@ class RayRuntime:
             config=engine,
             num_threads=self._config.run.num_threads,
             timeout_s=self._config.runtime.worker_timeout_s,
+            is_deprecated=is_deprecated,
         )
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:

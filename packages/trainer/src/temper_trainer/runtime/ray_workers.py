@@ -16,7 +16,7 @@ from temper_engine_api.weights import NamedWeight, checksum
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
-from temper_trainer.runtime.worker import TrainingWorker
+from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
 
 T = TypeVar("T")
@@ -53,16 +53,24 @@ class RoleActor:
         return address, port
 
     def configure(
-        self, engine_name: str, config: EngineConfig, num_threads: int | None, rank: int, world_size: int, address: str, port: int
+        self,
+        engine_name: str,
+        config: EngineConfig,
+        num_threads: int | None,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        is_deprecated: bool,
     ) -> None:
         """Take a place in the role's process group."""
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
-        self._worker = TrainingWorker(engine_name=engine_name, config=config, num_threads=num_threads)
+        self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Run a function on the worker."""
         assert self._worker is not None
-        return function(self._worker, *arguments)
+        return call_worker(self._worker, function, arguments)
 
 
 class SamplerActor:
@@ -105,6 +113,7 @@ class RayWorkerGroup(WorkerGroup):
         config: EngineConfig,
         num_threads: int | None,
         timeout_s: float,
+        is_deprecated: bool,
     ) -> None:
         super().__init__(role)
         self._timeout_s = timeout_s
@@ -112,7 +121,7 @@ class RayWorkerGroup(WorkerGroup):
         (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{role} rank 0: rendezvous")
         address, port = cast("tuple[str, int]", place)
         refs = [
-            actor.configure.remote(engine_name, config, num_threads, rank, len(self._actors), address, port)
+            actor.configure.remote(engine_name, config, num_threads, rank, len(self._actors), address, port, is_deprecated)
             for rank, actor in enumerate(self._actors)
         ]
         _wait_all(refs, timeout_s=self._timeout_s, what=f"{role}: configure")

@@ -1,8 +1,10 @@
 """One rank of one role: an engine behind a few methods whose arguments and results are plain values."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +18,9 @@ from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import WeightStream
+from temper_trainer.config.deprecated_workers import GROUP, TRAINING_WORKER
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,30 @@ class TrainingWorker:
     def close(self) -> None:
         """Free the engine."""
         self._engine.close()
+
+
+def open_worker(*, engine_name: str, config: EngineConfig, num_threads: int | None, is_deprecated: bool) -> TrainingWorker:
+    """The worker of one rank.
+
+    Args:
+        engine_name: as in ``model_engine``.
+        config: of that engine.
+        num_threads: CPU threads of torch; None leaves them.
+        is_deprecated: take the worker that the entry-point group of deprecated workers offers.
+    """
+    kind: type[TrainingWorker] = TrainingWorker
+    if is_deprecated:
+        (point,) = entry_points(group=GROUP, name=TRAINING_WORKER)
+        kind = point.load()
+    return kind(engine_name=engine_name, config=config, num_threads=num_threads)
+
+
+def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple[object, ...]) -> T:
+    """A method of ``TrainingWorker`` as the worker's own class has it; any other function with the worker as its first argument."""
+    if vars(TrainingWorker).get(call.__name__) is call:
+        own: Callable[..., T] = getattr(worker, call.__name__)
+        return own(*arguments)
+    return call(worker, *arguments)
 
 
 class CriticWorker(TrainingWorker):
