@@ -107,10 +107,15 @@ def test_interpolation_of_a_missing_key_names_both() -> None:
         load([*RL, "sampling.max_tokens=${run.nope}"])
 
 
-def test_megatron_is_refused_with_what_to_choose() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model_engine is megatron, but temper-engine-megatron 0.1 holds no engine yet: choose model_engine=fsdp"
-    ):
+def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
+    config = load([*RL, "model_engine=megatron", "actor.engine.tensor_parallel=2"]).config
+    assert type(config.actor.engine).__name__ == "MegatronConfig"
+    assert config.actor.engine.tensor_parallel == 2
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("temper_engine_api.registry.entry_points", lambda *, group: [])
+    with pytest.raises(ConfigError, match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none"):
         load([*RL, "model_engine=megatron"])
 
 

@@ -82,10 +82,6 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
     try:
         return engine_config_class(str(name))
     except EngineNotFoundError as error:
-        if name == "megatron":
-            raise ConfigError(
-                "model_engine is megatron, but temper-engine-megatron 0.1 holds no engine yet: choose model_engine=fsdp."
-            ) from error
         raise ConfigError(f"model_engine is {name}, but {error}") from error
 
 
