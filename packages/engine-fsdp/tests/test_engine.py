@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
-from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_api.weights import NamedWeight
-from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 Start = Callable[..., FSDPEngine]
@@ -171,11 +170,6 @@ def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: Sequ
         engine.forward_backward_step(batch.select([0, 1]))
     engine.optimizer_zero_grad()
     assert train(engine, [batch]) == train(fresh, [batch])
-
-
-def test_lora_is_refused_by_name(config: FSDPConfig, start: Start) -> None:
-    with pytest.raises(CapabilityError, match="does not offer 'adapter'"):
-        start(lora=LoraSpec(rank=4, alpha=8.0))
 
 
 def test_an_unknown_architecture_is_named(start: Start) -> None:

@@ -1,7 +1,7 @@
 """What the author of an engine fills in: one abstract method for each thing that only a backend knows how to do."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, TypeVar
 
@@ -40,6 +40,7 @@ class EngineBackend(ABC):
         self._rfc_loss: RfcLoss | None = None
         self._rfc_needs: frozenset[Query] = frozenset()
         self._mode: Literal["train", "eval"] | None = None
+        self._is_adapter_disabled = False
 
     @abstractmethod
     def _build(self) -> Topology:
@@ -141,6 +142,18 @@ class EngineBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free memory and the process groups this engine made; a second engine may follow in the same process."""
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        """The base model alone inside; of engines that claim ADAPTER. Nested entries are harmless."""
+        raise NotImplementedError
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        """The configuration as JSON holds it, and full float32 tensors by PEFT name; of engines that claim ADAPTER. Collective."""
+        raise NotImplementedError
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Replace the adapter, strict both ways; of engines that claim ADAPTER. Collective."""
+        raise NotImplementedError
 
     @property
     def topology(self) -> Topology:

@@ -6,7 +6,7 @@ Order of calls: ``init_model``, ``set_loss_fn``, then per update ``optimizer_zer
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Literal, overload
 
 import torch
@@ -54,7 +54,7 @@ class BaseEngine(UpdateCycle):
         """
         needed = {Capability(self.config.model.model_type), *_needed_by_precision(self.config.precision)}
         needed |= {Capability.ANY_OPTIMIZER} if self.config.optimizer is not None and not self.config.optimizer.is_adamw else set()
-        needed |= {Capability.ADAPTER} if self.config.lora.rank > 0 else set()
+        needed |= {Capability.ADAPTER} if self.config.lora.is_on else set()
         needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
         self.require(*needed)
         self._topology = self._build()
@@ -237,24 +237,40 @@ class BaseEngine(UpdateCycle):
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Forward passes without the adapter: the reference policy."""
-        self.require(Capability.ADAPTER)
-        with self._adapter_off():
-            yield
+        """Forward passes without the adapter: the reference policy. Weights exported inside are those of the base.
 
-    def _adapter_off(self) -> AbstractContextManager[None]:
-        """Of engines that claim ADAPTER."""
-        raise NotImplementedError
+        Raises:
+            EngineStateError: this engine has no adapter; and inside, by a backward pass.
+        """
+        self._require_adapter()
+        with self._adapter_off():
+            self._is_adapter_disabled = True
+            try:
+                yield
+            finally:
+                self._is_adapter_disabled = False
 
     def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        """Hugging Face PEFT config and tensors under their exact names."""
-        self.require(Capability.ADAPTER)
-        raise NotImplementedError
+        """What the two files of Hugging Face PEFT hold: the configuration, and full float32 tensors by their exact names. Collective.
+
+        Raises:
+            EngineStateError: this engine has no adapter.
+        """
+        self._require_adapter()
+        with self._resident("eval"):
+            return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Load what ``export_adapter`` gave; strict."""
-        self.require(Capability.ADAPTER)
-        raise NotImplementedError
+        """Load what ``export_adapter`` gave, strictly both ways; optimiser states stay as they are. Collective.
+
+        Raises:
+            ConfigError: with that configuration the same tensors would compute something else here.
+            EngineStateError: this engine has no adapter.
+            WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
+        """
+        self._require_adapter()
+        with self._resident("eval"):
+            self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
         """Small picklable objects of every rank in rank order, on every rank: what a loop without a driver agrees with. Collective."""
@@ -391,7 +407,16 @@ class BaseEngine(UpdateCycle):
             finally:
                 self._mode = None
 
+    def _require_adapter(self) -> None:
+        self.require(Capability.ADAPTER)
+        if not self.config.lora.is_on:
+            raise EngineStateError("this engine has no adapter: set lora.rank and lora.alpha, or lora.path.")
+
     def _check_can_run(self, *, forward_only: bool) -> None:
+        if self._is_adapter_disabled and not forward_only:
+            raise EngineStateError(
+                "a backward pass inside adapter_disabled(): the reference policy is not trained, leave the context before."
+            )
         if self._mode is None or (self._mode == "eval" and not forward_only):
             wanted = "train_mode() or eval_mode()" if forward_only else "train_mode()"
             raise EngineStateError(f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{wanted}`.")

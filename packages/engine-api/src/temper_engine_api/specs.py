@@ -1,7 +1,8 @@
 """Frozen settings of an engine: the only home of their defaults. Importing this needs no torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
@@ -49,26 +50,56 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """One block for every engine; rank 0 is no adapter."""
+    """A low-rank adapter, one block for every engine: the base stays frozen, and only the adapter is trained and saved."""
 
     rank: int = 0
-    """Rank of the adapter."""
+    """Rank of a fresh adapter; 0 is none."""
     alpha: float | None = None
     """Scale numerator; has no default once rank > 0."""
     dropout: float = 0.0
     """On the adapter's input."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Module names, a regular expression, or ``all-linear``."""
+    """Last parts of module names, a regular expression for whole names, or ``all-linear``: every linear layer but the head."""
+    exclude_modules: str | tuple[str, ...] = ()
+    """Modules that stay without an adapter although they are targets, named in the same way."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole; a value or reward head is one of them by itself."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank; Kalajdzievski 2023, arXiv:2312.03732."""
+    dora: bool = False
+    """Train magnitudes beside the low-rank directions; Liu et al. 2024, arXiv:2402.09353."""
+    path: str | None = None
+    """Directory in the format of Hugging Face PEFT that training goes on from; all of the above but dropout then comes from there."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ConfigError(f"lora.rank is {self.rank}, but must be at least 0: 0 is no adapter.")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout is {self.dropout}, but must be in [0, 1).")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ConfigError(f"lora.alpha is {self.alpha}, but must be above 0: the update is scaled by alpha / rank.")
+        if self.path is not None and self.rank > 0:
+            raise ConfigError(f"lora.path is {self.path!r}, and that adapter has a rank of its own: remove lora.rank.")
         if self.rank > 0 and self.alpha is None:
             raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
-        if self.rank == 0 and self.alpha is not None:
-            raise ConfigError(f"lora.alpha is {self.alpha}, but lora.rank is 0, so it has no effect: set lora.rank or remove lora.alpha.")
+        if not self.target_modules:
+            raise ConfigError("lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear.")
+        if self.rank == 0:
+            self._refuse_what_has_no_effect()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an adapter, fresh or continued."""
+        return self.rank > 0 or self.path is not None
+
+    def _refuse_what_has_no_effect(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("rank", "path") or value == item.default or (item.name == "dropout" and self.path is not None):
+                continue
+            source = "lora.rank is 0" if self.path is None else f"lora.path is {self.path!r}, whose adapter_config.json decides it"
+            remedy = f"set lora.rank or remove lora.{item.name}" if self.path is None else f"remove lora.{item.name}"
+            raise ConfigError(f"lora.{item.name} is {value}, but {source}, so it has no effect: {remedy}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,12 @@ SABOTEURS = (
     ),
     Saboteur(state.LoadsWhatItKnows, ("test_checkpoint::test_a_checkpoint_of_another_model_is_refused",)),
     Saboteur(state.PortableStateLosesCounts, ("test_weights::test_portable_state_continues_bitwise",)),
+    Saboteur(state.MergesWithoutScale, ("test_adapter::test_merged_weights_give_same_logits_in_transformers",)),
+    Saboteur(state.AdapterStaysOn, ("test_adapter::test_disabled_adapter_is_the_base",)),
+    Saboteur(state.ExportsAdapterWithoutAlpha, ("test_adapter::test_adapter_loads_in_peft_with_same_logits",)),
+    Saboteur(state.LoadsAdapterLeniently, ("test_adapter::test_a_wrong_adapter_is_refused_and_nothing_changes",)),
+    Saboteur(state.SavesTheBase, ("test_adapter::test_a_checkpoint_holds_the_adapter_for_peft_and_no_base",)),
+    Saboteur(state.DropsInEval, ("test_adapter::test_dropout_of_an_adapter_is_for_training_only",)),
     Saboteur(state.SharesStateBetweenEngines, ("test_state_machine::test_a_second_engine_follows_a_closed_one",)),
 )
 

@@ -1,10 +1,12 @@
 """Engines that are broken on purpose, second half: wrong updates, weights and checkpoints. Each breaks one thing only."""
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from data_parallel_oracle import DataParallelOracle
+from peft.tuners.lora import LoraLayer
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_engine_api.errors import EngineStateError
@@ -239,3 +241,64 @@ class SharesStateBetweenEngines(DataParallelOracle):
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
         self._moments[name] = self.first_moments[name]
+
+
+class MergesWithoutScale(DataParallelOracle):
+    """Adds B A to the base instead of alpha / rank times that."""
+
+    def _iterate_weights(self):
+        layers = [] if self.adapter is None else [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        kept = [dict(layer.scaling) for layer in layers]
+        for layer in layers:
+            layer.scaling = dict.fromkeys(layer.scaling, 1.0)
+        weights = list(super()._iterate_weights())
+        for layer, scaling in zip(layers, kept, strict=True):
+            layer.scaling = scaling
+        yield from weights
+
+
+class AdapterStaysOn(DataParallelOracle):
+    """The reference policy is the policy."""
+
+    def _adapter_off(self):
+        return nullcontext()
+
+
+class ExportsAdapterWithoutAlpha(DataParallelOracle):
+    """Its configuration says alpha = rank."""
+
+    def _export_adapter(self):
+        config, tensors = super()._export_adapter()
+        return {**config, "lora_alpha": config["r"]}, tensors
+
+
+class LoadsAdapterLeniently(DataParallelOracle):
+    """Takes the tensors that it knows, and says nothing of the others."""
+
+    def _load_adapter(self, config, tensors):
+        known = self.parameters()
+        with torch.no_grad():
+            for name in known.keys() & tensors.keys():
+                if known[name].shape == tensors[name].shape:
+                    known[name].copy_(tensors[name])
+
+
+class SavesTheBase(DataParallelOracle):
+    """An adapter's checkpoint holds the frozen weights too."""
+
+    def _write_state(self, directory):
+        files = super()._write_state(directory)
+        if self.adapter is None or self.topology.global_rank != 0:
+            return files
+        torch.save(self.adapter.base_parameters(), Path(directory) / "base.pt")
+        return [*files, "base.pt"]
+
+
+class DropsInEval(DataParallelOracle):
+    """Dropout of the adapter acts in evaluation too."""
+
+    def _run_schedule(self, batch, **options):
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.train()
+        return super()._run_schedule(batch, **options)

@@ -3,7 +3,8 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import ClassVar, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import GRADIENTS, OPTIMIZER, PARAMETERS, Parts, build_parts
 from temper_engine_fsdp.precision import dtype_named
+
+if TYPE_CHECKING:
+    from temper_engine_fsdp.adapter import Adapter
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "train": (PARAMETERS, GRADIENTS),
@@ -43,6 +47,7 @@ class FSDPEngine(BaseEngine):
             Capability.VALUE_MODEL,
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
+            Capability.ADAPTER,
             Capability.OFFLOAD,
             Capability.ANY_OPTIMIZER,
             Capability.FP16,
@@ -133,23 +138,41 @@ class FSDPEngine(BaseEngine):
             # FSDP keeps them out of reach; once reduced they lie in the parameters, where they can be dropped.
             with self._resident("train"):
                 self._reduce_pending_gradients()
-        for parameter in self._parts.parameters.values():
+        for parameter in self._parts.trained.values():
             parameter.parameter.grad = None
 
     def _export_dtype(self) -> torch.dtype:
         return dtype_named(self.config.precision.compute)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        return weights.iterate_weights(self._parts.parameters, self._parts.buffers, dtype=self._export_dtype())
+        parts = self._parts
+        merge = None if parts.adapter is None else partial(parts.adapter.merged, trained=parts.trained)
+        return weights.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
+        if self._parts.adapter is not None:
+            self._parts.adapter.is_on_other_weights = True
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        return self._adapter.disabled()
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        return self._adapter.export(self._parts.trained)
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        self._adapter.load(config, tensors, trained=self._parts.trained)
+
+    @property
+    def _adapter(self) -> "Adapter":
+        assert self._parts.adapter is not None, "the base class refuses calls that need an adapter"
+        return self._parts.adapter
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        return state.iterate_state(self._parts.parameters, self._require_adamw().moments)
+        return state.iterate_state(self._parts.trained, self._require_adamw().moments)
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        state.load_state(self._parts.parameters, self._require_adamw().moments, stream)
+        state.load_state(self._parts.trained, self._require_adamw().moments, stream)
 
     def _require_adamw(self) -> ShardedAdamW:
         optimizer = self._parts.optimizer
@@ -163,14 +186,17 @@ class FSDPEngine(BaseEngine):
         return saving.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
 
     def _stage_state(self) -> Callable[[str], list[str]]:
-        return saving.stage(self._parts, config=self.config, group=self._parts.saving_group.get())
+        group = self._parts.saving_group.get()
+        return saving.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
         return self._parts.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
         parts, membership = self._parts, self._parts.membership
-        persistence.read_training(parts.parameters, parts.buffers, parts.optimizer, directory=directory)
+        if parts.adapter is not None:
+            parts.adapter.expect_weights(persistence.holds(directory, parts.parameters.keys()), directory=directory)
+        persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
         persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 The answer about token t is read at the hidden state of token t - 1, so the first position of a sequence holds 0.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, Query
 from temper_engine_fsdp.fused_head import linear_logprob
 
 LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
+
+LinearNow = Callable[[], nn.Linear]
+"""The projection of a head as it is now: an adapter may hold a trained copy of it, and be disabled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +61,8 @@ class Head(Protocol):
 class LanguageHead:
     """Answers of a language model's output projection."""
 
-    def __init__(self, linear: nn.Linear, *, chunk_tokens: int | None) -> None:
-        # Held outside torch's registry: the parameters keep the one name they have in the model.
-        self._parts = (linear,)
+    def __init__(self, linear: LinearNow, *, chunk_tokens: int | None) -> None:
+        self._linear = linear
         self._chunk_tokens = chunk_tokens
 
     def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
@@ -70,7 +72,7 @@ class LanguageHead:
         ids = _ids_of(batch)[at] if Query.LOGPROB_AT in request.queries else None
         columns = linear_logprob(
             hidden.index_select(0, at - 1),
-            self._parts[0].weight,
+            self._linear().weight,
             batch.tokens[at],
             temperature=None if request.has_unit_temperature else batch.temperature[batch.sequence_index[at]],
             ids=ids,
@@ -90,8 +92,8 @@ class LanguageHead:
 class ScalarHead:
     """Answers of a projection to one number, computed in float32."""
 
-    def __init__(self, linear: nn.Linear, *, query: Query) -> None:
-        self._parts = (linear,)
+    def __init__(self, linear: LinearNow, *, query: Query) -> None:
+        self._linear = linear
         self._query = query
 
     def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
@@ -103,7 +105,7 @@ class ScalarHead:
         return {self._query: _place(numbers, at=request.answered, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:
-        linear = self._parts[0]
+        linear = self._linear()
         bias: Tensor | None = linear.bias
         return nn.functional.linear(hidden.float(), linear.weight.float(), None if bias is None else bias.float()).sum(1)
 

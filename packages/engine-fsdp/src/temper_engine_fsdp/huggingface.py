@@ -2,16 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.weights import NamedWeight, WeightEntry
+from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_fsdp.safetensors_file import bytes_of, write_safetensors
 
 FOLDER = "huggingface"
+ADAPTER_FOLDER = "adapter"
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -46,6 +49,16 @@ def write_description(config: PretrainedConfig, *, directory: str, source: str |
             shutil.copyfile(Path(source, name), folder / name)
             written.append(name)
     return [f"{FOLDER}/{name}" for name in written]
+
+
+def write_adapter(description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str) -> list[str]:
+    """Write ``adapter/`` in the format of Hugging Face PEFT; relative paths of the files."""
+    folder = Path(directory, ADAPTER_FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
+    entries = [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
+    write_safetensors(folder / ADAPTER_WEIGHTS, entries, (NamedWeight(name, tensor) for name, tensor in tensors.items()))
+    return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
 def write_weights(

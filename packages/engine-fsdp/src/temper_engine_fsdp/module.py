@@ -3,6 +3,9 @@
 In: a micro-batch and what is asked about it. Out: one float32 column per query.
 """
 
+from collections.abc import Callable
+from typing import cast
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -10,7 +13,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.heads import Head, HeadRequest, LanguageHead, ScalarHead
+from temper_engine_fsdp.heads import Head, HeadRequest, LanguageHead, LinearNow, ScalarHead
 from temper_engine_fsdp.packing import PackLayout
 
 PREFIX = "hf."
@@ -44,19 +47,30 @@ class PackedModel(nn.Module):
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
 
-def build_head(hf: PreTrainedModel, *, config: FSDPConfig) -> Head:
+def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:
     """The head of this model type over the model's own projection.
+
+    Args:
+        hf: the model, with its adapter if it has one.
+        config: the engine's.
+        choose: turns the projection into what gives the one in use now, which an adapter may have a copy of.
 
     Raises:
         ConfigError: a language model whose output is no plain linear projection.
     """
     kind = config.model.model_type
-    if kind != "language_model":
-        return ScalarHead(hf.score, query=Query.VALUE if kind == "value_model" else Query.SCORE)
-    linear = hf.get_output_embeddings()
-    if not isinstance(linear, nn.Linear) or len(list(linear.parameters())) != 1:
-        raise ConfigError(f"{type(hf).__name__} has no plain linear output projection, which the fused log-prob needs.")
-    return LanguageHead(linear, chunk_tokens=config.head_chunk_tokens)
+    now = choose(hf.get_output_embeddings() if kind == "language_model" else hf.score)
+    if not isinstance(now(), nn.Linear) or (kind == "language_model" and len(list(now().parameters())) != 1):
+        raise ConfigError(f"{type(hf).__name__} has no plain linear output projection, which the head needs.")
+    linear = cast(LinearNow, now)
+    if kind == "language_model":
+        return LanguageHead(linear, chunk_tokens=config.head_chunk_tokens)
+    return ScalarHead(linear, query=Query.VALUE if kind == "value_model" else Query.SCORE)
+
+
+def always(module: nn.Module) -> Callable[[], nn.Module]:
+    """The module itself, whenever it is asked for."""
+    return lambda: module
 
 
 def layers_of(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:

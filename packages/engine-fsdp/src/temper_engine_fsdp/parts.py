@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from temper_engine_api.errors import CapabilityError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
 from temper_engine_fsdp import attention, numerics, process_group
+from temper_engine_fsdp.adapter_names import hf_name, weights_and_adapter
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.module import PREFIX, PackedModel, build_head
+from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.process_group import Membership, ThreadGroup
@@ -25,6 +27,9 @@ from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.strategies import shard
 from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 from temper_engine_fsdp.weights import Buffers
+
+if TYPE_CHECKING:
+    from temper_engine_fsdp.adapter import Adapter
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 """Groups of the residency."""
@@ -41,7 +46,11 @@ class Parts:
     hf_config: PretrainedConfig
     """The model's own configuration."""
     parameters: Parameters
-    """Sharded master weights."""
+    """Sharded master weights of the model."""
+    trained: Parameters
+    """What the optimiser updates: these weights, or an adapter's parameters by PEFT name."""
+    adapter: "Adapter | None"
+    """None where lora is off."""
     buffers: Buffers
     """Those that belong to a checkpoint."""
     optimizer: ShardedOptimizer | None
@@ -57,8 +66,13 @@ class Parts:
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Local shards of parameters and of the gradients there are."""
-        yield from _parameter_tensors(self.parameters)
-        yield from _gradient_tensors(self.parameters)
+        yield from _parameter_tensors({**self.parameters, **self.trained})
+        yield from _gradient_tensors(self.trained)
+
+    @property
+    def kept(self) -> Parameters:
+        """What a checkpoint holds: an adapter alone, unless the weights around it were replaced since it was started on them."""
+        return self.trained if self.adapter is not None and not self.adapter.is_on_other_weights else {**self.parameters, **self.trained}
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """What the optimiser keeps of them."""
@@ -75,15 +89,20 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     hf = build_model(config.model, attention=kernel)
-    root = PackedModel(hf, head=build_head(hf, config=config))
+    adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
+    root = PackedModel(hf, head=build_head(hf, config=config, choose=always if adapter is None else adapter.in_use))
     buffers = _set_dtypes(root, config=config)
     host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
     sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh)
-    optimizer = _build_optimizer(config, parameters=sharded.parameters, mesh=mesh)
+    parameters, of_adapter = weights_and_adapter(sharded.parameters)
+    trained = of_adapter if adapter is not None else parameters
+    optimizer = _build_optimizer(config, parameters=trained, mesh=mesh)
     parts = Parts(
         membership=membership,
         hf_config=hf.config,
-        parameters=sharded.parameters,
+        parameters=parameters,
+        trained=trained,
+        adapter=adapter,
         buffers=buffers,
         optimizer=optimizer,
         runner=MicroBatchRunner(
@@ -96,7 +115,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         residency=Residency(
             {
                 PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
-                GRADIENTS: lambda: _gradient_tensors(sharded.parameters),
+                GRADIENTS: lambda: _gradient_tensors(trained),
                 OPTIMIZER: lambda: _optimizer_tensors(optimizer),
             }
         ),
@@ -113,6 +132,16 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     return parts
 
 
+def _attach_adapter(hf: PreTrainedModel, *, config: FSDPConfig) -> "Adapter":
+    try:
+        from temper_engine_fsdp.adapter import attach
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
+    return attach(hf, spec=config.lora, model=config.model)
+
+
 def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
     """Give parameters and buffers their configured dtypes; the buffers that belong to a checkpoint, by Hugging Face name."""
     persistent = root.state_dict().keys()
@@ -120,7 +149,7 @@ def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
         for tensor in tensors:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype_named(wanted))
-    return {name.removeprefix(PREFIX): buffer for name, buffer in root.named_buffers() if name in persistent}
+    return {hf_name(name.removeprefix(PREFIX)): buffer for name, buffer in root.named_buffers() if name in persistent}
 
 
 def _build_optimizer(config: FSDPConfig, *, parameters: Parameters, mesh: DeviceMesh) -> ShardedOptimizer | None:

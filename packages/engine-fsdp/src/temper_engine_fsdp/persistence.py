@@ -4,7 +4,7 @@ DCP holds full logical tensors in pieces, cut by rows, so another world size or 
 states belong to ranks: a rank that finds none of its own (another world size) goes on with the stream it has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -93,6 +93,12 @@ def read_training(parameters: Parameters, buffers: Buffers, optimizer: ShardedOp
             loaded = piece.owner.from_rows(rows)
             if loaded.data_ptr() != piece.tensor.data_ptr():
                 piece.tensor.copy_(loaded)
+
+
+def holds(directory: str, parameters: Collection[str]) -> bool:
+    """Whether a checkpoint holds any of these parameters."""
+    saved = {entry.name for entry in _saved_entries(FileSystemReader(Path(directory, STATE_FOLDER)))}
+    return any(f"parameter.{name}" in saved for name in parameters)
 
 
 def _shape_of(piece: Piece) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.staging import copy_to_host
 from temper_engine_fsdp.weights import describe_weights
 
+AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
@@ -23,6 +25,8 @@ class _Content:
     """Parameters, buffers and optimiser states, cut by rows."""
     random_states: Mapping[str, Tensor]
     """Of this rank."""
+    adapter: AdapterContent | None
+    """What PEFT's two files hold; None where there is no adapter."""
 
 
 def write_now(parts: Parts, *, config: FSDPConfig, directory: str, weights: Iterator[NamedWeight]) -> list[str]:
@@ -34,23 +38,38 @@ def write_now(parts: Parts, *, config: FSDPConfig, directory: str, weights: Iter
         directory: of the checkpoint's part.
         weights: full tensors for the safetensors, consumed only where they are asked for.
     """
-    pieces = persistence.training_pieces(parts.parameters, parts.buffers, parts.optimizer)
-    content = _Content(tensors=persistence.as_rows(pieces), random_states=persistence.random_states(parts.membership.device))
+    pieces = persistence.training_pieces(parts.kept, parts.buffers, parts.optimizer)
+    content = _content(parts, persistence.as_rows(pieces))
     return _write(content, parts, config=config, directory=directory, group=None, weights=lambda: weights)
 
 
-def stage(parts: Parts, *, config: FSDPConfig, group: ProcessGroup) -> Callable[[str], list[str]]:
-    """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective."""
-    pieces = persistence.training_pieces(parts.parameters, parts.buffers, parts.optimizer)
+def _content(parts: Parts, tensors: Mapping[str, Tensor]) -> _Content:
+    adapter = None if parts.adapter is None else parts.adapter.export(parts.trained)
+    return _Content(tensors=tensors, random_states=persistence.random_states(parts.membership.device), adapter=adapter)
+
+
+def stage(parts: Parts, *, config: FSDPConfig, group: ProcessGroup, weights: Iterator[NamedWeight]) -> Callable[[str], list[str]]:
+    """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective.
+
+    Args:
+        parts: of the engine.
+        config: its configuration.
+        group: of the threads.
+        weights: full tensors, consumed only where safetensors of a merged adapter are asked for: the one model that is copied whole.
+    """
+    pieces = persistence.training_pieces(parts.kept, parts.buffers, parts.optimizer)
     copies, wait = copy_to_host(pieces, device=parts.membership.device)
     if config.strategy == "fsdp1":
         wait()  # cutting by rows reads the copies
-    content = _Content(tensors=persistence.as_rows(copies), random_states=persistence.random_states(parts.membership.device))
+    content = _content(parts, persistence.as_rows(copies))
+    merged: list[NamedWeight] = []
+    if parts.adapter is not None and config.save_huggingface_weights:
+        merged = [NamedWeight(name, tensor.cpu()) for name, tensor in weights if parts.membership.rank == 0]
 
     def write(directory: str) -> list[str]:
         wait()
         # Gathering would need the engine's groups; what was just written holds full tensors.
-        saved = persistence.read_weights(_entries(parts, config), directory=directory)
+        saved = iter(merged) if parts.adapter is not None else persistence.read_weights(_entries(parts, config), directory=directory)
         return _write(content, parts, config=config, directory=directory, group=group, weights=lambda: saved)
 
     return write
@@ -71,6 +90,8 @@ def _write(
     if rank == 0:
         dtype = dtype_named(config.precision.compute)
         files += huggingface.write_description(parts.hf_config, directory=directory, source=config.model.path, dtype=dtype)
+    if rank == 0 and content.adapter is not None:
+        files += huggingface.write_adapter(*content.adapter, directory=directory)
     # A copy is exported by one rank, from the disk; a live model is gathered, by all of them.
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface.write_weights(

@@ -1,6 +1,6 @@
 """Full tensors under Hugging Face names: streamed out lazily, loaded strictly both ways."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from temper_engine_fsdp.sharded import Parameters
 Buffers = Mapping[str, Tensor]
 """Those that belong to a checkpoint, by Hugging Face name; every rank holds them whole."""
 
+Merge = Callable[[str, Tensor], Tensor]
+
 
 def describe_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype) -> list[WeightEntry]:
     """What ``iterate_weights`` will yield, in its order, without gathering anything."""
@@ -18,11 +20,21 @@ def describe_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.d
     return [WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own) for name, shape, own in shapes]
 
 
-def iterate_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
-    """Every parameter and persistent buffer, full, floats in this dtype; one is gathered at a time. Collective."""
+def iterate_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype, merge: Merge | None = None) -> Iterator[NamedWeight]:
+    """Every parameter and persistent buffer, full, floats in this dtype; one is gathered at a time. Collective.
+
+    Args:
+        parameters: the model's weights.
+        buffers: beside them.
+        dtype: of what comes out.
+        merge: adds what an adapter does to a weight, given its name and the full weight; None where there is no adapter.
+    """
     for name, parameter in parameters.items():
-        # Cast before it is gathered: half the traffic in bf16.
-        yield NamedWeight(name, parameter.full(parameter.local().to(dtype)))
+        if merge is not None:
+            yield NamedWeight(name, merge(name, parameter.full(parameter.local())).to(dtype))
+        else:
+            # Cast before it is gathered: half the traffic in bf16.
+            yield NamedWeight(name, parameter.full(parameter.local().to(dtype)))
     for name, buffer in buffers.items():
         yield NamedWeight(name, buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True))
 

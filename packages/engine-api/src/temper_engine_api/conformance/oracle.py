@@ -12,10 +12,11 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.oracle_adapter import CONFIG_FILE, WEIGHTS_FILE, OracleAdapter, save_adapter
 from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
 from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
 from temper_engine_api.errors import ConfigError
@@ -24,7 +25,7 @@ from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete, check_saved
 
-STATE_FILE = "oracle.pt"
+STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
 
 
 class OracleEngine(BaseEngine):
@@ -37,20 +38,22 @@ class OracleEngine(BaseEngine):
             Capability.VALUE_MODEL,
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
+            Capability.ADAPTER,
             Capability.PORTABLE_STATE,
         }
     )
 
     def _build(self) -> Topology:
         self.model = load_model(self.config)
+        self.adapter = OracleAdapter(self.model, self.config.lora) if self.config.lora.is_on else None
         self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.update_counts = dict.fromkeys(self.parameters(), 0)
         return Topology()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By Hugging Face name; a tied head appears once, under the name of the embedding."""
-        return dict(self.model.named_parameters())
+        """What is trained: by Hugging Face name, a tied head once, under the name of the embedding; an adapter's by their PEFT names."""
+        return dict(self.model.named_parameters()) if self.adapter is None else self.adapter.parameters()
 
     def _run_schedule(
         self,
@@ -133,15 +136,29 @@ class OracleEngine(BaseEngine):
             self.model.train(was_training)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        for name, parameter in self.parameters().items():
-            yield NamedWeight(name=name, tensor=parameter.detach().clone())
+        weights = self.parameters().items() if self.adapter is None else self.adapter.merged()
+        for name, tensor in weights:
+            yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        targets = self.parameters() if self.adapter is None else self.adapter.base_parameters()
         arrived = list(stream)
-        check_complete(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
+        check_complete([_entry(name, p) for name, p in targets.items()], [_entry(name, tensor) for name, tensor in arrived])
         with torch.no_grad():
             for name, tensor in arrived:
-                self.parameters()[name].copy_(tensor)
+                targets[name].copy_(tensor)
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        assert self.adapter is not None, "the base class refuses it"
+        return self.adapter.disabled()
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        assert self.adapter is not None, "the base class refuses it"
+        return self.adapter.export()
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        assert self.adapter is not None, "the base class refuses it"
+        self.adapter.load(config, tensors)
 
     def _entries(self) -> list[WeightEntry]:
         return [_entry(name, parameter) for name, parameter in self.parameters().items()]
@@ -175,7 +192,10 @@ class OracleEngine(BaseEngine):
             "random": torch.get_rng_state(),
         }
         torch.save(state, Path(directory) / STATE_FILE)
-        return [STATE_FILE]
+        if self.adapter is None:
+            return [STATE_FILE]
+        save_adapter(*self.adapter.export(), folder=Path(directory) / ADAPTER_FOLDER)
+        return [STATE_FILE, *(f"{ADAPTER_FOLDER}/{name}" for name in (CONFIG_FILE, WEIGHTS_FILE))]
 
     def _read_state(self, directory: str) -> None:
         state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
@@ -206,7 +226,7 @@ class OracleEngine(BaseEngine):
         self.first_moments, self.second_moments, self.update_counts = {}, {}, {}
 
 
-def load_model(config: EngineConfig) -> nn.Module:
+def load_model(config: EngineConfig) -> PreTrainedModel:
     """The transformers model of a configuration, float32, eager attention, with the head of its model type.
 
     Raises:
@@ -219,12 +239,15 @@ def load_model(config: EngineConfig) -> nn.Module:
     head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
     torch.manual_seed(spec.seed)
     if spec.path is not None:
-        model: nn.Module = auto.from_pretrained(spec.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **head)
+        model: PreTrainedModel = auto.from_pretrained(
+            spec.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **head
+        )
     else:
         settings = dict(spec.architecture)
         hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
         model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _entry(name: str, tensor: Tensor) -> WeightEntry:

@@ -1,6 +1,6 @@
 """The oracle's side of every comparison, in the test's own process: models, batches, and what the oracle makes of them, computed once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.batches import ragged_batch, with_training_columns
 from temper_engine_api.conformance.measure import Update, measure_outputs, measure_update
 from temper_engine_api.conformance.models import QWEN2_GROUPED, VALUE, TinyModel, write_model
-from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance.oracle import OracleEngine, load_model
+from temper_engine_api.conformance.oracle_adapter import TinyAdapter, write_adapter
 from temper_engine_api.conformance.rank import Job, P, Rank, Recipe, T
 from temper_engine_api.objective import Objective, Query
+from temper_engine_api.specs import LoraSpec
 
 
 @dataclass
@@ -31,6 +33,12 @@ class Reference:
         """A recipe for one of the tiny models; fields are those of Recipe."""
         path = write_model(model, folder=self.folder)
         return Recipe(model_path=str(path), model_type=model.model_type, **fields)
+
+    def adapter_recipe(self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any) -> Recipe:
+        """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
+        bare = self.recipe(adapter.model, **fields)
+        path = write_adapter(adapter, load_model(bare.config_for(OracleEngine, device="cpu")), folder=self.folder, seed=seed)
+        return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 
     def batch(self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED) -> SequenceBatch:
         """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""

@@ -1,0 +1,256 @@
+"""A low-rank adapter inside the model, through peft: made or continued, switched off, merged, exchanged in the format of HF PEFT.
+
+The one module that imports peft. Outside it an adapter's tensors go by the names of an ``adapter_model.safetensors``.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_api.weights import WeightEntry, check_complete
+from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_of_adapter, peft_name
+from temper_engine_fsdp.sharded import Parameters
+
+_MUST_AGREE = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Fields that decide what the same tensors compute."""
+
+
+class Adapter:
+    """The adapter of one model; its parameters live in the model, and are asked for where they are needed, sharded or not."""
+
+    def __init__(self, hf: PreTrainedModel, *, config: LoraConfig) -> None:
+        self._config = config
+        self._is_off = False
+        self.is_on_other_weights = False
+        """Whether the model's weights are no longer those that the adapter was started on, so that checkpoints must hold them."""
+        modules = dict(hf.named_modules())
+        self._switches = [m for m in modules.values() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
+        self._linears = {name: module for name, module in modules.items() if isinstance(module, LoraLinear)}
+        self._whole = tuple(name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper))
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model alone inside; nested entries are harmless."""
+        before = self._is_off
+        self._switch(is_off=True)
+        try:
+            yield
+        finally:
+            self._switch(is_off=before)
+
+    def _switch(self, *, is_off: bool) -> None:
+        self._is_off = is_off
+        for module in self._switches:
+            # enable_adapters() would change requires_grad too, which FSDP reads only when it first gathers a parameter.
+            module._disable_adapters = is_off
+
+    def in_use(self, module: nn.Module) -> Callable[[], nn.Module]:
+        """What stands for a module of the model whenever it is asked: its trained copy, if it has one and the adapter is not disabled."""
+
+        def now() -> nn.Module:
+            if not isinstance(module, ModulesToSaveWrapper):
+                return module
+            found: nn.Module = module.original_module if self._is_off else module.modules_to_save["default"]
+            return found
+
+        return now
+
+    def merged(self, name: str, weight: Tensor, *, trained: Parameters) -> Tensor:
+        """A weight with what the adapter does to it, in float32 arithmetic; itself while the adapter is disabled. Collective.
+
+        Args:
+            name: Hugging Face name of the weight.
+            weight: it, full.
+            trained: the adapter's parameters.
+        """
+        owner, _, kind = name.rpartition(".")
+        if self._is_off:
+            return weight
+        if any(name.startswith(f"{whole}.") for whole in self._whole):
+            return _full(PEFT_PREFIX + name, trained)
+        if owner not in self._linears or kind != "weight":
+            return weight
+        down, up = (_full(f"{PEFT_PREFIX}{owner}.{part}.weight", trained) for part in ("lora_A", "lora_B"))
+        whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=self._linears[owner].scaling["default"])
+        magnitude = f"{PEFT_PREFIX}{owner}.lora_magnitude_vector"
+        if magnitude in trained:
+            # DoRA: each row has a trained length; arXiv:2402.09353, equation 5.
+            whole *= (_full(magnitude, trained).float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
+        return whole
+
+    def export(self, trained: Parameters) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """What PEFT's two files hold: the configuration, and full float32 tensors. Collective."""
+        return self.description(), {name: _full(name, trained).float() for name in trained}
+
+    def description(self) -> dict[str, object]:
+        """What adapter_config.json holds."""
+        fields = {key: sorted(value) if isinstance(value, set) else value for key, value in self._config.to_dict().items()}
+        described: dict[str, object] = json.loads(json.dumps(fields | {"inference_mode": True}, default=str))
+        return described
+
+    @torch.no_grad()
+    def load(self, config: Mapping[str, object], tensors: Mapping[str, Tensor], *, trained: Parameters) -> None:
+        """Replace the adapter's parameters by these full tensors. No communication.
+
+        Raises:
+            ConfigError: with that configuration the same tensors would compute something else.
+            WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
+        """
+        ours = self.description()
+        for key in _MUST_AGREE:
+            if config.get(key, ours[key]) != ours[key]:
+                raise ConfigError(f"the adapter to load has {key} {config[key]}, but this engine has {ours[key]}: configure lora like it.")
+        _check_complete({name: parameter.shape for name, parameter in trained.items()}, tensors)
+        for name, parameter in trained.items():
+            parameter.local().copy_(parameter.part_of(tensors[name]))
+
+    def expect_weights(self, are_there: bool, *, directory: str) -> None:
+        """Before a checkpoint is read: whether it holds the weights around the adapter too.
+
+        Raises:
+            CheckpointError: it does not, but those that it was made on were replaced here.
+        """
+        if self.is_on_other_weights and not are_there:
+            raise CheckpointError(
+                f"the checkpoint in {directory} holds an adapter alone, but load_weights() has replaced the weights that this engine "
+                "started with: load the checkpoint in a new engine."
+            )
+        self.is_on_other_weights = are_there
+
+
+def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
+    """Put an adapter into the model, fresh or from a directory; afterwards only its parameters need a gradient.
+
+    Raises:
+        ConfigError: no module matches, or one that packed training with a fused head can't adapt.
+        CapabilityError: the directory holds another kind of adapter.
+        WeightError: the directory's tensors are not those that its configuration asks for.
+    """
+    config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
+    asked = config.target_modules
+    head = hf.get_output_embeddings()
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # What peft warns of (tied embeddings, modules that are not there) is refused below.
+        warnings.simplefilter("ignore")
+        torch.manual_seed(model.seed)
+        try:
+            inject_adapter_in_model(config, hf)
+        except ValueError as error:
+            raise ConfigError(f"lora.target_modules {_told(asked)} can't be adapted in {type(hf).__name__}: {error}") from error
+    _refuse_unsupported(hf, spec=spec, head=head)
+    config.target_modules = _shortest_names(hf) if asked == "all-linear" else asked
+    adapter = Adapter(hf, config=config)
+    if spec.path is not None:
+        _fill(hf, read_tensors(spec.path))
+    return adapter
+
+
+def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
+    is_language_model = model.model_type == "language_model"
+    # The head of a value or reward model starts from random numbers: it can only be trained whole.
+    whole = {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
+    excluded = spec.exclude_modules if isinstance(spec.exclude_modules, str) else sorted({*spec.exclude_modules, *whole})
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
+        base_model_name_or_path=model.path,
+        r=spec.rank,
+        lora_alpha=int(spec.alpha) if spec.alpha is not None and float(spec.alpha).is_integer() else spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
+        exclude_modules=excluded or None,
+        modules_to_save=sorted(whole) or None,
+        use_rslora=spec.rslora,
+        use_dora=spec.dora,
+    )
+
+
+def _saved_config(path: str, *, dropout: float) -> LoraConfig:
+    file = Path(path, ADAPTER_CONFIG)
+    if not file.is_file():
+        raise ConfigError(f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: name a directory in the format of Hugging Face PEFT.")
+    kind = json.loads(file.read_text()).get("peft_type")
+    if kind != "LORA":
+        raise CapabilityError(f"the adapter in {path} is of type {kind}; only LORA can be trained here.")
+    config = LoraConfig.from_pretrained(path)
+    assert isinstance(config, LoraConfig)
+    config.inference_mode = False
+    config.lora_dropout = dropout
+    return config
+
+
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """The tensors of a directory in the format of HF PEFT, by name.
+
+    Raises:
+        WeightError: it has none as safetensors.
+    """
+    file = Path(path, ADAPTER_WEIGHTS)
+    if not file.is_file():
+        raise WeightError(f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors.")
+    return load_file(file)
+
+
+def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None) -> None:
+    modules = dict(hf.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, BaseTunerLayer) and (not isinstance(module, LoraLinear) or module.base_layer is head):
+            raise ConfigError(
+                f"lora.target_modules takes in {name}, which can't have an adapter: only linear layers below the head can. "
+                "Name it in lora.exclude_modules, or train it whole through lora.modules_to_save."
+            )
+        is_embedding = isinstance(module, ModulesToSaveWrapper) and module.original_module in (head, hf.get_input_embeddings())
+        if is_embedding and hf.config.tie_word_embeddings:
+            raise ConfigError(f"lora.modules_to_save names {name}, which this model ties to its other embedding: take an untied model.")
+    found = {name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)}
+    missing = [wanted for wanted in spec.modules_to_save if not any(f".{name}".endswith(f".{wanted}") for name in found)]
+    if missing:
+        raise ConfigError(f"lora.modules_to_save names {', '.join(missing)}, which {type(hf).__name__} does not have.")
+
+
+def _shortest_names(hf: PreTrainedModel) -> set[str]:
+    """What to call the layers that have an adapter: by their last part, where no other module has the same."""
+    is_adapted = {
+        name: isinstance(module, LoraLinear)
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear | LoraLinear) and ".lora_" not in name and ".base_layer" not in name
+    }
+    others = {name.rpartition(".")[2] for name, adapted in is_adapted.items() if not adapted}
+    adapted = [name for name, has in is_adapted.items() if has]
+    return {name if name.rpartition(".")[2] in others else name.rpartition(".")[2] for name in adapted}
+
+
+def _told(target: object) -> str:
+    return repr(sorted(target)) if isinstance(target, set | list | tuple) else repr(target)
+
+
+def _full(name: str, trained: Parameters) -> Tensor:
+    return trained[name].full(trained[name].local())
+
+
+@torch.no_grad()
+def _fill(hf: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Set the adapter of a model that is not sharded yet."""
+    targets = {peft_name(name): parameter for name, parameter in hf.named_parameters() if is_of_adapter(name)}
+    _check_complete({name: parameter.shape for name, parameter in targets.items()}, tensors)
+    for name, parameter in targets.items():
+        parameter.copy_(tensors[name])
+
+
+def _check_complete(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+    check_complete(
+        [WeightEntry(name=name, shape=tuple(shape), dtype=torch.float32) for name, shape in shapes.items()],
+        [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()],
+    )

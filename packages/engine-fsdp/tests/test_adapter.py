@@ -1,0 +1,151 @@
+"""The adapter at one rank: what is adapted, what is refused, and what a checkpoint holds. The laws are the kit's."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.engine import Context
+from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+
+Start = Callable[..., FSDPEngine]
+LORA = LoraSpec(rank=2, alpha=4.0)
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def mean_nll(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+    return -predictions["logprob"][data.loss_mask].mean(), ctx
+
+
+def train(engine: FSDPEngine, batch: SequenceBatch, *, num_updates: int) -> list[float]:
+    engine.set_loss_fn(mean_nll)
+    losses = []
+    for _ in range(num_updates):
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(batch, {})
+        engine.optimizer_step()
+        losses.append(float(loss))  # type: ignore[arg-type]
+    return losses
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
+    with engine.export_weights() as stream:
+        return dict(stream)
+
+
+def adapted(engine: FSDPEngine) -> set[str]:
+    _, tensors = engine.export_adapter()
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
+
+
+def test_all_linear_is_every_layer_but_the_head(start: Start) -> None:
+    engine = start(lora=LORA)
+    config, tensors = engine.export_adapter()
+    assert set(config["target_modules"]) == adapted(engine) == LINEARS  # type: ignore[call-overload]
+    # 2 layers of 7 projections with 2 factors each.
+    assert len(tensors) == 28
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_modules_are_chosen_by_name_by_pattern_and_left_out(start: Start) -> None:
+    assert adapted(start(lora=replace(LORA, target_modules=("q_proj", "v_proj")))) == {"q_proj", "v_proj"}
+    assert adapted(start(lora=replace(LORA, target_modules=r".*\.mlp\.(up|down)_proj"))) == {"up_proj", "down_proj"}
+    assert adapted(start(lora=replace(LORA, exclude_modules=("o_proj", "down_proj")))) == LINEARS - {"o_proj", "down_proj"}
+
+
+def test_only_the_adapter_has_moments_and_a_gradient(start: Start, batch: SequenceBatch) -> None:
+    engine = start(lora=LORA)
+    losses = train(engine, batch, num_updates=6)
+    assert losses[-1] < losses[0] - 0.1
+    names = {state.name for state in engine.export_state()}
+    assert names == set(engine.export_adapter()[1])
+
+
+def test_a_language_head_may_be_trained_whole(start: Start, config: FSDPConfig, batch: SequenceBatch) -> None:
+    model = ModelSpec(architecture={**config.model.architecture, "tie_word_embeddings": False})
+    engine = start(model=model, lora=replace(LORA, modules_to_save=("lm_head",)))
+    before = weights_of(engine)["lm_head.weight"]
+    train(engine, batch, num_updates=1)
+    assert "base_model.model.lm_head.weight" in engine.export_adapter()[1]
+    assert not weights_of(engine)["lm_head.weight"].equal(before)
+    with engine.adapter_disabled():
+        assert weights_of(engine)["lm_head.weight"].equal(before)
+
+
+def test_a_fresh_adapter_depends_on_the_seed_alone(start: Start) -> None:
+    first = start(lora=LORA).export_adapter()[1]
+    torch.manual_seed(99)
+    second = start(lora=LORA).export_adapter()[1]
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        (replace(LORA, target_modules=("no_such",)), r"lora.target_modules \['no_such'\] can't be adapted in Qwen2ForCausalLM"),
+        (replace(LORA, target_modules=("embed_tokens",)), r"takes in model.embed_tokens, which can't have an adapter"),
+        (replace(LORA, modules_to_save=("no_such",)), r"lora.modules_to_save names no_such, which Qwen2ForCausalLM does not have"),
+        (replace(LORA, modules_to_save=("lm_head",)), r"lora.modules_to_save names .*, which this model ties"),
+        (LoraSpec(path="no/such/folder"), r"lora.path is 'no/such/folder', which has no adapter_config.json"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(start: Start, lora: LoraSpec, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        start(lora=lora)
+
+
+def test_another_kind_of_adapter_is_refused(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(CapabilityError, match="is of type IA3; only LORA can be trained here"):
+        start(lora=LoraSpec(path=str(tmp_path)))
+
+
+def test_a_directory_without_all_its_tensors_is_refused(start: Start, tmp_path: Path) -> None:
+    description, tensors = start(lora=LORA).export_adapter()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(description))
+    with pytest.raises(WeightError, match=r"has no adapter_model\.safetensors"):
+        start(lora=LoraSpec(path=str(tmp_path)))
+    first, *others = tensors
+    save_file({name: tensors[name] for name in others}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightError, match=f"missing {first}"):
+        start(lora=LoraSpec(path=str(tmp_path)))
+
+
+def test_a_base_that_was_loaded_is_part_of_the_checkpoint(start: Start, batch: SequenceBatch, tmp_path: Path) -> None:
+    engine = start(lora=LORA)
+    with engine.adapter_disabled():
+        base = weights_of(engine)
+    engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
+    train(engine, batch, num_updates=1)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1)
+    other = start(lora=LORA)
+    other.load_checkpoint(step)
+    want = weights_of(engine)
+    assert all(tensor.equal(want[name]) for name, tensor in weights_of(other).items())
+
+
+def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(start: Start, tmp_path: Path) -> None:
+    step = start(lora=LORA).save_checkpoint(str(tmp_path), global_step=1)
+    engine = start(lora=LORA)
+    with engine.adapter_disabled():
+        base = weights_of(engine)
+    engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
+    with pytest.raises(CheckpointError, match="load the checkpoint in a new engine"):
+        engine.load_checkpoint(step)
+
+
+def test_a_checkpoint_of_the_whole_model_is_not_one_of_an_adapter(start: Start, tmp_path: Path) -> None:
+    step = start().save_checkpoint(str(tmp_path), global_step=1)
+    with pytest.raises(CheckpointError, match="another model or optimizer"):
+        start(lora=LORA).load_checkpoint(step)
