@@ -5,6 +5,8 @@ from temper_trainer.config_loading import load
 
 RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
 
+LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "first", "second"),
@@ -18,7 +20,19 @@ RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
         (["sampling.temperature=0"], "sampling.temperature is 0", "loop rl"),
         (["batching.max_tokens=1000"], "batching.max_tokens is 1000", "data.max_prompt_tokens (1024) and sampling.max_tokens (512)"),
         (["batching.num_mini_batches=65"], "batching.num_mini_batches is 65", "batching.prompts_per_step is 64"),
-        (["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"], "actor.engine.lora.rank is 8", "no adapters yet"),
+        (
+            ["algorithm.kl_reference=disabled_adapter", "algorithm.kl_loss_coef=0.1"],
+            "kl_reference is disabled_adapter",
+            "set actor.engine.lora.rank",
+        ),
+        (["algorithm.kl_reference=disabled_adapter", *LORA], "kl_reference is disabled_adapter", "algorithm.kl_loss_coef and"),
+        (
+            ["ref=frozen", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reference=disabled_adapter", *LORA],
+            "kl_reference is disabled",
+            "ref is set",
+        ),
+        (["actor.engine.lora.path=adapter", "warm_start.total_steps=5"], "warm_start is set", "actor.engine.lora.path too"),
+        (["actor.engine.lora.rank=8"], "actor.engine.lora", "lora.alpha is not set"),
         (["actor.engine.model.model_type=value_model"], "actor.engine.model.model_type is value_model", "the actor is a language_model"),
         (["loop=sft", "warm_start.total_steps=5"], "warm_start has no effect", "loop sft"),
         (["algorithm.group_size=1"], "algorithm.advantage grpo", "algorithm.group_size is 1"),

@@ -37,7 +37,9 @@ class Reference:
     def adapter_recipe(self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any) -> Recipe:
         """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
         bare = self.recipe(adapter.model, **fields)
-        path = write_adapter(adapter, load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})), folder=self.folder, seed=seed)
+        path = write_adapter(
+            adapter, load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})), folder=self.folder, seed=seed
+        )
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 
     def batch(self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED) -> SequenceBatch:

@@ -32,9 +32,11 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     kl_loss_coef: float = 0.0
-    """Weight of KL(policy, reference) in the loss; above 0 needs the ref role."""
+    """Weight of KL(policy, reference) in the loss; above 0 needs a reference, see kl_reference."""
     kl_reward_coef: float = 0.0
-    """Weight of KL(policy, reference) taken from the reward; above 0 needs the ref role."""
+    """Weight of KL(policy, reference) taken from the reward; above 0 needs a reference, see kl_reference."""
+    kl_reference: Literal["ref", "disabled_adapter"] = "ref"
+    """The reference policy: the ref role, or the actor with its adapter disabled, which needs no second model."""
     kl_target: float | None = None
     """KL of a completion, in nats, that an adaptive controller steers kl_reward_coef to; None keeps the coefficient fixed."""
     kl_horizon: int = 10_000

@@ -158,7 +158,8 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     """Settings that contradict each other or have no effect together, both keys named."""
     found: list[str] = []
     needs_critic = config.loop == "rl" and config.algorithm.advantage == "gae"
-    needs_ref = config.loop == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
+    needs_kl = config.loop == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
+    needs_ref = needs_kl and config.algorithm.kl_reference == "ref"
     if needs_critic != (config.critic is not None):
         found.append(
             f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
@@ -169,10 +170,12 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     elif needs_ref != (config.ref is not None):
         found.append(
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef is "
-            f"{config.algorithm.kl_reward_coef}, and ref is {'set' if config.ref else 'not set'}: a coefficient above 0 needs the ref "
-            "role, and the ref role needs one."
+            f"{config.algorithm.kl_reward_coef}, algorithm.kl_reference is {config.algorithm.kl_reference}, and ref is "
+            f"{'set' if config.ref else 'not set'}: a coefficient above 0 needs the ref role unless the reference is the disabled adapter, "
+            "and the ref role needs such a coefficient."
         )
     found += _sizes_that_do_not_fit(config)
+    found += _adapters_that_do_not_fit(config, needs_kl=needs_kl)
     if config.loop == "rl" and config.sampling.temperature == 0:
         found.append("sampling.temperature is 0 (greedy) in loop rl, where completions of a prompt would all be equal: set it above 0.")
     if config.loop == "sft" and config.warm_start is not None:
@@ -181,17 +184,36 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     for name, role in roles.items():
         if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
             found.append(f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray.")
-        if role is not None and role.engine.lora.rank > 0:
-            found.append(
-                f"{name}.engine.lora.rank is {role.engine.lora.rank}, but this release trains whole models only, no adapters yet: "
-                f"set {name}.engine.lora.rank=0."
-            )
     if config.actor.engine.model.model_type != "language_model":
         found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a language_model.")
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
         found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
+    return found
+
+
+def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[str]:
+    """Adapters where they have no effect, or would act twice."""
+    found = []
+    is_disabled_adapter = config.algorithm.kl_reference == "disabled_adapter"
+    if is_disabled_adapter and not config.actor.engine.lora.is_on:
+        found.append(
+            "algorithm.kl_reference is disabled_adapter, but the actor has no adapter: set actor.engine.lora.rank and "
+            "actor.engine.lora.alpha, or take the ref role (algorithm.kl_reference=ref)."
+        )
+    if is_disabled_adapter and not needs_kl:
+        found.append(
+            "algorithm.kl_reference is disabled_adapter, but algorithm.kl_loss_coef and algorithm.kl_reward_coef are 0, so there is no "
+            "reference policy: set one of them, or remove algorithm.kl_reference."
+        )
+    if config.ref is not None and config.ref.engine.lora.rank > 0:
+        found.append(f"ref.engine.lora.rank is {config.ref.engine.lora.rank}, but the reference policy is frozen: set it to 0.")
+    if config.warm_start is not None and config.actor.engine.lora.path is not None:
+        found.append(
+            "warm_start is set and actor.engine.lora.path too: the warm start would merge that adapter into the model, and RL would go on "
+            "from it a second time. Remove one of them."
+        )
     return found
 
 

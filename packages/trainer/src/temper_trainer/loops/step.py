@@ -142,6 +142,8 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
         columns["old_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB)
     if "ref" in rooms.roles:
         columns["ref_logprobs"] = _forward(rooms, samples, plan, role="ref", query=Query.LOGPROB)
+    if algorithm.kl_reference == "disabled_adapter":
+        columns["ref_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB, without_adapter=True)
     if algorithm.advantage == "gae":
         columns["values"] = _forward(rooms, samples, plan, role="critic", query=Query.VALUE)
     return samples.with_columns(columns)
@@ -154,12 +156,13 @@ def can_skip_idle(config: TrainerConfig) -> bool:
     return not has_other_terms and not needs_old_logprobs(algorithm, config.batching)
 
 
-def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query) -> Tensor:
-    """[T] answers of one role over the mini-batches of the first pass."""
+def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query, without_adapter: bool = False) -> Tensor:
+    """[T] answers of one role, or of the base of its adapter, over the mini-batches of the first pass."""
     group, parts = rooms.roles[role], []
     for mini_batch in plan_forward(plan):
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
-        parts.append(group.forward(pack(samples, mini_batch, role), outputs=[query], sample_ids=ids))
+        share = pack(samples, mini_batch, role)
+        parts.append(group.forward(share, outputs=[query], sample_ids=ids, without_adapter=without_adapter))
     return gather_outputs(parts, sample_ids=samples.sample_ids).columns[query]
 
 

@@ -73,15 +73,18 @@ class WorkerGroup(ABC):
         """What ``update`` minimises from now on."""
         self.run(TrainingWorker.set_objective, [(objective,)] * self.num_workers)
 
-    def forward(self, parts: Sequence[PackedBatch], *, outputs: Collection[Query], sample_ids: Tensor) -> Outputs:
+    def forward(
+        self, parts: Sequence[PackedBatch], *, outputs: Collection[Query], sample_ids: Tensor, without_adapter: bool = False
+    ) -> Outputs:
         """Answers of one mini-batch in the order of ``sample_ids`` [B].
 
         Args:
             parts: one share per data-parallel rank.
             outputs: what to ask.
             sample_ids: order of the result.
+            without_adapter: ask the base of the role's adapter alone.
         """
-        results = self.run(TrainingWorker.forward, [(part, tuple(outputs)) for part in self._by_rank(parts)])
+        results = self.run(TrainingWorker.forward, [(part, tuple(outputs), without_adapter) for part in self._by_rank(parts)])
         return gather_outputs([result.outputs for result in results], sample_ids=sample_ids)
 
     def evaluate(self, parts: Sequence[PackedBatch]) -> dict[str, Metric]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -55,9 +56,10 @@ class TrainingWorker:
         """What ``update`` minimises from now on."""
         self._engine.set_loss_fn(objective)
 
-    def forward(self, part: PackedBatch, outputs: Collection[Query]) -> StepResult:
+    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool) -> StepResult:
         """Answers without gradients, in input order; None as outputs where this rank returns none."""
-        with self._engine.eval_mode():
+        base_alone = self._engine.adapter_disabled() if without_adapter else nullcontext()
+        with self._engine.eval_mode(), base_alone:
             return self._engine.forward_backward_batch(part, forward_only=True, outputs=outputs)
 
     def evaluate(self, part: PackedBatch) -> StepResult:
