@@ -74,8 +74,12 @@ class DeprecatedTrainingWorker(TrainingWorker):
         self._settings = _old_settings(objective)
         self._objective = objective
 
-    def forward(self, part: PackedBatch, outputs: Collection[Query]) -> StepResult:
+    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False) -> StepResult:
         """Log-probs of a policy, values of a critic, through the old methods."""
+        if without_adapter:
+            raise CapabilityError(
+                "a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref, or take the engine path."
+            )
         wanted = frozenset(outputs)
         offered = {Query.VALUE} if self._role == "critic" else {Query.LOGPROB}
         if wanted != offered:

@@ -56,7 +56,7 @@ class TrainingWorker:
         """What ``update`` minimises from now on."""
         self._engine.set_loss_fn(objective)
 
-    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool) -> StepResult:
+    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False) -> StepResult:
         """Answers without gradients, in input order; None as outputs where this rank returns none."""
         base_alone = self._engine.adapter_disabled() if without_adapter else nullcontext()
         with self._engine.eval_mode(), base_alone:
