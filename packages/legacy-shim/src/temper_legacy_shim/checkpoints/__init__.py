@@ -1,1 +1,64 @@
-"""Checkpoints of older systems: lazily readable, convertible, never executed."""
+"""Checkpoints of older systems: lazily readable, convertible, never executed.
+
+The library behind ``temper-migrate checkpoint``. ``open_checkpoint`` gives lazy views of one model; nothing is read until rows are asked
+for. Importing this needs no torch; ``as_torch``, ``training_state`` and ``--to temper`` do.
+"""
+
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.convert import Job, convert, plan_jobs
+from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, read_all
+from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
+from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.receipt import Receipt, check_files, read_receipt
+from temper_legacy_shim.errors import LayoutError
+
+__all__ = [
+    "Job",
+    "Kind",
+    "LazyTensor",
+    "OldModel",
+    "Options",
+    "Receipt",
+    "Role",
+    "Sources",
+    "blocks",
+    "check_files",
+    "convert",
+    "find_roles",
+    "merged",
+    "open_checkpoint",
+    "plan_jobs",
+    "read_all",
+    "read_model",
+    "read_receipt",
+]
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    role: str | None = None,
+    step: int | None = None,
+    hf_config: Path | None = None,
+    base_model: Path | None = None,
+    lora_alpha: float | None = None,
+) -> OldModel:
+    """One model of an old checkpoint, as lazy tensors under Hugging Face names.
+
+    Args:
+        path: a run, a step or a role directory.
+        role: which one, where there are several.
+        step: of a run; its tracker's by default.
+        hf_config: folder of config.json, for layouts that have none and need it.
+        base_model: folder of the base, for checkpoints of an adapter alone.
+        lora_alpha: of an adapter whose files do not say it.
+
+    Raises:
+        ShimError: it can't be read; says which file and key.
+    """
+    roles = find_roles(path, step=step, role=role)
+    if len(roles) > 1:
+        raise LayoutError(f"{path} has roles {', '.join(each.name for each in roles)}: name one with role=.")
+    return read_model(roles[0], Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha))

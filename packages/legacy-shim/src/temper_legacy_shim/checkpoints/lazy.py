@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from temper_legacy_shim.checkpoints.archive import FileBytes
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32, Block, Dtype, from_float32, to_float32
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
 """What is held of a tensor at once; a single row may be larger."""
 
 Shape = tuple[int, ...]
@@ -81,12 +81,15 @@ class Stored:
 
     def read(self, start: int, stop: int) -> Block:
         """Rows, read by position."""
-        inner = self.shape[1:]
-        row_bytes = math.prod(inner) * self.dtype.num_bytes
-        block = np.empty((stop - start, *inner), self.dtype.container)
+        block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
+        self.read_into(start, block)
+        return block
+
+    def read_into(self, start: int, block: Block) -> None:
+        """Rows from start on, into a contiguous block that is there already."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
         if block.nbytes:
             self.file.read_into(self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data)
-        return block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +156,12 @@ class Assembled:
         for piece in touched:
             at, rows = piece.offsets[0], piece.tensor.shape[0]
             low, high = max(start, at), min(stop, at + rows)
+            rows_of_block = block[low - start : high - start]
+            if isinstance(piece.tensor, Stored) and piece.tensor.shape[1:] == self.shape[1:]:
+                piece.tensor.read_into(low - at, rows_of_block)
+                continue
             inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.tensor.shape[1:], strict=True))
-            block[(slice(low - start, high - start), *inner)] = piece.tensor.read(low - at, high - at)
+            rows_of_block[(slice(None), *inner)] = piece.tensor.read(low - at, high - at)
         return block
 
 

@@ -15,7 +15,7 @@ from temper_legacy_shim.checkpoints.dtypes import has_nan
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, num_bytes
 from temper_legacy_shim.errors import DamagedFileError
 
-_QUEUED_BLOCKS = 2
+_QUEUED_BLOCKS = 4
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just written."""
 

@@ -1,0 +1,6 @@
+"""Puts the writers of old files within reach of the tests beside them."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,108 @@
+"""Shards of every placement, as the installed torch pickles them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from old_files import write_fsdp
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from temper_legacy_shim.checkpoints import fsdp
+from temper_legacy_shim.checkpoints.layouts import find_roles
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks
+from temper_legacy_shim.checkpoints.sharded import shard_box
+from temper_legacy_shim.checkpoints.tensors import Placement as Placed
+from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.errors import DamagedFileError, LayoutError
+
+
+def _tensors() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (7, 10), "cube": (3, 5, 4), "vector": (5,), "row": (1, 6), "number": ()}
+    made = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    return made | {"half": torch.randn(6, 3, generator=g).to(torch.bfloat16), "ids": torch.arange(9), "none": torch.zeros(0, 4)}
+
+
+def _read(folder: Path) -> dict[str, LazyTensor]:
+    (role,) = find_roles(folder)
+    return fsdp.read_weights(role.fsdp_files["model"], where=folder)
+
+
+def _assert_equal(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) -> None:
+    assert have.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(as_torch(have[name]), tensor), name
+        in_blocks = b"".join(block.tobytes() for block in blocks(have[name], block_bytes=8))
+        assert in_blocks == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placement"),
+    [
+        ((2,), [Shard(0)]),
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((3,), [Replicate()]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 3), [Replicate(), Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Shard(1), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(0)]),
+        ((2, 2, 2), [Replicate(), Shard(0), Shard(1)]),
+    ],
+)
+def test_every_placement_is_put_together(tmp_path: Path, mesh_shape: Sequence[int], placement: Sequence[Placement]) -> None:
+    tensors = _tensors()
+    placements = {name: list(placement) for name in ("matrix", "cube", "half")}
+    write_fsdp(tmp_path, tensors, mesh_shape=mesh_shape, placements=placements, plain=["number", "ids"])
+    _assert_equal(_read(tmp_path), tensors)
+
+
+def test_a_rank_s_file_under_another_rank_s_name_is_noticed(tmp_path: Path) -> None:
+    write_fsdp(tmp_path, _tensors(), mesh_shape=(3,), plain=["number"])
+    (tmp_path / "model_world_size_3_rank_1.pt").write_bytes((tmp_path / "model_world_size_3_rank_2.pt").read_bytes())
+    with pytest.raises(DamagedFileError, match="matrix"):
+        _read(tmp_path)
+
+
+def test_a_missing_rank_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    write_fsdp(tmp_path, _tensors(), mesh_shape=(3,), plain=["number"])
+    (tmp_path / "model_world_size_3_rank_1.pt").unlink()
+    with pytest.raises(LayoutError, match=r"model_world_size_3_rank_1\.pt"):
+        find_roles(tmp_path)
+
+
+def test_files_of_two_world_sizes_are_not_mixed(tmp_path: Path) -> None:
+    for world in (2, 3):
+        write_fsdp(tmp_path, _tensors(), mesh_shape=(world,), plain=["number"])
+    with pytest.raises(LayoutError, match="world sizes"):
+        find_roles(tmp_path)
+
+
+def test_a_tensor_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
+    write_fsdp(tmp_path / "a", _tensors(), plain=["number"])
+    write_fsdp(tmp_path / "b", {"matrix": torch.zeros(7, 10)})
+    (tmp_path / "b/model_world_size_2_rank_0.pt").write_bytes((tmp_path / "a/model_world_size_2_rank_0.pt").read_bytes())
+    with pytest.raises(DamagedFileError, match="has no cube"):
+        _read(tmp_path / "b")
+
+
+def test_views_with_strides_and_offsets_are_gathered(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).reshape(6, 10)
+    tensors = {"turned": whole.t(), "part": whole[1:4, 2:5], "steps": whole[::2], "tail": whole[5], "same": whole}
+    torch.save(tensors, tmp_path / "model_world_size_1_rank_0.pt")
+    _assert_equal(_read(tmp_path), tensors)
+
+
+def test_parameters_are_tensors(tmp_path: Path) -> None:
+    torch.save({"w": torch.nn.Parameter(torch.ones(2, 3))}, tmp_path / "model_world_size_1_rank_0.pt")
+    assert torch.equal(as_torch(_read(tmp_path)["w"]), torch.ones(2, 3))
+
+
+def test_a_strided_split_goes_over_what_the_later_axis_leaves() -> None:
+    """FSDP over tensor parallelism: the inner axis cuts first; rank (1, 0) of a 2 by 2 mesh holds rows 2 and 3 of 8."""
+    placements = (Placed(dim=0, split_factor=2), Placed(dim=0))
+    assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(1, 0)) == ((2, 0), (2, 3))
+    assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(0, 1)) == ((4, 0), (2, 3))

@@ -1,0 +1,35 @@
+"""Casts agree with torch's, bit for bit."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_legacy_shim.checkpoints.dtypes import BY_NAME, FLOAT32, from_float32, has_nan, to_float32
+
+BF16 = BY_NAME["bfloat16"]
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_bfloat16_is_rounded_as_torch_rounds_it(bits: list[int]) -> None:
+    numbers = np.array(bits, np.uint32).view(np.float32)
+    ours = torch.from_numpy(from_float32(numbers, BF16).view(np.int16)).view(torch.bfloat16)
+    theirs = torch.from_numpy(numbers).to(torch.bfloat16)
+    same = ours.view(torch.int16) == theirs.view(torch.int16)
+    assert bool((same | (ours.isnan() & theirs.isnan())).all())
+    assert has_nan(numbers, FLOAT32) == bool(np.isnan(numbers).any())
+
+
+@given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64))
+def test_bfloat16_becomes_float32_exactly(bits: list[int]) -> None:
+    numbers = np.array(bits, np.uint16)
+    theirs = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(to_float32(numbers, BF16), theirs)
+    assert has_nan(numbers, BF16) == bool(np.isnan(theirs).any())
+
+
+def test_a_long_block_is_cast_like_a_short_one() -> None:
+    numbers = np.random.default_rng(0).standard_normal((3, 100_001)).astype(np.float32)
+    whole = from_float32(numbers, BF16)
+    assert whole.shape == numbers.shape
+    np.testing.assert_array_equal(whole[:, 70_000], from_float32(numbers[:, 70_000], BF16))
