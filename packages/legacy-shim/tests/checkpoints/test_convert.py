@@ -1,0 +1,170 @@
+"""An output is whole or absent; what was finished is kept; a receipt holds."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from old_files import write_fsdp
+from safetensors.torch import load_file
+
+from temper_legacy_shim.checkpoints import Options, Sources, check_files, convert, plan_jobs, read_receipt
+from temper_legacy_shim.checkpoints.convert import check_space
+from temper_legacy_shim.checkpoints.receipt import NAME
+from temper_legacy_shim.errors import DamagedFileError, OutputError, ShimError, UsageError, VerificationError
+
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> Path:
+    """A role of two ranks with twelve tensors."""
+    folder = tmp_path / "global_step_3/actor"
+    write_fsdp(folder, {f"model.w{i}": torch.full((6, 4), float(i)) for i in range(12)})
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface/config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def run(actor: Path, tmp_path: Path) -> Run:
+    def _run(out: str = "out", *, sources: Sources | None = None, progress: object = None, **options: object) -> Path:
+        (job,) = plan_jobs(actor, tmp_path / out)
+        convert(job, Options(checks_names=False, **options), sources or Sources(), progress=progress)  # type: ignore[arg-type]
+        return tmp_path / out
+
+    return _run
+
+
+def test_shards_have_the_size_asked_for_and_an_index(run: Run) -> None:
+    out = run(max_shard_bytes=3 * 96)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert index["metadata"]["total_size"] == 12 * 96
+    merged = {name: tensor for file in set(index["weight_map"].values()) for name, tensor in load_file(out / file).items()}
+    assert all(torch.equal(merged[f"model.w{i}"], torch.full((6, 4), float(i))) for i in range(12))
+
+
+def test_a_dtype_is_cast_and_said_in_the_config(run: Run) -> None:
+    out = run(dtype="bfloat16")
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def test_a_stopped_run_leaves_no_output_and_the_next_one_keeps_what_was_finished(run: Run, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        run(progress=stop, max_shard_bytes=3 * 96)
+    assert not (tmp_path / "out").exists()
+    staged = tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors"
+    finished = staged.stat().st_mtime_ns
+    out = run(max_shard_bytes=3 * 96)
+    assert (out / staged.name).stat().st_mtime_ns == finished
+    assert check_files(out, read_receipt(out).files) == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
+
+
+def test_work_under_other_options_begins_anew(run: Run, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        run(progress=stop, max_shard_bytes=3 * 96)
+    out = run(dtype="float16", max_shard_bytes=3 * 96)
+    assert {tensor.dtype for tensor in load_file(out / "model-00001-of-00002.safetensors").values()} == {torch.float16}
+
+
+def test_a_second_run_at_the_same_time_is_refused(run: Run) -> None:
+    def begin_again(what: str, done: int, total: int) -> None:
+        with pytest.raises(OutputError, match="another temper-migrate"):
+            run()
+
+    run(progress=begin_again)
+
+
+def test_nan_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path) -> None:
+    write_fsdp(actor, {"model.w": torch.tensor([[1.0, math.nan], [2.0, 3.0]]), "model.inf": torch.tensor([[math.inf, -math.inf]] * 2)})
+    assert any("NaN in model.w" in note for note in read_receipt(run()).notes)
+    with pytest.raises(VerificationError, match=r"model\.w hold NaN"):
+        run("strict", is_strict=True)
+    assert not (tmp_path / "strict").exists()
+
+
+@pytest.mark.parametrize("damage", ["altered", "short", "missing", "receipt"])
+def test_what_changed_after_the_conversion_is_named(run: Run, damage: str) -> None:
+    out = run()
+    file = out / ("temper-receipt.json" if damage == "receipt" else "model.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage == "altered":
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-5])
+    with pytest.raises(VerificationError, match=NAME if damage == "receipt" else r"model\.safetensors"):
+        check_files(out, read_receipt(out).files)
+
+
+def test_a_source_that_is_cut_off_while_it_is_read_leaves_nothing(run: Run, actor: Path, tmp_path: Path) -> None:
+    path = actor / "model_world_size_2_rank_1.pt"
+    write_fsdp(actor, {"model.w": torch.zeros(2000, 1000)})
+
+    def cut(what: str, done: int, total: int) -> None:
+        with open(path, "rb+") as file:
+            file.truncate(100_000)
+
+    with pytest.raises(DamagedFileError, match="truncated"):
+        run(progress=cut)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_inside_the_source_is_refused(actor: Path) -> None:
+    (job,) = plan_jobs(actor, actor / "hf")
+    with pytest.raises(OutputError, match="lie in one another"):
+        convert(job, Options(), Sources())
+
+
+def test_what_no_disk_holds_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="1000000.00 GB are to be written"):
+        check_space(tmp_path, 10**15)
+
+
+@pytest.mark.parametrize(
+    ("options", "sources", "named"),
+    [
+        ({"dtype": "int8"}, Sources(), "--dtype"),
+        ({"keeps_adapter": True}, Sources(), "--adapter keep"),
+        ({"target": "peft"}, Sources(), "--to peft"),
+        ({}, Sources(lora_alpha=2.0), "--lora-alpha"),
+        ({"max_shard_bytes": 0}, Sources(), "--max-shard-size"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(run: Run, options: dict[str, object], sources: Sources, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=named):
+        run(sources=sources, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_that_leads_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "actor/huggingface"
+    folder.mkdir(parents=True)
+    (tmp_path / "secret.safetensors").write_bytes(b"x" * 100)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../../secret.safetensors"}}))
+    (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
+    with pytest.raises(ShimError, match="outside its folder"):
+        convert(job, Options(), Sources())
