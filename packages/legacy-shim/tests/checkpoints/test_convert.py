@@ -139,7 +139,7 @@ def test_an_output_inside_the_source_is_refused(actor: Path) -> None:
 
 
 def test_what_no_disk_holds_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="1000000.00 GB are to be written"):
+    with pytest.raises(OutputError, match="GB are to be written, but"):
         check_space(tmp_path, 10**15)
 
 

@@ -3,6 +3,7 @@
 Needs neither torch nor Megatron, and reads a chunk when its rows are asked for.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -32,7 +33,7 @@ class DistCheckpoint:
             described = attributes_of(value.state)
             self._entries = _mapping(described["state_dict_metadata"])
             self._places = _places(described["storage_data"], path=path)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             if isinstance(error, DamagedFileError):
                 raise
             raise DamagedFileError(f"{path} is malformed ({type(error).__name__}: {error}): copy it again.") from error
@@ -50,7 +51,7 @@ class DistCheckpoint:
             if isinstance(name, str) and isinstance(node, Inert) and node.function.name == "TensorStorageMetadata":
                 try:
                     found[name] = self._tensor(name, attributes_of(node.state))
-                except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
                     if isinstance(error, DamagedFileError):
                         raise
                     raise DamagedFileError(f"{self.folder}/.metadata: {name} is malformed ({error}): copy it again.") from error
@@ -75,6 +76,8 @@ class DistCheckpoint:
             place = self._places.get((name, offsets)) or self._places.get((name, None))
             if place is None:
                 raise DamagedFileError(f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: copy it again.")
+            if math.prod(sizes) * dtype.num_bytes > place[2] or place[2] < 0 or place[1] < 0:
+                raise DamagedFileError(f"{self.folder}/.metadata gives {name} {place[2]} bytes for a part of shape {sizes}: copy it again.")
             if 0 not in sizes:
                 pieces.append(Piece(offsets=offsets, tensor=_Chunk(self.folder, place, name=name, shape=sizes, dtype=dtype)))
         like = _Chunk(self.folder, ("", 0, 0), name=name, shape=shape, dtype=dtype)
@@ -115,7 +118,8 @@ def _places(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple
     """(file, first byte, bytes) by name and offset of the chunk."""
     found: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in _mapping(node).items():
-        assert isinstance(index, Inert), "a mapping's keys are scalars or inert nodes"
+        if not isinstance(index, Inert):
+            raise ValueError("an index that is none")
         key, where = _index(index), attributes_of(info.state if isinstance(info, Inert) else None)
         relative, offset, length = where["relative_path"], where["offset"], where["length"]
         if where.get("transform_descriptors"):

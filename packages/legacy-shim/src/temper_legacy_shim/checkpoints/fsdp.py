@@ -4,6 +4,7 @@ from pathlib import Path
 
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.pickles import in_short
 from temper_legacy_shim.checkpoints.sharded import assemble
 from temper_legacy_shim.checkpoints.tensors import Entry, TensorReader
 from temper_legacy_shim.errors import DamagedFileError
@@ -41,7 +42,7 @@ def _entries(path: Path, *, rank: int) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for key, node in value.items():
         if not isinstance(key, str):
-            raise DamagedFileError(f"{path}: {key!r:.80} is no name of a tensor: is it a model file?")
+            raise DamagedFileError(f"{path}: {in_short(key)} is no name of a tensor: is it a model file?")
         if not reader.is_tensor(node):
             continue  # such as the extra state of a module
         name = key

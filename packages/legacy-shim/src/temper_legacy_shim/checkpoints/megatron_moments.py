@@ -50,14 +50,18 @@ def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
     for folder in model.role.dist_folders:
         path = folder / "common.pt"
         if path.is_file():
-            yield from _nested_groups(Archive(path).value(), depth=0)
+            yield from _nested_groups(Archive(path).value())
 
 
-def _nested_groups(node: object, *, depth: int) -> Iterator[Mapping[str, object]]:
-    if depth > 8 or not isinstance(node, dict):
-        return
-    groups = node.get("param_groups")
-    if isinstance(groups, list):
-        yield from (group for group in groups if isinstance(group, dict))
-    for value in node.values():
-        yield from _nested_groups(value, depth=depth + 1)
+def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
+    """Each mapping is visited once, however often it is referred to."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        groups = node.get("param_groups")
+        if isinstance(groups, list):
+            yield from (group for group in groups if isinstance(group, dict))
+        waiting += node.values()

@@ -14,7 +14,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, Shape, Unflattened, concatenated, read_all
-from temper_legacy_shim.checkpoints.pickles import Inert
+from temper_legacy_shim.checkpoints.pickles import Inert, in_short
 from temper_legacy_shim.checkpoints.sharded import assemble
 from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
@@ -95,9 +95,9 @@ def _read(path: Path, *, rank: int) -> _RankState:
     states: dict[int, Mapping[str, Entry | int]] = {}
     for number, state in value["state"].items():
         if not isinstance(number, int) or not isinstance(state, dict):
-            raise DamagedFileError(f"{path}: the state of {number!r:.40} is none of a numbered parameter.")
+            raise DamagedFileError(f"{path}: the state of {in_short(number)} is none of a numbered parameter.")
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(str, state))}, not Adam's moments")
+            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(in_short, state))}, not Adam's moments")
         states[number] = {
             "first": reader.entry(state["exp_avg"], key=f"exp_avg of {number}"),
             "second": reader.entry(state["exp_avg_sq"], key=f"exp_avg_sq of {number}"),

@@ -17,6 +17,9 @@ MAX_PICKLE_BYTES = 1 << 30
 """Largest pickle that is read; the index of a checkpoint of 100,000 tensors has about 50 MB."""
 
 
+_SCALARS = (str, int, float, bool, bytes, type(None))
+
+
 @dataclass(frozen=True, slots=True)
 class Global:
     """A name that a pickle asks for; never imported."""
@@ -30,7 +33,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """A call that a pickle asks for and that is never made, with everything that should happen to its result."""
 
@@ -45,6 +48,15 @@ class Inert:
     elements: list[object] = field(default_factory=list)
     """What APPENDS would have appended, or ADDITEMS added."""
 
+    def __repr__(self) -> str:
+        """Its function alone: a few hundred bytes of pickle can nest so that the whole takes for ever to write."""
+        return f"<{self.function}>"
+
+
+def in_short(node: object) -> str:
+    """A node for an error message: scalars as they are, of everything else the type; see ``Inert.__repr__``."""
+    return repr(node)[:80] if isinstance(node, (*_SCALARS, Inert, Global)) else f"a {type(node).__name__}"
+
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
@@ -55,7 +67,6 @@ class Persistent:
 
 
 _MARK = object()
-_SCALARS = (str, int, float, bool, bytes, type(None))
 _SKIPPED = frozenset({"PROTO", "FRAME"})
 _PUSHED = frozenset(
     name

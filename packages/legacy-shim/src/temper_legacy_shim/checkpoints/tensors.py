@@ -13,7 +13,7 @@ import numpy as np
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.dtypes import BY_NAME, BY_STORAGE, Dtype
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Piece, Shape, Stored, Strided, read_all
-from temper_legacy_shim.checkpoints.pickles import Global, Inert, Persistent
+from temper_legacy_shim.checkpoints.pickles import Global, Inert, Persistent, in_short
 from temper_legacy_shim.errors import DamagedFileError
 
 _LARGEST = 1 << 48
@@ -57,6 +57,9 @@ class Sharded:
     dtype: Dtype
     """Of its elements."""
 
+
+_MOST_AXES = 64
+_MOST_RANKS = 1 << 20
 
 Entry = LazyTensor | Distributed | Sharded
 
@@ -132,7 +135,7 @@ class TensorReader:
         _, kind, name, _, count = storage.key[:5]
         element = _dtype(dtype) if dtype is not None else _storage_dtype(kind)
         if element is None or not isinstance(count, int) or not isinstance(offset, int):
-            raise self._damaged(key, f"has elements of a type that is not known ({kind if dtype is None else dtype})")
+            raise self._damaged(key, f"has elements of a type that is not known ({in_short(kind if dtype is None else dtype)})")
         stretch = self.archive.storage(str(name))
         if _storage_dtype(kind) is None:  # untyped: counted in bytes
             count //= element.num_bytes
@@ -205,6 +208,8 @@ class TensorReader:
             return None
         ranks = read_all(self.plain(flat, key=f"{key} (its mesh)")).astype(np.int64).reshape(-1)
         offsets = np.zeros((), np.int64)
+        if math.prod(len(steps) for steps in axes) > _MOST_RANKS:
+            raise self._damaged(key, "lies on a mesh of too many ranks")
         for steps in axes:
             offsets = np.add.outer(offsets, np.asarray(steps, np.int64))
         return ranks[offsets]
@@ -244,6 +249,8 @@ def _layout_axes(attributes: Mapping[object, object], arguments: tuple[object, .
         pairs = list(zip(_listed(shape), _listed(stride), strict=True))
     for sizes, strides in pairs:
         flat = list(zip(_flattened(sizes), _flattened(strides), strict=True))
+        if math.prod(max(size, 0) for size, _ in flat) > _MOST_RANKS:
+            raise ValueError(f"a mesh of more than {_MOST_RANKS} ranks")
         yield [sum(steps) for steps in product(*([i * stride for i in range(size)] for size, stride in flat))]
 
 
@@ -252,9 +259,18 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _flattened(value: object) -> list[int]:
-    if isinstance(value, int):
-        return [value]
-    return [number for part in _listed(value) for number in _flattened(part)]
+    """Numbers of a nested tuple, in order; a mesh has few axes."""
+    waiting: list[object] = [value]
+    found: list[int] = []
+    for _ in range(_MOST_AXES):
+        if not waiting:
+            return found
+        part = waiting.pop()
+        if isinstance(part, int):
+            found.append(part)
+        else:
+            waiting += reversed(_listed(part))
+    raise ValueError(f"a mesh of more than {_MOST_AXES} axes")
 
 
 def attributes_of(state: object) -> Mapping[object, object]:
@@ -296,7 +312,7 @@ def sizes_of(node: object) -> Shape:
     if isinstance(node, Inert) and node.function.name == "Size":
         node = node.arguments[0] if node.arguments else ()
     if not isinstance(node, tuple | list) or not all(isinstance(size, int) and 0 <= size < _LARGEST for size in node) or len(node) > 8:
-        raise ValueError(f"{str(node)[:80]} where a shape should be")
+        raise ValueError(f"{in_short(node)} where a shape should be")
     return tuple(int(size) for size in node)
 
 
