@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.residency import Residency
+from temper_engine_api.specs import ResidencySpec
+from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Mode, Offloading, Residency
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def residency(weight: Tensor) -> Residency:
         yield weight
         yield weight[2:4]
 
-    return Residency({"model": tensors})
+    return Residency({"model": tensors}, device=torch.device("cpu"))
 
 
 def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(residency: Residency, weight: Tensor) -> None:
@@ -70,3 +71,50 @@ def test_parking_twice_and_bringing_in_twice_are_harmless(residency: Residency, 
     residency.bring_in("model")
     residency.bring_in("model")
     assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.fixture
+def groups() -> Residency:
+    held = {name: torch.arange(3.0) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    return Residency({name: (lambda tensor=tensor: [tensor]) for name, tensor in held.items()}, device=torch.device("cpu"))
+
+
+def parked(residency: Residency) -> set[str]:
+    return {name for name in (PARAMETERS, GRADIENTS, OPTIMIZER) if residency.is_parked(name)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "gone"),
+    [
+        (ResidencySpec(), set()),
+        (ResidencySpec(offload_parameters=True), {PARAMETERS, GRADIENTS}),
+        (ResidencySpec(offload_parameters=True, offload_gradients=False), {PARAMETERS}),
+        (ResidencySpec(offload_gradients=True), {GRADIENTS}),
+        (ResidencySpec(offload_optimizer=True), {OPTIMIZER}),
+    ],
+)
+def test_each_kind_leaves_on_its_own(groups: Residency, spec: ResidencySpec, gone: set[str]) -> None:
+    offloading = Offloading(groups, spec=spec)
+    assert parked(groups) == gone
+    with offloading.around("update"):
+        assert parked(groups) == set()
+    assert parked(groups) == gone
+
+
+def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Residency) -> None:
+    offloading = Offloading(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    # (context, optimiser states on the device inside, and after it)
+    steps: list[tuple[Mode, bool, bool]] = [("train", True, True), ("train", True, True), ("update", True, False), ("train", True, True)]
+    for mode, inside, after in [*steps, ("eval", False, False)]:
+        with offloading.around(mode):
+            assert groups.is_parked(OPTIMIZER) != inside, mode
+        assert groups.is_parked(OPTIMIZER) != after, mode
+
+
+def test_an_exception_in_a_step_parks_what_was_loaded_ahead(groups: Residency) -> None:
+    offloading = Offloading(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    with offloading.around("train"):
+        pass
+    with pytest.raises(KeyError), offloading.around("update"):
+        raise KeyError
+    assert parked(groups) == {OPTIMIZER}

@@ -11,6 +11,7 @@ from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.hooks import RfcLoss
+from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Objective, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
@@ -70,6 +71,10 @@ class EngineBackend(ABC):
             Detached answers per micro-batch where this rank has them, else None; of the ranks that have the same ones, the base class
             lets those out that ``topology.returns_outputs`` names.
         """
+
+    def _telemetry(self) -> Mapping[str, Metric]:
+        """What an engine has to say about itself after a call, such as ``memory/allocated_gib``; logged beside the objective's metrics."""
+        return {}
 
     @abstractmethod
     def _reduce_pending_gradients(self) -> None:

@@ -129,7 +129,7 @@ class BaseEngine(UpdateCycle):
             forward_only=forward_only,
             reduce_gradients=final and not forward_only,
         )
-        settled = settle_metrics(merge_metrics(metrics))
+        settled = settle_metrics(merge_metrics([*metrics, self._telemetry()]))
         if answers is None or not asked or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
         columns = {query: torch.cat([answer[query] for answer in answers]) for query in asked}

@@ -14,6 +14,7 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine, MicroLoss
 from temper_engine_api.errors import EngineStateError
+from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
@@ -21,17 +22,13 @@ from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.optimizer import ShardedAdamW
-from temper_engine_fsdp.parts import GRADIENTS, OPTIMIZER, PARAMETERS, Parts, build_parts
+from temper_engine_fsdp.parts import Parts, build_parts
 from temper_engine_fsdp.precision import dtype_named
+from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS
+from temper_engine_fsdp.telemetry import memory_metrics
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter
-
-_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "train": (PARAMETERS, GRADIENTS),
-    "eval": (PARAMETERS,),
-    "update": (PARAMETERS, GRADIENTS, OPTIMIZER),
-}
 
 ObjectT = TypeVar("ObjectT")
 
@@ -75,7 +72,7 @@ class FSDPEngine(BaseEngine):
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        return self._parts.residency.resident(*_GROUPS[mode])
+        return self._parts.offloading.around(mode)
 
     def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
@@ -122,6 +119,9 @@ class FSDPEngine(BaseEngine):
                 forward_only=forward_only,
                 reduce_gradients=reduce_gradients,
             )
+
+    def _telemetry(self) -> Mapping[str, Metric]:
+        return memory_metrics(self._parts.membership.device)
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:

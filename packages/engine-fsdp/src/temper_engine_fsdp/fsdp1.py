@@ -43,6 +43,9 @@ class FlatShardedModule:
         wrap = _wrapping(config, mesh=mesh)
         self._root = wrap(_Shell(wrap(model, CustomPolicy(lambda module: module in layers))), None)
         self.root: nn.Module = self._root
+        # Gradients that wait on a rank stay in the compute dtype: sums of many would lose digits there, and torch 2.13 can't put
+        # those of tied parameters back at all. Reduced ones are float32.
+        self._reduces_always = config.precision.compute != config.precision.parameters
         # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
         self.loss_factor = float(mesh.size())
         found = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
@@ -55,7 +58,7 @@ class FlatShardedModule:
     @contextmanager
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
         """See ShardedModule."""
-        if reduces:
+        if reduces or self._reduces_always:
             yield
             return
         with self._root.no_sync():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp.host_update import update_on_host
 from temper_engine_fsdp.sharded import Parameters, ShardedParameter
 
 Gradients = Mapping[str, Tensor]
@@ -104,6 +105,7 @@ class ShardedAdamW(ShardedOptimizer):
         self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor], on_cpu: bool = False
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
+        self._on_cpu = on_cpu
         devices = {name: torch.device("cpu") if on_cpu else parameter.local().device for name, parameter in parameters.items()}
         self.moments = {name: _fresh_moments(parameters[name].local(), device=device) for name, device in devices.items()}
 
@@ -119,11 +121,17 @@ class ShardedAdamW(ShardedOptimizer):
             if all(self._can_update_in_place(name) for name in names):
                 self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay)
                 continue
-            for name, weight in zip(names, weights, strict=True):
-                device = self.moments[name].first.device
-                raised, gradient = (x.to(device, torch.float32) for x in (weight, gradients[name]))
-                self._adamw([name], [raised], [gradient], lr=lr, weight_decay=weight_decay)
-                weight.copy_(raised)
+
+            def update(i: int, weight: Tensor, gradient: Tensor, names: list[str] = names, weight_decay: float = weight_decay) -> None:
+                self._adamw([names[i]], [weight], [gradient], lr=lr, weight_decay=weight_decay)
+
+            raised = [gradients[name] for name in names]
+            if self._on_cpu and weights[0].is_cuda:
+                update_on_host(weights, raised, update)
+                continue
+            for i, weight in enumerate(weights):
+                update(i, master := weight.float(), raised[i].float())
+                weight.copy_(master)
 
     def _can_update_in_place(self, name: str) -> bool:
         weight = self._parameters[name].local()

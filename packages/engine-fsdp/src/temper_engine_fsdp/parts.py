@@ -21,7 +21,7 @@ from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.process_group import Membership, ThreadGroup
-from temper_engine_fsdp.residency import Residency
+from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.strategies import shard
@@ -30,9 +30,6 @@ from temper_engine_fsdp.weights import Buffers
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter
-
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-"""Groups of the residency."""
 
 _DUMMY_QUERIES = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
 
@@ -61,6 +58,8 @@ class Parts:
     """Where threads that save in the background meet."""
     residency: Residency
     """Where parameters, gradients and optimiser states are."""
+    offloading: Offloading
+    """When they move."""
     has_fast_matmul: bool
     """Whether float32 matmuls take the fast kernels while the engine computes."""
 
@@ -97,7 +96,15 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     parameters, of_adapter = weights_and_adapter(sharded.parameters)
     trained = of_adapter if adapter is not None else parameters
     optimizer = _build_optimizer(config, parameters=trained, mesh=mesh)
-    parts = Parts(
+    residency = Residency(
+        {
+            PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
+            GRADIENTS: lambda: _gradient_tensors(trained),
+            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+        },
+        device=device,
+    )
+    return Parts(
         membership=membership,
         hf_config=hf.config,
         parameters=parameters,
@@ -112,24 +119,11 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
         ),
-        residency=Residency(
-            {
-                PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
-                GRADIENTS: lambda: _gradient_tensors(trained),
-                OPTIMIZER: lambda: _optimizer_tensors(optimizer),
-            }
-        ),
+        residency=residency,
+        offloading=Offloading(residency, spec=config.residency),
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         has_fast_matmul=_takes_fast_matmul(config, device=device),
     )
-    for name, is_offloaded in (
-        (PARAMETERS, config.residency.offload_parameters),
-        (GRADIENTS, config.residency.offloads_gradients),
-        (OPTIMIZER, config.residency.offload_optimizer),
-    ):
-        if is_offloaded:
-            parts.residency.park(name)
-    return parts
 
 
 def _attach_adapter(hf: PreTrainedModel, *, config: FSDPConfig) -> "Adapter":

@@ -114,7 +114,12 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
             continue
         model = role.engine.model
         if role.engine.optimizer is None:
-            keys: tuple[str, ...] = (f"{name}.engine.schedule", f"{name}.engine.residency.offload_optimizer")
+            keys: tuple[str, ...] = (
+                f"{name}.engine.schedule",
+                f"{name}.engine.residency.offload_optimizer",
+                f"{name}.engine.residency.load_optimizer_in",
+                f"{name}.engine.residency.optimizer_on_cpu",
+            )
             yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
         if model.path is not None and model.model_type == "language_model":
             yield _always((f"{name}.engine.model.seed",), f"with {name}.engine.model.path, whose weights are loaded: remove it")
