@@ -1,9 +1,10 @@
 """What an old class was given to train, as an engine: an engine as it is, or a plain Hugging Face model behind one."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,11 +31,12 @@ class Adopted:
         *,
         module: PreTrainedModel | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        folder: tempfile.TemporaryDirectory[str] | None = None,
+        folder: str | None = None,
     ) -> None:
         self.engine = engine
-        # Kept for the life of the engine, which copies tokenizer and config files from it when it saves.
-        self._folder = folder
+        if folder is not None:
+            # Kept for the life of the engine, which copies tokenizer and config files from it when it saves.
+            weakref.finalize(engine, shutil.rmtree, folder, ignore_errors=True)
         self._module = module
         self._optimizer = optimizer
         self._versions: dict[str, int] = {} if module is None else _versions(module)
@@ -81,11 +83,11 @@ def adopt(
             f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which the engine shards itself, "
             "or an initialised engine."
         )
-    folder = tempfile.TemporaryDirectory(prefix="temper-adopted-")
-    module.save_pretrained(folder.name)
+    folder = tempfile.mkdtemp(prefix="temper-adopted-")
+    module.save_pretrained(folder)
     engine = FSDPEngine(
         FSDPConfig(
-            model=ModelSpec(path=str(Path(folder.name)), model_type=model_type),
+            model=ModelSpec(path=folder, model_type=model_type),
             optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
             precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
         )

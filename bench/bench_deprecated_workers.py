@@ -1,0 +1,102 @@
+"""Twenty updates through the deprecated workers against the engine path, same seed: python bench/bench_deprecated_workers.py OUT.png
+
+Four runs of a tiny model on generated arithmetic: the engine path and the deprecated workers, each with one micro-batch an update and with
+several. Prints a table and draws gradient norms and rewards; needs temper-legacy-shim[workers] and matplotlib.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import matplotlib as mpl
+
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.loops import train
+from temper_trainer.types import Prompt
+
+STEPS = 20
+BASE = (
+    "experiment=quickstart",
+    "actor.engine.model.architecture.hidden_size=32",
+    "actor.engine.model.architecture.intermediate_size=64",
+    "actor.engine.model.architecture.num_hidden_layers=2",
+    "data.train.max_rows=512",
+    "data.eval=null",
+    "warm_start=null",
+    "reward.function=bench_deprecated_workers:share_of_even",
+    "batching.prompts_per_step=8",
+    "batching.num_mini_batches=2",
+    "algorithm.group_size=8",
+    "algorithm.aggregation=token_mean",
+    f"run.total_steps={STEPS}",
+    "run.table_every=0",
+    "run.num_threads=1",
+    "run.save_model=false",
+    "run.progress=false",
+    "run.trackers=[jsonl]",
+)
+SPLITS = {"one micro-batch": "batching.max_tokens=8192", "several micro-batches": "batching.max_tokens=512"}
+PATHS = {"engine path": "disable", "deprecated workers": "enable"}
+PLOTTED = {"actor/grad_norm": "gradient norm", "reward/mean": "mean reward"}
+
+Rows = list[dict[str, float]]
+
+
+def share_of_even(prompt: Prompt, completion: str) -> float:
+    """Share of characters that are even digits: a reward that a model without training varies in."""
+    del prompt
+    return sum(sign in "02468" for sign in completion) / max(len(completion), 1)
+
+
+def run(directory: Path, *overrides: str) -> Rows:
+    """Rows of the RL phase, one a step."""
+    loaded = load([*BASE, f"run.dir={directory}", *overrides])
+    train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["phase"] == "rl" and row["step"] > 0]
+
+
+def describe(new: Rows, old: Rows) -> str:
+    """How far apart two runs are: at the first step, which both begin with the same weights, and at the worst of all."""
+    apart = [abs(a["actor/grad_norm"] - b["actor/grad_norm"]) / a["actor/grad_norm"] for a, b in zip(new, old, strict=True)]
+    same = next((i for i, (a, b) in enumerate(zip(new, old, strict=True)) if a["rollout/tokens"] != b["rollout/tokens"]), len(new))
+    return f"gradient norm: {apart[0]:.1e} apart at step 1, at most {max(apart):.1e}; completions of equal length for {same} steps"
+
+
+def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
+    """One column for each split, one row for each number."""
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(PLOTTED), len(SPLITS), figsize=(10, 6), sharex=True, layout="constrained")
+    for column, split in enumerate(SPLITS):
+        for row, (name, label) in enumerate(PLOTTED.items()):
+            axis = axes[row][column]
+            for (path_name, rows), style in zip(found[split].items(), ("-", "--"), strict=True):
+                axis.plot([r["step"] for r in rows], [r[name] for r in rows], style, label=path_name)
+            axis.set_ylabel(label)
+        axes[0][column].set_title(split)
+        axes[-1][column].set_xlabel("step")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("picture", type=Path)
+    picture: Path = parser.parse_args().picture
+    found: dict[str, dict[str, Rows]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for split, override in SPLITS.items():
+            found[split] = {
+                name: run(Path(folder) / f"{split} {name}".replace(" ", "-"), override, f"use_legacy_worker_impl={word}")
+                for name, word in PATHS.items()
+            }
+            print(f"{split}: {describe(found[split]['engine path'], found[split]['deprecated workers'])}", flush=True)
+    draw(found, picture)
+
+
+if __name__ == "__main__":
+    main()

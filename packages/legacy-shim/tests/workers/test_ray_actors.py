@@ -1,0 +1,55 @@
+"""The deprecated classes as real Ray actors, as old drivers made them: ray.remote on the class, one actor a rank."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.deprecation import LegacyWorkerWarning
+from temper_legacy_shim.workers import ActorRolloutRefWorker
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(
+    actor_config: dict[str, Any], make_data: Callable[..., DataProto]
+) -> None:
+    actor_config["actor"]["ppo_mini_batch_size"] = 4
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    actors = []
+    for rank in range(2):
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
+        remote = ray.remote(ActorRolloutRefWorker).options(num_cpus=1, runtime_env={"env_vars": env})
+        actors.append(remote.remote(config=actor_config, role="actor_rollout"))
+    ray.get([actor.init_model.remote() for actor in actors], timeout=200)
+    chunks = make_data(8).chunk(2)
+    outputs = ray.get([actor.update_actor.remote(chunk) for actor, chunk in zip(actors, chunks, strict=True)], timeout=200)
+    metrics = DataProto.concat(outputs).meta_info["metrics"]
+    assert isinstance(metrics, dict)
+    # 8 rows over 2 ranks in mini-batches of 4: two updates, whose norm is the same on both ranks.
+    first, second = metrics["actor/grad_norm"]
+    assert len(first) == 2
+    assert first == second
+    answers = ray.get([actor.compute_log_prob.remote(make_data(8)) for actor in actors], timeout=200)
+    assert torch.equal(answers[0].batch["old_log_probs"], answers[1].batch["old_log_probs"])
+
+
+def test_the_warning_names_the_class_also_where_ray_wraps_it(actor_config: dict[str, Any]) -> None:
+    with pytest.warns(LegacyWorkerWarning, match=r"fsdp_workers\.ActorRolloutRefWorker is deprecated"):
+        ActorRolloutRefWorker(actor_config, "actor")
