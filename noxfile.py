@@ -37,7 +37,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
-    "legacy-shim": ("temper_legacy_shim.checkpoints", "temper_legacy_shim.workers"),
+    "legacy-shim": tuple(f"temper_legacy_shim.{room}" for room in ("checkpoints", "data_proto", "deprecation", "numerics", "workers")),
     "trainer": ("temper_trainer.runtime.ray_runtime", "temper_trainer.runtime.ray_workers"),
 }
 """Modules that only an extra makes importable."""

@@ -21,7 +21,12 @@ from pathlib import Path
 PACKAGES = ("engine-api", "engine-fsdp", "engine-megatron", "trainer", "legacy-shim")
 """Every package, in the order in which they depend on each other."""
 
-EXTRAS = {"engine-api": "[conformance]", "engine-fsdp": "[lora]", "legacy-shim": "[checkpoint]", "trainer": "[fsdp,ray,math,datasets]"}
+EXTRAS = {
+    "engine-api": "[conformance]",
+    "engine-fsdp": "[lora]",
+    "legacy-shim": "[checkpoint,workers]",
+    "trainer": "[fsdp,ray,math,datasets]",
+}
 
 TOOLS = (
     "build",

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
+import temper_legacy_shim.workers  # noqa: F401  # its classes fill RECORDS
 from temper_legacy_shim import deprecation
 from temper_legacy_shim.deprecation import RECORDS, Deprecation, LegacyWorkerWarning, deprecated_class
 
