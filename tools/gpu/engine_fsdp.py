@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.objective import Query
@@ -29,8 +30,8 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.fused_head import linear_logprob
 from tools.gpu.workload import (
-    HALF_BILLION,
     MICRO_BATCH_TOKENS,
+    SHAPES,
     SMALL,
     ClippedPolicy,
     Rows,
@@ -158,19 +159,38 @@ def ranks_agree(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
         engine.close()
 
 
+ENGINES: Mapping[str, Mapping[str, object]] = {
+    "engine": {},
+    "engine, compiled": {"compile_layers": True},
+    "engine, compiled, logits kept": {"compile_layers": True, "head_keeps_logits": True},
+}
+"""Settings whose updates are timed."""
+
+
 def throughput(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
-    """The RL update of the engine, at the half-billion shape."""
+    """The RL update of the engine: log-prob with gradient, entropy, clipped objective."""
     lengths = long_tail(rank)
-    architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **HALF_BILLION}
-    for reshards in (True, False):
-        config = small_config(model=ModelSpec(architecture=architecture), reshard_after_forward=reshards)
-        engine = started(config)
-        packed = policy_batch(lengths, world_size=world_size)
-        name = "engine, resharding" if reshards else "engine"
-        report_speed(rows, partial(update, engine, packed, (Query.ENTROPY,)), name=name, rank=rank,
-                     world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
-        engine.close()
-        del engine
+    for shape, sizes in SHAPES.items():
+        architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **sizes}
+        for name, settings in ENGINES.items():
+            config = small_config(model=ModelSpec(architecture=architecture), reshard_after_forward=False, **settings)
+            engine = started(config)
+            packed = policy_batch(lengths, world_size=world_size)
+            report_speed(rows, partial(update, engine, packed, (Query.ENTROPY,)), name=name, rank=rank, shape=shape,
+                         world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
+            if rank == 0 and world_size == 1:
+                write_profile(rows, partial(update, engine, packed, (Query.ENTROPY,)), name=f"{shape}, {name}")
+            engine.close()
+            del engine
+
+
+def write_profile(rows: Rows, once: Callable[[], float], *, name: str) -> None:
+    """The kernels of one update by the time they take, as text beside the rows."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        once()
+        torch.cuda.synchronize()
+    told = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90)
+    rows.path.with_name(f"profile {name}.txt").write_text(told)
 
 
 def plain(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
@@ -179,15 +199,32 @@ def plain(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
 
     lengths = long_tail(rank)
     tokens = [torch.randint(0, 151936, (sum(sizes),), device="cuda") for sizes in lengths]
-    for is_compiled in (False, True):
-        loop = PlainLoop(HALF_BILLION, is_compiled=is_compiled)
-        report_speed(rows, partial(loop.update, tokens, lengths), name="plain, compiled" if is_compiled else "plain",
-                     rank=rank, world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
-        del loop
+    for shape, sizes in SHAPES.items():
+        for is_compiled in (False, True):
+            loop = PlainLoop(sizes, is_compiled=is_compiled)
+            report_speed(rows, partial(loop.update, tokens, lengths), name="plain, compiled" if is_compiled else "plain",
+                         rank=rank, shape=shape, world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
+            del loop
+
+
+def compiled_agrees(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
+    """Gradient norms of three updates of a small model, compiled and not, in float32 and bf16."""
+    for compute in ("fp32", "bf16"):
+        found = {}
+        for name, settings in ENGINES.items():
+            engine = started(small_config(precision=PrecisionSpec(compute=compute), **settings))
+            packed = engine.shard_data(small_batch(), max_tokens=1024)
+            found[name] = [update(engine, packed) for _ in range(3)]
+            engine.close()
+        limit = 1e-4 if compute == "fp32" else 2e-2
+        same = all(math.isclose(a, b, rel_tol=limit) for norms in found.values() for a, b in zip(norms, found["engine"], strict=True))
+        if rank == 0:
+            rows.add({"job": "compiled", "world_size": world_size, "compute": compute, "norms": found, "ok": same})
 
 
 RANK_JOBS: Mapping[str, Callable[[Rows, int, int, float], None]] = {
     "ranks": ranks_agree,
+    "compiled": compiled_agrees,
     "throughput": throughput,
     "plain": plain,
 }
@@ -227,6 +264,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--world-sizes", default="1,2,4", help="of jobs that run on several GPUs; those beyond this machine's are left out")
     parser.add_argument("--jobs", default=",".join((*ALONE_JOBS, *RANK_JOBS)))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -237,7 +275,7 @@ def main() -> None:
         if job in ALONE_JOBS:
             ALONE_JOBS[job](rows)
             continue
-        for world_size in (n for n in (1, 2, 4) if n <= torch.cuda.device_count()):
+        for world_size in (n for n in map(int, options.world_sizes.split(",")) if n <= torch.cuda.device_count()):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]

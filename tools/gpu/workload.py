@@ -32,6 +32,15 @@ HALF_BILLION = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
+ONE_AND_A_HALF_BILLION = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+SHAPES: Mapping[str, Mapping[str, int]] = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
 MICRO_BATCH_TOKENS, NUM_MICRO_BATCHES, LONGEST = 16384, 4, 4096
 
 
@@ -114,6 +123,19 @@ def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
     return PackedBatch(**fields, micro_batch_starts=starts, denominators=counts)
 
 
+def flops_of(shape: Mapping[str, int], lengths: list[list[int]]) -> tuple[float, float]:
+    """Of an update: in matrix products per token, head included, and in causal attention over these sequences.
+
+    6 for each weight and token; 6 x s^2 x heads x head_dim for each layer and sequence, half of what attention without a mask takes.
+    Recomputation is not counted, and neither is the embedding.
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
+    weights = layers * layer + shape["vocab_size"] * hidden
+    return 6.0 * weights, float(sum(6 * size * size * hidden * layers for sizes in lengths for size in sizes))
+
+
 def report_speed(
     rows: Rows,
     once: Callable[[], float],
@@ -123,21 +145,19 @@ def report_speed(
     world_size: int,
     gemm: float,
     lengths: list[list[int]],
+    shape: str = "0.5B",
 ) -> None:
     """Median tokens per second and GPU of six updates, and the share of the matmul rate they use."""
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
+    for _ in range(3):
         norm = once()
+    torch.cuda.reset_peak_memory_stats()
     seconds = timed(once, repeats=6)
     tokens = sum(map(sum, lengths))
-    h = HALF_BILLION
-    layer = 2 * h["hidden_size"] ** 2 + 2 * h["hidden_size"] * 128 + 3 * h["hidden_size"] * h["intermediate_size"]
-    matmuls = h["num_hidden_layers"] * layer + h["vocab_size"] * h["hidden_size"]
-    attention = sum(6 * size * size * h["hidden_size"] * h["num_hidden_layers"] for sizes in lengths for size in sizes)
+    per_token, attention = flops_of(SHAPES[shape], lengths)
     if rank == 0:
         rows.add({
-            "job": "update", "who": name, "world_size": world_size, "tokens_per_s": round(tokens / seconds),
-            "mfu": round((6 * matmuls * tokens + attention) / seconds / gemm, 3),
+            "job": "update", "who": name, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / seconds),
+            "mfu": round((per_token * tokens + attention) / seconds / gemm, 3),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
         })  # fmt: skip
 

@@ -203,3 +203,11 @@ def test_a_checkpoint_holds_a_model_that_transformers_loads(start: Start, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(next(Path(step).rglob("huggingface")), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), weights_of(engine)[name]), name
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at gradients of tensors that have none
+def test_compiled_layers_and_kept_logits_train_alike(start: Start, batch: SequenceBatch) -> None:
+    expected = train(start(), [batch] * 3)
+    assert train(start(head_keeps_logits=True), [batch] * 3) == pytest.approx(expected, rel=1e-5)
+    assert train(start(head_keeps_logits=True, compile_layers=True), [batch] * 3) == pytest.approx(expected, rel=1e-5)

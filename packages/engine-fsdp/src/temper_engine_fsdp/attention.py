@@ -4,9 +4,6 @@ No mask over the pack is ever made: its layout is computed once per micro-batch 
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +19,11 @@ from temper_engine_fsdp.packing import PackLayout, collect, spread
 SDPA_VARLEN = "temper_sdpa_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
 
+_NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 takes grouped heads without a flag; later versions ask for one."""
 
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over buckets, whose number differs from pack to pack
 def sdpa_varlen_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -84,16 +85,13 @@ def torch_varlen_forward(
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     starts, longest = packing.starts, packing.max_length
-    kernel = _varlen_kernel(is_grouped=q.shape[1] != k.shape[1])
-    attended: Tensor = kernel(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window)
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and _NEEDS_FLAG:
+        attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
+    else:
+        attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window)
+    assert isinstance(attended, Tensor)
     return attended[None], None
-
-
-@cache
-def _varlen_kernel(*, is_grouped: bool) -> Callable[..., Any]:
-    # torch 2.11 takes grouped heads without a flag; later versions ask for one.
-    takes_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if is_grouped and takes_flag else varlen_attn
 
 
 def _refuse(attention_mask: Tensor | None, *, softcap: float | None) -> None:

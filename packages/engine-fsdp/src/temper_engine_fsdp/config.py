@@ -29,6 +29,10 @@ class FSDPConfig(EngineConfig):
     """Recompute each decoder layer in the backward pass: about 20 % slower, far less activation memory."""
     attention: AttentionKernel = "auto"
     """auto is torch_varlen on CUDA in bf16, else sdpa_varlen: causal SDPA over buckets of sequences of similar length."""
+    compile_layers: bool = False
+    """Let torch.compile make the kernels of each decoder layer, and of a head that keeps its logits: faster after a minute of compiling."""
+    head_keeps_logits: bool = False
+    """Hold all logits of a micro-batch in the compute dtype (bf16: 2 bytes x tokens x vocabulary) instead of computing chunks twice."""
     head_chunk_tokens: int | None = None
     """Positions whose logits are held at once; None fits 128 MiB of float32 logits on a CPU and 1 GiB on CUDA."""
     fast_float32_matmul: bool = True
@@ -43,6 +47,8 @@ class FSDPConfig(EngineConfig):
             raise ConfigError(f"fsdp_size is {self.fsdp_size}, but must be at least 1: null shards over all ranks.")
         if self.head_chunk_tokens is not None and self.head_chunk_tokens < 1:
             raise ConfigError(f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null chooses by memory.")
+        if self.head_keeps_logits and self.head_chunk_tokens is not None:
+            raise ConfigError("head_chunk_tokens has no effect with head_keeps_logits, which computes all logits at once: remove one.")
         if self.attention == "torch_varlen" and self.device == "cpu":
             raise ConfigError("attention torch_varlen needs CUDA, but device is cpu: use auto or sdpa_varlen.")
         if self.attention == "torch_varlen" and self.precision.compute == "fp32":

@@ -5,6 +5,7 @@ The answer about token t is read at the hidden state of token t - 1, so the firs
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Query
 from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.whole_head import whole_logprob
 
 LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
 
@@ -61,16 +63,23 @@ class Head(Protocol):
 class LanguageHead:
     """Answers of a language model's output projection."""
 
-    def __init__(self, linear: LinearNow, *, chunk_tokens: int | None) -> None:
+    def __init__(self, linear: LinearNow, *, chunk_tokens: int | None, keeps_logits: bool = False, is_compiled: bool = False) -> None:
         self._linear = linear
         self._chunk_tokens = chunk_tokens
+        self._keeps_logits = keeps_logits
+        self._is_compiled = is_compiled
 
     def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
         """See Head."""
         _refuse_others(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
         at = request.answered
         ids = _ids_of(batch)[at] if Query.LOGPROB_AT in request.queries else None
-        columns = linear_logprob(
+        answer = (
+            partial(whole_logprob, is_compiled=self._is_compiled)
+            if self._keeps_logits
+            else partial(linear_logprob, chunk_tokens=self._chunk_tokens)
+        )
+        columns = answer(
             hidden.index_select(0, at - 1),
             self._linear().weight,
             batch.tokens[at],
@@ -78,7 +87,6 @@ class LanguageHead:
             ids=ids,
             wants_entropy=Query.ENTROPY in request.queries,
             entropy_has_gradient=Query.ENTROPY in request.with_gradient,
-            chunk_tokens=self._chunk_tokens,
         )
         found = {
             Query.LOGPROB: columns.logprob,

@@ -18,6 +18,8 @@ LAYOUTS = (
     Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
     *_at((2, 4), "no-reshard", {"reshard_after_forward": False}),
     Layout(name="reshard-to-2.4", world_size=4, fields={"reshard_after_forward": 2, "forward_prefetch": 1}),
+    *_at((1, 2), "logits-kept", {"head_keeps_logits": True}),
+    Layout(name="compiled.2", world_size=2, fields={"compile_layers": True, "head_keeps_logits": True}),
     *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
 )
 """``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""

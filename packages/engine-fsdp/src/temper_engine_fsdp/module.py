@@ -3,9 +3,10 @@
 In: a micro-batch and what is asked about it. Out: one float32 column per query.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,7 +65,9 @@ def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.
         raise ConfigError(f"{type(hf).__name__} has no plain linear output projection, which the head needs.")
     linear = cast(LinearNow, now)
     if kind == "language_model":
-        return LanguageHead(linear, chunk_tokens=config.head_chunk_tokens)
+        return LanguageHead(
+            linear, chunk_tokens=config.head_chunk_tokens, keeps_logits=config.head_keeps_logits, is_compiled=config.compile_layers
+        )
     return ScalarHead(linear, query=Query.VALUE if kind == "value_model" else Query.SCORE)
 
 
@@ -85,3 +88,12 @@ def layers_of(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]
         present = sorted({type(module).__name__ for module in hf.modules()})
         raise ConfigError(f"wrap_modules names {sorted(wanted)}, but {type(hf).__name__} consists of {present}.")
     return layers
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Let torch.compile make kernels of each layer's forward and backward pass.
+
+    What FSDP and activation checkpointing do around a layer stays outside, and so do the names of its parameters.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)

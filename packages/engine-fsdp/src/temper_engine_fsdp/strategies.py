@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.fsdp1 import FlatShardedModule
 from temper_engine_fsdp.fsdp2 import RowShardedModule
-from temper_engine_fsdp.module import PackedModel
+from temper_engine_fsdp.module import PackedModel, compile_layers, layers_of
 from temper_engine_fsdp.sharded import Parameters
 
 
@@ -46,6 +46,8 @@ def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh
     """
     if config.activation_checkpointing:
         model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile_layers:
+        compile_layers(layers_of(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":
         return FlatShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)
     return RowShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)

@@ -77,9 +77,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
     def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False) -> StepResult:
         """Log-probs of a policy, values of a critic, through the old methods."""
         if without_adapter:
-            raise CapabilityError(
-                "a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref, or take the engine path."
-            )
+            raise CapabilityError("a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref.")
         wanted = frozenset(outputs)
         offered = {Query.VALUE} if self._role == "critic" else {Query.LOGPROB}
         if wanted != offered:

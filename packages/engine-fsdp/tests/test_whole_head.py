@@ -1,0 +1,51 @@
+"""The head that keeps its logits answers as the chunked one does, compiled or not."""
+
+import pytest
+import torch
+
+from temper_engine_fsdp.fused_head import HeadColumns, linear_logprob
+from temper_engine_fsdp.whole_head import whole_logprob
+
+# Torch's compiler looks at the gradients of tensors that have none, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(23, 16, generator=draw).requires_grad_(),
+        "weight": torch.randn(53, 16, generator=draw).requires_grad_(),
+        "labels": torch.randint(53, (23,), generator=draw),
+        "temperature": torch.rand(23, generator=draw) + 0.5,
+        "ids": torch.randint(53, (23, 3), generator=draw),
+    }
+
+
+def gradients(columns: HeadColumns, given: dict[str, torch.Tensor], *, with_entropy: bool) -> list[torch.Tensor]:
+    loss = (columns.logprob * torch.arange(23)).sum() + columns.logsumexp.square().sum() + columns.logprob_at.pow(3).sum()
+    loss = loss + (columns.entropy.square().sum() if with_entropy else 0.0)
+    return list(torch.autograd.grad(loss, (given["hidden"], given["weight"])))
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_answers_and_gradients_are_those_of_the_chunked_head(with_entropy: bool, is_compiled: bool) -> None:
+    given = inputs()
+    chunked = linear_logprob(**given, wants_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7)
+    whole = whole_logprob(**given, wants_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled)
+    for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
+        torch.testing.assert_close(getattr(whole, name), getattr(chunked, name), rtol=1e-5, atol=1e-5)
+    ours, theirs = (gradients(columns, given, with_entropy=with_entropy) for columns in (whole, chunked))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
+
+
+def test_without_a_temperature_logits_stay_as_they_are() -> None:
+    given = inputs()
+    del given["temperature"], given["ids"]
+    torch.testing.assert_close(whole_logprob(**given).logprob, linear_logprob(**given).logprob, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_kept_where_nothing_is_differentiated() -> None:
+    given = {name: tensor.detach() for name, tensor in inputs().items()}
+    assert whole_logprob(**given).logprob.grad_fn is None
