@@ -161,27 +161,24 @@ def ranks_agree(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
 
 ENGINES: Mapping[str, Mapping[str, object]] = {
     "engine": {},
-    "engine, compiled": {"compile_layers": True},
-    "engine, compiled, logits kept": {"compile_layers": True, "head_keeps_logits": True},
+    "engine, compiled": {"compile_layers": True, "head_keeps_logits": True},
 }
 """Settings whose updates are timed."""
 
 
-def throughput(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
+def throughput(rows: Rows, rank: int, world_size: int, gemm: float, *, shape: str) -> None:
     """The RL update of the engine: log-prob with gradient, entropy, clipped objective."""
     lengths = long_tail(rank)
-    for shape, sizes in SHAPES.items():
-        architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **sizes}
-        for name, settings in ENGINES.items():
-            config = small_config(model=ModelSpec(architecture=architecture), reshard_after_forward=False, **settings)
-            engine = started(config)
-            packed = policy_batch(lengths, world_size=world_size)
-            report_speed(rows, partial(update, engine, packed, (Query.ENTROPY,)), name=name, rank=rank, shape=shape,
-                         world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
-            if rank == 0 and world_size == 1:
-                write_profile(rows, partial(update, engine, packed, (Query.ENTROPY,)), name=f"{shape}, {name}")
-            engine.close()
-            del engine
+    architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[shape]}
+    for name, settings in ENGINES.items():
+        engine = started(small_config(model=ModelSpec(architecture=architecture), reshard_after_forward=False, **settings))
+        packed = policy_batch(lengths, world_size=world_size)
+        once = partial(update, engine, packed, (Query.ENTROPY,))
+        report_speed(rows, once, name=name, rank=rank, shape=shape, world_size=world_size, gemm=gemm, lengths=lengths)
+        if world_size == 1:
+            write_profile(rows, once, name=f"{shape}, {name}")
+        engine.close()
+        del engine, once
 
 
 def write_profile(rows: Rows, once: Callable[[], float], *, name: str) -> None:
@@ -193,18 +190,17 @@ def write_profile(rows: Rows, once: Callable[[], float], *, name: str) -> None:
     rows.path.with_name(f"profile {name}.txt").write_text(told)
 
 
-def plain(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
+def plain(rows: Rows, rank: int, world_size: int, gemm: float, *, shape: str) -> None:
     """The plain loop, eager and compiled."""
     from tools.gpu.plain_loop import PlainLoop
 
     lengths = long_tail(rank)
     tokens = [torch.randint(0, 151936, (sum(sizes),), device="cuda") for sizes in lengths]
-    for shape, sizes in SHAPES.items():
-        for is_compiled in (False, True):
-            loop = PlainLoop(sizes, is_compiled=is_compiled)
-            report_speed(rows, partial(loop.update, tokens, lengths), name="plain, compiled" if is_compiled else "plain",
-                         rank=rank, shape=shape, world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
-            del loop
+    for is_compiled in (False, True):
+        loop = PlainLoop(SHAPES[shape], is_compiled=is_compiled)
+        report_speed(rows, partial(loop.update, tokens, lengths), name="plain, compiled" if is_compiled else "plain",
+                     rank=rank, shape=shape, world_size=world_size, gemm=gemm, lengths=lengths)  # fmt: skip
+        del loop
 
 
 def compiled_agrees(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
@@ -225,8 +221,8 @@ def compiled_agrees(rows: Rows, rank: int, world_size: int, gemm: float) -> None
 RANK_JOBS: Mapping[str, Callable[[Rows, int, int, float], None]] = {
     "ranks": ranks_agree,
     "compiled": compiled_agrees,
-    "throughput": throughput,
-    "plain": plain,
+    **{f"throughput-{shape}": partial(throughput, shape=shape) for shape in SHAPES},
+    **{f"plain-{shape}": partial(plain, shape=shape) for shape in SHAPES},
 }
 ALONE_JOBS: Mapping[str, Callable[[Rows], None]] = {
     "attention": job_attention,
