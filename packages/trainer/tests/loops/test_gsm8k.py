@@ -16,6 +16,7 @@ from temper_trainer.loops import RunResult
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 GSM8K = Path(__file__).parents[5] / "shared" / "gsm8k"
 pytestmark = [
+    pytest.mark.timeout(1200),  # two minutes alone on two fast cores
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.skipif(
