@@ -220,3 +220,33 @@ def test_every_old_class_has_a_record() -> None:
         "MegatronPPOActor",
         "MegatronPPOCritic",
     }
+
+
+def test_the_critic_too_updates_alike_in_both_numerics_where_no_quirk_can_act(
+    critic_config: dict[str, Any], make_data: MakeData, open_worker: Callable[[Any], Any]
+) -> None:
+    critic_config["ppo_micro_batch_size_per_gpu"] = 2
+    norms = []
+    for numerics in ("legacy", "temper"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LegacyWorkerWarning)
+            critic = open_worker(CriticWorker(critic_config, numerics=numerics))
+        norms.append(critic.update_critic(make_data(4)).meta_info["metrics"]["critic/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_the_reference_of_an_adapter_is_the_actor_without_it(
+    actor_config: dict[str, Any], make_data: MakeData, open_worker: Callable[[Any], Any]
+) -> None:
+    actor_config["model"] |= {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    with pytest.warns(LegacyWorkerWarning):
+        worker = open_worker(ActorRolloutRefWorker(actor_config, "actor_rollout_ref"))
+    assert worker.ref_policy is None
+    data = make_data(4)
+    before = worker.compute_log_prob(data).batch["old_log_probs"]
+    for _ in range(2):
+        worker.update_actor(data)
+    reference = worker.compute_ref_log_prob(data).batch["ref_log_prob"]
+    torch.testing.assert_close(masked(data, reference), masked(data, before), atol=1e-5, rtol=1e-5)
+    after = worker.compute_log_prob(data).batch["old_log_probs"]
+    assert (masked(data, after) - masked(data, before)).abs().max() > 1e-4
