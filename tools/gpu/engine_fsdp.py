@@ -12,12 +12,14 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
@@ -166,6 +168,73 @@ ENGINES: Mapping[str, Mapping[str, object]] = {
 """Settings whose updates are timed."""
 
 
+def ranks_agree_in_strategies(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
+    """Norms of five updates with each strategy, precision and residency, and of a sixth after a save in the background."""
+    everything = ResidencySpec(offload_parameters=True, offload_optimizer=True)
+    ahead = ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
+    cases: dict[str, dict[str, object]] = {
+        "fsdp2": {},
+        "fsdp1": {"strategy": "fsdp1"},
+        "fsdp1, replicated": {"strategy": "fsdp1", "fsdp_size": 1},
+        "fsdp2, replicated": {"fsdp_size": 1},
+        "fsdp2, kept gathered": {"reshard_after_forward": False, "forward_prefetch": 1},
+        "fsdp2, offloaded": {"residency": everything},
+        "fsdp2, loaded ahead": {"residency": ahead},
+        "fsdp2, updated on the CPU": {"residency": ResidencySpec(optimizer_on_cpu=True)},
+        "fsdp1, offloaded": {"strategy": "fsdp1", "residency": everything},
+    }
+    if world_size == 4:
+        cases["fsdp2, hybrid"] = {"fsdp_size": 2}
+        cases["fsdp1, hybrid"] = {"strategy": "fsdp1", "fsdp_size": 2}
+        cases["fsdp2, kept on two"] = {"reshard_after_forward": 2}
+    for compute in ("fp32", "fp16"):
+        for name, changes in cases.items():
+            engine = started(small_config(precision=PrecisionSpec(compute=compute), **changes))
+            packed = engine.shard_data(small_batch(), max_tokens=1024)
+            norms = [update(engine, packed) for _ in range(5)]
+            folder = Path(
+                tempfile.gettempdir(), f"temper-{os.environ['MASTER_PORT']}-{compute}-{name.replace(', ', '-').replace(' ', '-')}"
+            )
+            step = engine.save_checkpoint(str(folder), global_step=5, in_background=True)
+            goes_on = [update(engine, packed) for _ in range(2)]
+            engine.load_checkpoint(step)
+            resumed = [update(engine, packed) for _ in range(2)]
+            if rank == 0:
+                shutil.rmtree(folder)
+                row = {"job": "strategies", "case": name, "world_size": world_size, "compute": compute, "norms": norms}
+                near = 1e-4 if compute == "fp32" else 2e-2
+                rows.add({**row, "ok": all(math.isclose(a, b, rel_tol=near) for a, b in zip(goes_on, resumed, strict=True))})
+            engine.close()
+            dist.barrier()
+
+
+def background_save(rows: Rows, rank: int, world_size: int, gemm: float) -> None:
+    """How long training stands still for a save at the half-billion shape, in the foreground and in the background."""
+    architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES["0.5B"]}
+    engine = started(small_config(model=ModelSpec(architecture=architecture)))
+    packed = policy_batch(long_tail(rank), world_size=world_size)
+    folder = Path(tempfile.gettempdir(), f"temper-{os.environ['MASTER_PORT']}-saves")
+    for _ in range(2):
+        update(engine, packed)
+    plain_s = timed(partial(update, engine, packed), repeats=3)
+    for step, in_background in ((1, False), (2, True), (3, True)):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        engine.save_checkpoint(str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1)
+        stands_still_s = time.perf_counter() - begun
+        during_s = timed(partial(update, engine, packed), repeats=1)
+        engine.finish_saving()
+        if rank == 0:
+            rows.add({
+                "job": "background", "world_size": world_size, "in_background": in_background, "stands_still_s": stands_still_s,
+                "update_s": plain_s, "update_during_s": during_s, "whole_save_s": time.perf_counter() - begun,
+            })  # fmt: skip
+    engine.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
 def throughput(rows: Rows, rank: int, world_size: int, gemm: float, *, shape: str) -> None:
     """The RL update of the engine: log-prob with gradient, entropy, clipped objective."""
     lengths = long_tail(rank)
@@ -221,6 +290,8 @@ def compiled_agrees(rows: Rows, rank: int, world_size: int, gemm: float) -> None
 RANK_JOBS: Mapping[str, Callable[[Rows, int, int, float], None]] = {
     "ranks": ranks_agree,
     "compiled": compiled_agrees,
+    "strategies": ranks_agree_in_strategies,
+    "background": background_save,
     **{f"throughput-{shape}": partial(throughput, shape=shape) for shape in SHAPES},
     **{f"plain-{shape}": partial(plain, shape=shape) for shape in SHAPES},
 }
@@ -233,18 +304,18 @@ ALONE_JOBS: Mapping[str, Callable[[Rows], None]] = {
 
 def disagreements(rows: list[dict[str, object]]) -> list[str]:
     """World sizes whose gradient norms are not those of one rank; the first updates only, before rounding grows."""
-    alone = {row["compute"]: row["norms"] for row in rows if row["job"] == "ranks" and row["world_size"] == 1}
+    alone = {(row["job"], row["compute"]): row["norms"] for row in reversed(rows) if row.get("norms") and row["world_size"] == 1}
     found = []
     for row in rows:
-        if row["job"] != "ranks":
+        if row["job"] not in ("ranks", "strategies"):
             continue
-        ours, theirs = row["norms"], alone[row["compute"]]
+        ours, theirs = row["norms"], alone[row["job"], row["compute"]]
         assert isinstance(ours, list)
         assert isinstance(theirs, list)
         # Rounding to bf16 grows with every update, so there only the first two are comparable.
         limit, count = (1e-4, 3) if row["compute"] == "fp32" else (2e-2, 2)
         if any(not math.isclose(a, b, rel_tol=limit) for a, b in zip(ours[:count], theirs[:count], strict=True)):
-            found.append(f"{row['compute']} at {row['world_size']} ranks: norms {ours}, alone {theirs}")
+            found.append(f"{row.get('case', '')} {row['compute']} at {row['world_size']} ranks: norms {ours}, alone {theirs}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Sharding with torch's fully_shard (FSDP2): parameters are DTensors, cut by rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,10 +17,14 @@ from temper_engine_fsdp.sharded import Parameters, RowSharded
 _RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
+Fill = Callable[[nn.Module], None]
+"""Gives weights to a module that is about to be sharded."""
+
+
 class RowShardedModule:
     """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
 
-    def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
+    def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, fill: Fill) -> None:
         precision = config.precision
         # Inputs are cast nowhere: temperatures and rotary tables stay as they are computed.
         policy = MixedPrecisionPolicy(
@@ -30,7 +34,11 @@ class RowShardedModule:
         )
         reshards = _checked_reshard(config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1))
         layers = layers_of(model.hf, names=config.wrap_modules)
-        wrapped = [fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards) for layer in layers]
+        wrapped = []
+        for layer in layers:
+            fill(layer)
+            wrapped.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards))
+        fill(model)
         # The root holds the embedding and the head, which the backward pass needs first.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.root: nn.Module = model

@@ -18,8 +18,13 @@ NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
 """Config fields that change logits in ways the fused head or packed attention does not follow, with the value that changes nothing."""
 
 
-def build_model(spec: ModelSpec, *, attention: str) -> PreTrainedModel:
+def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTrainedModel:
     """The model on the CPU in float32, with its attention set to a registered kernel.
+
+    Args:
+        spec: which model.
+        attention: name of the kernel.
+        loads: whether weights are read; without it a model from a directory gets what its constructor gives it.
 
     Raises:
         CapabilityError: the model transforms its logits in a way that is not supported.
@@ -36,7 +41,7 @@ def build_model(spec: ModelSpec, *, attention: str) -> PreTrainedModel:
     # Random weights depend on the seed alone, and building leaves the process's own stream of random numbers as it was.
     with torch.random.fork_rng():
         torch.manual_seed(spec.seed)
-        if spec.path is None:
+        if spec.path is None or not loads:
             model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=spec.trust_remote_code)
         else:
             model, report = auto.from_pretrained(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -25,6 +25,7 @@ from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offlo
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.strategies import shard
+from temper_engine_fsdp.streamed import StreamedWeights, build_streamed
 from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 from temper_engine_fsdp.weights import Buffers
 
@@ -87,12 +88,14 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     attention.register()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
-    hf = build_model(config.model, attention=kernel)
+    hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
     adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
     root = PackedModel(hf, head=build_head(hf, config=config, choose=always if adapter is None else adapter.in_use))
     buffers = _set_dtypes(root, config=config)
     host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
-    sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh)
+    sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh, fill=_nothing if streamed is None else streamed.fill)
+    if streamed is not None:
+        streamed.forget()
     parameters, of_adapter = weights_and_adapter(sharded.parameters)
     trained = of_adapter if adapter is not None else parameters
     optimizer = _build_optimizer(config, parameters=trained, mesh=mesh)
@@ -134,6 +137,19 @@ def _attach_adapter(hf: PreTrainedModel, *, config: FSDPConfig) -> "Adapter":
             raise
         raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
     return attach(hf, spec=config.lora, model=config.model)
+
+
+def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights | None]:
+    """A model, and its weights where they are read only as modules are sharded: FSDP1 and adapters start from a whole model."""
+    if config.strategy == "fsdp2" and not config.lora.is_on:
+        found = build_streamed(config.model, attention=kernel, membership=membership)
+        if found is not None:
+            return found
+    return build_model(config.model, attention=kernel), None
+
+
+def _nothing(module: nn.Module) -> None:
+    """The module has its weights."""
 
 
 def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.fsdp1 import FlatShardedModule
-from temper_engine_fsdp.fsdp2 import RowShardedModule
+from temper_engine_fsdp.fsdp2 import Fill, RowShardedModule
 from temper_engine_fsdp.module import PackedModel, compile_layers, layers_of
 from temper_engine_fsdp.sharded import Parameters
 
@@ -38,8 +38,8 @@ class ShardedModule(Protocol):
         """Begin anew after an exception in a pass; gradients that were accumulated on this rank are lost."""
 
 
-def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> ShardedModule:
-    """Shard a model with the strategy that is configured.
+def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, fill: Fill) -> ShardedModule:
+    """Shard a model with the strategy that is configured; under fsdp2 ``fill`` is called on each module before it is sharded.
 
     Raises:
         ConfigError: a class named in wrap_modules does not occur, or reshard_after_forward does not divide the shards.
@@ -50,4 +50,4 @@ def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh
         compile_layers(layers_of(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":
         return FlatShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)
-    return RowShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)
+    return RowShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh, fill=fill)

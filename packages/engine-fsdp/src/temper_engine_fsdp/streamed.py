@@ -1,0 +1,114 @@
+"""Weights that go from safetensors straight into the module that is sharded next: no rank holds more than its shards and one module.
+
+The model is built without memory for its parameters. Before a module is sharded it gets memory, rank 0 reads its tensors one by one, and
+the others receive them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.huggingface import INDEX_NAME
+from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.process_group import Membership
+
+
+class StreamedWeights:
+    """Where the weights of a model without memory lie, by Hugging Face name."""
+
+    def __init__(self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership) -> None:
+        self._files = files
+        self._membership = membership
+        self._names = {id(parameter): name for name, parameter in hf.named_parameters()}
+        # Keyed by the parameters of before, which hf_parameters keeps alive: a tied one is made once.
+        self._hf_parameters = list(hf.parameters())
+        self._made: dict[int, nn.Parameter] = {}
+
+    def fill(self, module: nn.Module) -> None:
+        """Give memory and weights to every parameter of a module that has none. Collective."""
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    setattr(owner, name, self._make(parameter))
+
+    def _make(self, parameter: nn.Parameter) -> nn.Parameter:
+        key = id(parameter)
+        if key not in self._made:
+            filled = torch.empty_like(parameter, device=self._membership.device)
+            if self._membership.rank == 0:
+                name = self._names[key]
+                with safe_open(self._files[name], framework="pt") as file:
+                    filled.copy_(file.get_tensor(name))
+            if self._membership.world_size > 1:
+                dist.broadcast(filled, src=0)
+            self._made[key] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
+        return self._made[key]
+
+    def forget(self) -> None:
+        """What was made belongs to the sharded model now."""
+        self._made, self._hf_parameters = {}, []
+
+
+def build_streamed(spec: ModelSpec, *, attention: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights] | None:
+    """The model without memory for its parameters, and its weights; None where its directory does not hold them name by name. Collective.
+
+    Safetensors whose names or shapes are not those of the model are for transformers to convert, which takes a whole model.
+    """
+    files = {} if spec.path is None else _files_of(Path(spec.path))
+    if not files:
+        return None
+    with parameters_without_memory():
+        hf = build_model(spec, attention=attention, loads=False)
+    # One rank decides for all, who may see another state of the directory.
+    verdict = [membership.rank == 0 and _fits(hf, files)]
+    if membership.world_size > 1:
+        dist.broadcast_object_list(verdict, src=0)
+    return (hf, StreamedWeights(hf, files, membership=membership)) if verdict[0] else None
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Parameters that modules get inside are on the meta device; buffers are real, since nothing would load them."""
+    register = nn.Module.register_parameter
+
+    def register_without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The safetensors file of every weight; empty where there are none."""
+    index, single = folder / INDEX_NAME, folder / "model.safetensors"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _fits(hf: PreTrainedModel, files: Mapping[str, Path]) -> bool:
+    wanted = {name: list(parameter.shape) for name, parameter in hf.named_parameters()}
+    buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
+    if wanted.keys() != files.keys() or buffers or not all(path.is_file() for path in files.values()):
+        return False
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            if any(file.get_slice(name).get_shape() != wanted[name] for name in file.keys() if files.get(name) == path):  # noqa: SIM118
+                return False
+    return True

@@ -1,0 +1,72 @@
+"""Models whose weights are read module by module while they are sharded."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp import huggingface, parts
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.streamed import StreamedWeights
+
+
+@pytest.fixture(params=[1 << 30, 4096], ids=["one file", "many files"])
+def folder(start: Callable[..., FSDPEngine], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A model directory, of the usual tied model."""
+    engine = start(save_huggingface_weights=True, huggingface_shard_bytes=request.param)
+    return Path(engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface.FOLDER)
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    with engine.export_weights() as stream:
+        return dict(stream)
+
+
+def test_no_more_than_one_module_is_whole_at_a_time(
+    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, filled, models = StreamedWeights.fill, [], []
+
+    def watched(self: StreamedWeights, module: nn.Module) -> None:
+        models.append(module)
+        fill(self, module)
+        whole = {name for name, p in module.named_parameters() if not p.is_meta and not isinstance(p.data, DTensor)}
+        filled.append(whole)
+
+    monkeypatch.setattr(StreamedWeights, "fill", watched)
+    engine = start(model=ModelSpec(path=str(folder)))
+    root = models[-1]
+    # Two layers, then what is left: the embedding, which is also the head, and the last norm.
+    assert len(filled) == 3
+    assert filled[2] == {"hf.model.embed_tokens.weight", "hf.model.norm.weight"}
+    assert all(isinstance(parameter.data, DTensor) for parameter in root.parameters())
+    assert weights_of(engine).keys() == {n for path in folder.glob("*.safetensors") for n in load_file(path)}
+
+
+def test_streamed_weights_are_those_of_the_directory(start: Callable[..., FSDPEngine], folder: Path) -> None:
+    expected = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = weights_of(start(model=ModelSpec(path=str(folder))))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_directory_with_other_names_is_left_to_transformers(
+    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tied head stands beside the embedding, as some exporters write it.
+    whole = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        path.unlink()
+    embedding = whole["model.embed_tokens.weight"]
+    save_file({**whole, "lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = []
+    build = parts.build_model
+    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    found = weights_of(start(model=ModelSpec(path=str(folder))))
+    assert loaded == [1]
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
