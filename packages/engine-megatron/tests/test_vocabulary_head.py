@@ -5,6 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from temper_engine_api.batch import from_sequences
+from temper_engine_megatron.heads import LANGUAGE_QUERIES, Head
+from temper_engine_megatron.packing import local_micro_batch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
 
 
@@ -57,3 +60,15 @@ def test_no_position_at_all_is_answered(group):
     columns.logprob.sum().backward()
     assert (columns.logprob.shape, columns.logprob_at.shape) == ((0,), (0, 0))
     assert not bool(weight.grad.any())
+
+
+def test_columns_are_added_up_in_one_order_on_every_rank(group):
+    # A set's order differs between processes; ranks that followed it would add log-probs to another's entropies.
+    tokens = [torch.arange(4), torch.arange(3)]
+    columns = {"logprob_at_ids": [torch.zeros(len(t), 1, dtype=torch.int64) for t in tokens]}
+    micro = from_sequences(tokens, loss_masks=[torch.zeros(len(t)) for t in tokens], columns=columns)
+    local = local_micro_batch(micro, cp_size=1, cp_rank=0, token_multiple=1)
+    weight = torch.nn.Parameter(torch.randn(13, 8))
+    head = Head(projection=weight, bias=None, scalar=None, vocabulary=13, chunk=4, tp=group, cp=group)
+    answers = head.answer(torch.randn(7, 8), local, queries=LANGUAGE_QUERIES, trained_only=False)
+    assert list(answers.columns) == sorted(LANGUAGE_QUERIES)

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import staged_oracle
 
+from temper_engine_api.conformance.findings import from_json, joined
 from temper_engine_api.conformance.naming import layouts_of
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.layout import Layout
@@ -84,10 +85,21 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     assert f"# Conformance of `{ORACLE}` and `{STAGED}`" in text
     assert f"| group | about | {ORACLE} 1-rank | {STAGED} stages2 |" in text
     assert "| capability | what is not claimed is refused | 1/1 | 1/1 |" in text
+    assert text.count("version (") == 2
     other = tmp_path / "other.json"
     other.write_text("[]")
     ended = subprocess.run([*command, str(other), "--report", str(report)], capture_output=True, text=True, check=False)
     assert (ended.returncode, "expected the findings of a run" in ended.stderr) == (2, True)
+
+
+def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
+    files = [tmp_path / f"{layout}.json" for layout in ("stages2", "stages1")]
+    for path in files:
+        kit.run(STAGED, "--findings", str(path), laws=[LAW], layouts=path.stem, status=pytest.ExitCode.OK)
+    (together,) = joined(from_json(path.read_text()) for path in files)
+    assert together.layouts == ("stages2", "stages1")
+    assert len(together.found) == 2
+    assert len(joined([*joined([together]), from_json(files[0].read_text())])) == 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import saboteurs_of_numbers
+import saboteurs_of_replicas
 import saboteurs_of_state
 from data_parallel_oracle import DataParallelOracle
 from saboteur_table import PAGE, SABOTEURS
@@ -12,14 +13,14 @@ from saboteur_table import PAGE, SABOTEURS
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
 def test_a_broken_engine_is_caught_by_its_laws(kit, saboteur):
     for law in saboteur.laws:
-        found = kit.run(saboteur.name, "--maxfail=1", laws=[law], world_sizes=str(saboteur.world_size))
+        found = kit.run(saboteur.name, "--maxfail=1", laws=[law], **saboteur.where)
         assert found.broken, f"{law} holds for {saboteur.name}: {saboteur.engine.__doc__}"
 
 
 def test_every_broken_engine_is_in_the_table():
     classes = [
         member
-        for module in (saboteurs_of_numbers, saboteurs_of_state)
+        for module in (saboteurs_of_numbers, saboteurs_of_replicas, saboteurs_of_state)
         for name, member in inspect.getmembers(module, inspect.isclass)
         if member.__module__ == module.__name__ and not name.startswith("_")
     ]

@@ -70,7 +70,8 @@ class Head:
             rows = hidden.index_select(0, at - 1 - local.first)
             found = self._language(rows, whole, at, queries) if self.scalar is None else {Query.VALUE: self._scalars(rows)}
             columns = {query: _place(found[query], at=at, size=whole.num_tokens) for query in queries}
-        return Answers(columns={query: sum_of_parts(column, self.cp) for query, column in columns.items()})
+        # Sorted: sets differ in order between processes, and every rank must add up the same column.
+        return Answers(columns={query: sum_of_parts(columns[query], self.cp) for query in sorted(columns)})
 
     def _language(self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]) -> Mapping[Query, Tensor]:
         held = self.projection.shape[0]

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -95,6 +95,21 @@ def versions_of(module: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def joined(runs: Iterable[Findings]) -> list[Findings]:
+    """Runs of one engine with the same versions, in layouts of their own, as one."""
+    together: list[Findings] = []
+    for run in runs:
+        same = [other for other in together if (other.engine, other.versions) == (run.engine, run.versions)]
+        if same and not set(same[0].layouts) & set(run.layouts):
+            same[0].layouts += run.layouts
+            same[0].found += run.found
+            same[0].unclaimed += run.unclaimed
+            same[0].num_deselected += run.num_deselected
+        else:
+            together.append(run)
+    return together
 
 
 def to_json(findings: Findings) -> str:

@@ -106,10 +106,11 @@ class Fleet:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once.
-        with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-            for index in range(self._num_processes):
-                ours, theirs = context.Pipe()
+        for index in range(self._num_processes):
+            ours, theirs = context.Pipe()
+            # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once. Ranks hash differently,
+            # as they do elsewhere, so that a collective inside a loop over a set always meets the wrong one.
+            with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONHASHSEED=str(index + 1)):
                 process = context.Process(
                     target=serve,
                     args=(theirs,),
@@ -118,8 +119,8 @@ class Fleet:
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
-                self._members.append((process, ours))
+            theirs.close()
+            self._members.append((process, ours))
 
     def _rendezvous_of(self, layout: Layout) -> str:
         """One process group at a time: asking for another layout leaves the one before, and closes its engines."""

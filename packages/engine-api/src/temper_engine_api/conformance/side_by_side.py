@@ -1,10 +1,13 @@
-"""``python -m temper_engine_api.conformance.side_by_side A.json B.json --report PATH``: the findings of several runs in one report."""
+"""``python -m temper_engine_api.conformance.side_by_side A.json B.json --report PATH``: several runs in one report.
+
+Runs of one engine in different layouts count as one.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
-from temper_engine_api.conformance.findings import Findings, from_json
+from temper_engine_api.conformance.findings import Findings, from_json, joined
 from temper_engine_api.conformance.report import render
 
 
@@ -21,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             sys.stderr.write(f"{path}: {error}\n")
             return 2
-    chosen.report.write_text(render(runs))
+    chosen.report.write_text(render(joined(runs)))
     return 0
 
 

@@ -1,0 +1,47 @@
+"""Engines that are broken on purpose, where several ranks make one replica: what pipelines and context parallelism got wrong elsewhere."""
+
+import torch
+from staged_oracle import CONFORMANCE_LAYOUTS, StagedOracle
+
+__all__ = ["CONFORMANCE_LAYOUTS", "DividesByMicroBatchesTwice", "FloorsTokenCounts", "KeepsLossOnLastStage"]
+
+
+class _OtherMicroLoss(StagedOracle):
+    """Differentiates another scalar than the one it was given."""
+
+    def _factor(self, batch, micro):
+        raise NotImplementedError
+
+    def _run_schedule(self, batch, *, micro_loss, **arguments):
+        def spoilt(answers, micro):
+            return micro_loss(answers, micro) * self._factor(batch, micro)
+
+        return super()._run_schedule(batch, micro_loss=micro_loss and spoilt, **arguments)
+
+
+class DividesByMicroBatchesTwice(_OtherMicroLoss):
+    """Divides by the number of micro-batches in the schedule, and once more when gradients are finalised."""
+
+    def _factor(self, batch, micro):
+        return 1 / batch.num_micro_batches**2
+
+
+class FloorsTokenCounts(_OtherMicroLoss):
+    """Counts the tokens of each micro-batch as those of one rank of the replica, rounded down, times the ranks."""
+
+    def _factor(self, batch, micro):
+        ranks = self.topology.pp.size
+        counted = sum(int(part.loss_mask.sum()) // ranks * ranks for part in batch.micro_batches())
+        here = int(batch.loss_mask.sum())
+        return here / max(counted, 1) if here else 1.0
+
+
+class KeepsLossOnLastStage(StagedOracle):
+    """The loss of a call is not sent to the stages before the last."""
+
+    def forward_backward_step(self, batch, *arguments, **keywords):
+        result = super().forward_backward_step(batch, *arguments, **keywords)
+        if len(result) == 2 or self.is_last:
+            return result
+        predictions, loss, ctx = result
+        return predictions, torch.zeros_like(loss), ctx
