@@ -7,6 +7,7 @@ Work and memory are bounded by the file's size: keys of mappings are scalars, me
 
 import pickletools
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -96,9 +97,11 @@ def load_inert(data: bytes, *, source: str) -> object:
         raise DamagedFileError(f"{source}: its pickle has {len(data)} bytes; no checkpoint's has more than {MAX_PICKLE_BYTES}.")
     machine = _Machine(source)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if machine.step(opcode.name, argument):
-                return machine.result()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in strings of the oldest protocol
+            for opcode, argument, _ in pickletools.genops(data):
+                if machine.step(opcode.name, argument):
+                    return machine.result()
     except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError, EOFError, UnicodeError) as error:
         if isinstance(error, DamagedFileError):
             raise
