@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import AttentionKernel
 from temper_engine_fsdp.packing import PackLayout, collect, spread
+from temper_engine_fsdp.sequence_parallel import across_ranks
 
 SDPA_VARLEN = "temper_sdpa_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
@@ -120,5 +121,5 @@ def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str
 def register() -> None:
     """Make both kernels known to transformers; calling it again changes nothing."""
     for name, forward in ((SDPA_VARLEN, sdpa_varlen_forward), (TORCH_VARLEN, torch_varlen_forward)):
-        AttentionInterface.register(name, forward)
+        AttentionInterface.register(name, across_ranks(forward))
         AttentionMaskInterface.register(name, _no_mask)

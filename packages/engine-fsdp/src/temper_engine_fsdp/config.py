@@ -16,6 +16,8 @@ class FSDPConfig(EngineConfig):
 
     strategy: Strategy = "fsdp2"
     """fsdp2 is fully_shard; fsdp1 is FullyShardedDataParallel, for numbers and checkpoints of what was built on it, not for speed."""
+    sequence_parallel: int = 1
+    """Ranks that share one pack (Ulysses): each holds a slice of its tokens, and in attention some of the heads, which it must divide."""
     fsdp_size: int | None = None
     """Ranks that one copy of the parameters is sharded over; None is all of them, fewer replicate (hybrid sharding)."""
     reshard_after_forward: bool | int = True
@@ -43,6 +45,8 @@ class FSDPConfig(EngineConfig):
     """Largest safetensors file; a tensor that is larger has one of its own."""
 
     def __post_init__(self) -> None:
+        if self.sequence_parallel < 1:
+            raise ConfigError(f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves every pack to one rank.")
         if self.fsdp_size is not None and self.fsdp_size < 1:
             raise ConfigError(f"fsdp_size is {self.fsdp_size}, but must be at least 1: null shards over all ranks.")
         if self.head_chunk_tokens is not None and self.head_chunk_tokens < 1:

@@ -17,7 +17,7 @@ from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
-from temper_engine_api.topology import Axis, Topology
+from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
@@ -50,6 +50,7 @@ class FSDPEngine(BaseEngine):
             Capability.FP16,
             Capability.OTHER_DTYPES,
             Capability.DATA_PARALLEL,
+            Capability.SEQUENCE_PARALLEL,
             Capability.RESHARD_ON_LOAD,
             Capability.BACKGROUND_SAVE,
             Capability.PORTABLE_STATE,
@@ -62,8 +63,15 @@ class FSDPEngine(BaseEngine):
 
     def _build(self) -> Topology:
         self._built = build_parts(self.config, loss_scale=self.loss_scale)
-        size, rank = self._built.membership.world_size, self._built.membership.rank
-        return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
+        size, rank, shared = self._built.membership.world_size, self._built.membership.rank, self.config.sequence_parallel
+        return Topology(
+            world_size=size,
+            global_rank=rank,
+            dp=Axis(size=size // shared, rank=rank // shared),
+            sp=Axis(size=shared, rank=rank % shared),
+            returns_outputs=rank % shared == 0,
+            plan_constraints=PlanConstraints(token_multiple=shared),
+        )
 
     @property
     def _parts(self) -> Parts:
@@ -111,7 +119,7 @@ class FSDPEngine(BaseEngine):
     ) -> list[Answers] | None:
         with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
         with self._numerics():
-            return self._parts.runner.run(
+            answers = self._parts.runner.run(
                 batch,
                 queries=queries,
                 with_gradient=with_gradient,
@@ -119,6 +127,7 @@ class FSDPEngine(BaseEngine):
                 forward_only=forward_only,
                 reduce_gradients=reduce_gradients,
             )
+        return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
         return memory_metrics(self._parts.membership.device)
@@ -202,7 +211,7 @@ class FSDPEngine(BaseEngine):
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)
         if self._parts.membership.world_size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._parts.data_groups.across)
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:

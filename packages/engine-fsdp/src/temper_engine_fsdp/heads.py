@@ -32,23 +32,48 @@ class HeadRequest:
     with_gradient: frozenset[Query]
     """Those that a loss differentiates."""
     answered: Tensor
-    """[N] int64 positions that need an answer; never the first of a sequence."""
+    """[N] int64 positions whose answer this rank gives; never the first of a sequence."""
+    scored: Tensor
+    """[M] int64 sequences whose score this rank gives."""
+    first: int
+    """Position in the pack of the first hidden state that this rank has."""
     has_unit_temperature: bool
     """Whether every temperature is 1, so that no logit has to be divided."""
 
 
 def request_head(
-    batch: SequenceBatch, *, queries: Collection[Query], with_gradient: Collection[Query], trained_only: bool, device: torch.device
+    batch: SequenceBatch,
+    *,
+    queries: Collection[Query],
+    with_gradient: Collection[Query],
+    trained_only: bool,
+    device: torch.device,
+    bounds: tuple[int, int] | None = None,
 ) -> HeadRequest:
-    """Ask about the trained positions of a micro-batch on the CPU, or about all that have a predecessor."""
+    """Ask about the trained positions of a micro-batch on the CPU, or about all that have a predecessor.
+
+    Args:
+        batch: the micro-batch.
+        queries: the columns wanted.
+        with_gradient: those that a loss differentiates.
+        trained_only: about the trained positions.
+        device: of the model.
+        bounds: first hidden state of the pack that this rank has, and the first after it; None where it has all.
+    """
     wanted = batch.loss_mask
     if not trained_only:
         wanted = torch.ones_like(batch.loss_mask)
         wanted[batch.sequence_starts[:-1].long()] = False
+    first, end = (0, batch.num_tokens) if bounds is None else bounds
+    answered, last = torch.nonzero(wanted)[:, 0], batch.sequence_starts[1:].long() - 1
+    if bounds is not None:
+        answered = answered[(answered > first) & (answered <= end)]
     return HeadRequest(
         queries=frozenset(queries),
         with_gradient=frozenset(with_gradient),
-        answered=torch.nonzero(wanted)[:, 0].to(device, non_blocking=True),
+        answered=answered.to(device, non_blocking=True),
+        scored=torch.nonzero((last >= first) & (last < end))[:, 0].to(device, non_blocking=True),
+        first=first,
         has_unit_temperature=bool((batch.temperature == 1.0).all()),
     )
 
@@ -80,7 +105,7 @@ class LanguageHead:
             else partial(linear_logprob, chunk_tokens=self._chunk_tokens)
         )
         columns = answer(
-            hidden.index_select(0, at - 1),
+            hidden.index_select(0, at - 1 - request.first),
             self._linear().weight,
             batch.tokens[at],
             temperature=None if request.has_unit_temperature else batch.temperature[batch.sequence_index[at]],
@@ -108,8 +133,10 @@ class ScalarHead:
         """See Head."""
         _refuse_others(request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model")
         if self._query == Query.SCORE:
-            return {Query.SCORE: self._project(hidden[batch.sequence_starts[1:].long() - 1])}
-        numbers = self._project(hidden.index_select(0, request.answered - 1))
+            last = batch.sequence_starts[1:].long().index_select(0, request.scored) - 1
+            scores = self._project(hidden.index_select(0, last - request.first))
+            return {Query.SCORE: _place(scores, at=request.scored, size=batch.num_sequences)}
+        numbers = self._project(hidden.index_select(0, request.answered - 1 - request.first))
         return {self._query: _place(numbers, at=request.answered, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:

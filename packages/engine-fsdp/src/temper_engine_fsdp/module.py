@@ -35,9 +35,11 @@ class PackedModel(nn.Module):
         The last one gives a loss a gradient of zero even where the loss ignores every answer, so that all ranks run the same
         collectives.
         """
-        positions = batch.positions()
+        tokens, positions = batch.tokens, batch.positions()
+        if packing.slices is not None:
+            tokens, positions = packing.slices.slice_of(tokens), packing.slices.slice_of(positions)
         output = self.hf.base_model(
-            input_ids=batch.tokens[None],
+            input_ids=tokens[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             attention_mask=None,
             use_cache=False,
@@ -45,6 +47,8 @@ class PackedModel(nn.Module):
         )
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
+        if packing.slices is not None:
+            answers = {query: packing.slices.sum_answers(answer) for query, answer in answers.items()}
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
 

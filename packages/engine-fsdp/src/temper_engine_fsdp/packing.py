@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from temper_engine_fsdp.sequence_parallel import SequenceGroup
+
 MIN_BUCKET_TOKENS = 1024
 """A bucket with fewer tokens takes sequences of any length, since a call costs more than the padding it avoids."""
 SHORTEST_SHARE = 0.75
@@ -32,7 +34,14 @@ class Bucket:
 class PackLayout:
     """Where the sequences of one micro-batch lie. A plain class: FSDP takes dataclasses apart on the way into a module."""
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device, needs_buckets: bool = True) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, device: torch.device, needs_buckets: bool = True, slices: SequenceGroup | None = None
+    ) -> None:
+        self.slices = slices
+        """The ranks that hold slices of the pack; None where this one holds it whole."""
+        if slices is not None and (padding := slices.padding_of(sum(lengths))):
+            # A sequence of its own, which nothing looks at.
+            lengths = [*lengths, padding]
         self.max_length = max(lengths)
         starts = [0]
         for length in lengths:

@@ -20,9 +20,10 @@ from temper_engine_fsdp.models import build_model
 from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
-from temper_engine_fsdp.process_group import Membership, ThreadGroup
+from temper_engine_fsdp.process_group import DataGroups, Membership, ThreadGroup
 from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
+from temper_engine_fsdp.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.strategies import shard
 from temper_engine_fsdp.streamed import StreamedWeights, build_streamed
@@ -55,6 +56,8 @@ class Parts:
     """None where the configuration has none."""
     runner: MicroBatchRunner
     """Passes over micro-batches."""
+    data_groups: DataGroups
+    """Which ranks see the same samples."""
     saving_group: ThreadGroup
     """Where threads that save in the background meet."""
     residency: Residency
@@ -88,7 +91,9 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     attention.register()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
+    data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
+    check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
     root = PackedModel(hf, head=build_head(hf, config=config, choose=always if adapter is None else adapter.in_use))
     buffers = _set_dtypes(root, config=config)
@@ -121,9 +126,11 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
             needs_buckets=kernel == attention.SDPA_VARLEN,
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
+            slices=SequenceGroup(data_groups.within) if config.sequence_parallel > 1 else None,
         ),
         residency=residency,
         offloading=Offloading(residency, spec=config.residency),
+        data_groups=data_groups,
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         has_fast_matmul=_takes_fast_matmul(config, device=device),
     )

@@ -121,6 +121,30 @@ def leave(membership: Membership) -> None:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataGroups:
+    """Which ranks see the same samples."""
+
+    across: ProcessGroup
+    """Ranks that see different samples, one of each replica: what data-parallel sums go over."""
+    within: ProcessGroup
+    """Ranks of a replica, which share its packs."""
+
+
+def build_data_groups(membership: Membership, *, sequence_parallel: int) -> DataGroups:
+    """The ranks of a replica are neighbours.
+
+    Raises:
+        ConfigError: sequence_parallel does not divide the world size.
+    """
+    world_size = membership.world_size
+    if world_size % sequence_parallel:
+        raise ConfigError(f"sequence_parallel is {sequence_parallel}, but must divide the world size {world_size}.")
+    shape, names = (world_size // sequence_parallel, sequence_parallel), ("data", "sequence")
+    mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
+    return DataGroups(across=mesh.get_group("data"), within=mesh.get_group("sequence"))
+
+
 def build_mesh(membership: Membership, *, fsdp_size: int | None, kind: str | None = None) -> DeviceMesh:
     """The mesh parameters are sharded over: one axis, or replicate x shard.
 

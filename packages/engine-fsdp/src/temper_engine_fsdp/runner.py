@@ -16,6 +16,7 @@ from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Answers, Query
 from temper_engine_fsdp.heads import request_head
 from temper_engine_fsdp.packing import PackLayout
+from temper_engine_fsdp.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.strategies import ShardedModule
 
 
@@ -23,8 +24,16 @@ class MicroBatchRunner:
     """Forward and backward passes over one sharded module."""
 
     def __init__(
-        self, sharded: ShardedModule, *, device: torch.device, needs_buckets: bool, dummy_query: Query, loss_scale: LossScale
+        self,
+        sharded: ShardedModule,
+        *,
+        device: torch.device,
+        needs_buckets: bool,
+        dummy_query: Query,
+        loss_scale: LossScale,
+        slices: SequenceGroup | None,
     ) -> None:
+        self._slices = slices
         self._sharded = sharded
         self._loss_scale = loss_scale
         self._dummy_query = dummy_query
@@ -77,8 +86,15 @@ class MicroBatchRunner:
     def _forward(
         self, micro: SequenceBatch, *, queries: frozenset[Query], with_gradient: frozenset[Query], trained_only: bool
     ) -> tuple[Answers, Tensor, SequenceBatch]:
-        request = request_head(micro, queries=queries, with_gradient=with_gradient, trained_only=trained_only, device=self._device)
-        packing = PackLayout(micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets)
+        request = request_head(
+            micro,
+            queries=queries,
+            with_gradient=with_gradient,
+            trained_only=trained_only,
+            device=self._device,
+            bounds=None if self._slices is None else self._slices.bounds(micro.num_tokens),
+        )
+        packing = PackLayout(micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets, slices=self._slices)
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
         *columns, tie = self._sharded.root(on_device, request, packing)
         for column in columns:

@@ -1,0 +1,47 @@
+"""What can be said of sequence parallel on one process; the kit says of the layouts sp2 and sp4 that gradients are those of one rank."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Query
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.heads import HeadRequest, request_head
+from temper_engine_fsdp.sequence_parallel import check_heads
+
+
+def ask(*, bounds: tuple[int, int]) -> HeadRequest:
+    # Two sequences of 4 and 3 tokens: positions 1, 2, 3 and 5, 6 have a predecessor; the last tokens are 3 and 6.
+    batch = from_sequences([torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0])
+    asked = frozenset({Query.LOGPROB})
+    return request_head(batch, queries=asked, with_gradient=asked, trained_only=False, device=torch.device("cpu"), bounds=bounds)
+
+
+def test_each_answer_is_given_by_the_rank_that_holds_the_token_before() -> None:
+    # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a sequence: nobody predicts it.
+    first, second = ask(bounds=(0, 4)), ask(bounds=(4, 8))
+    assert first.answered.tolist() == [1, 2, 3]
+    assert second.answered.tolist() == [5, 6]
+    assert (first.scored.tolist(), second.scored.tolist()) == ([0], [1])
+    assert (first.first, second.first) == (0, 4)
+
+
+def test_an_answer_at_the_edge_of_a_slice_belongs_to_the_rank_before() -> None:
+    assert ask(bounds=(0, 2)).answered.tolist() == [1, 2]
+    assert ask(bounds=(2, 4)).answered.tolist() == [3]
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sequence_parallel is 3, but must divide the model's 4 attention heads"):
+        check_heads(4, size=3)
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused(start: Callable[..., FSDPEngine]) -> None:
+    with pytest.raises(ConfigError, match=r"sequence_parallel is 2, but must divide the world size 1"):
+        start(sequence_parallel=2)
+    if dist.is_initialized():
+        dist.destroy_process_group()
