@@ -30,7 +30,7 @@ PLACEHOLDERS: dict[str, str] = {}
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 
-KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
+KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
 """In which layouts `conformance` runs an engine."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
@@ -199,11 +199,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: the nightly tests here, every layout of Megatron, then build, isolated, oldest and compat."""
+    """What takes too long for a pull request: the nightly tests here, every layout of both engines, then build, isolated, oldest and compat."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
     session.notify("build")
+    session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
     for name in ("isolated", "oldest"):
         for package in PACKAGES:

@@ -94,7 +94,13 @@ STEPS = (
     Step(
         name="kit-on-fsdp",
         budget_s=5 * 60,
-        commands=_pytest("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "1,2"),
+        commands=(
+            *_pytest("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "1,2"),
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "fsdp1.2"),
+                *("--groups", "update,checkpoint"),
+            ),
+        ),
         is_pytest=True,
     ),
     Step(name="engine-fsdp", budget_s=3 * 60, commands=_pytest("packages/engine-fsdp/tests"), is_pytest=True),

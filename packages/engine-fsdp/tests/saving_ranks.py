@@ -141,11 +141,11 @@ def answers(ends: list[Connection]) -> list[tuple[int, str]]:
 def kill_once(context: ForkServerContext, folder: Path, *, seed: int, in_background: bool) -> dict[str, object]:
     """What was found after a kill."""
     folder.mkdir(parents=True)
-    draw = random.Random(seed)
+    draw = random.Random(f"kill {seed}")
     job = Job(rank=0, world_size=WORLD_SIZE, rendezvous=str(folder / "meet-1"), folder=folder, in_background=in_background)
     processes, ends = start(context, save_without_end, job)
     took_s = float(answers(ends)[0][1])
-    for _ in range(draw.randint(1, 2)):
+    for _ in range(draw.randint(1, 3)):
         answers(ends)
     time.sleep(draw.uniform(0.0, 1.2 * took_s))
     before = complete_steps(folder)[-1]
