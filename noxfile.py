@@ -199,7 +199,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: the nightly tests here, every layout of both engines, then build, isolated, oldest and compat."""
+    """What takes too long for a pull request: the nightly tests here, every layout of both engines, build, isolated, oldest, compat."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
