@@ -53,7 +53,7 @@ def write_fsdp(
 def local_part(tensor: Tensor, placements: Sequence[Placement], *, mesh_shape: Sequence[int], place: Sequence[int]) -> Tensor:
     """What torch's own chunking gives a rank: axis after axis."""
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and placement.dim < tensor.ndim:
             chunks = list(tensor.chunk(mesh_shape[axis], dim=placement.dim))
             empty = tensor.narrow(placement.dim, 0, 0)
             chunks += [empty] * (mesh_shape[axis] - len(chunks))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from old_files import write_fsdp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import Shard
 
 from temper_legacy_shim.checkpoints import fsdp, huggingface
 from temper_legacy_shim.checkpoints.archive import Archive
@@ -114,7 +115,7 @@ def _fuzz(kind: str, folder: Path, *, examples: int) -> None:
     read(folder)
     originals = {path: path.read_bytes() for path in sorted(folder.iterdir())}
 
-    @settings(max_examples=examples, deadline=2000, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=examples, deadline=20_000, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(index=st.integers(0, len(originals) - 1), mutations=st.lists(_MUTATION, min_size=1, max_size=4))
     def _one(index: int, mutations: list[tuple[str, float, int, int]]) -> None:
         path = list(originals)[index]
@@ -166,7 +167,7 @@ _OPCODES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=2000, derandomize=True, database=None)
+@settings(max_examples=300, deadline=20_000, derandomize=True, database=None)
 @given(opcodes=st.lists(_OPCODES, max_size=40))
 def test_any_sequence_of_opcodes_ends_soon_with_a_value_or_our_error(opcodes: list[bytes]) -> None:
     try:
@@ -187,3 +188,10 @@ def test_a_tree_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) ->
     assert isinstance(Archive(path).value(), dict)
     with pytest.raises(ShimError, match="no storage"):
         fsdp.read_weights({0: path}, where=tmp_path)
+
+
+def test_a_shard_along_a_dimension_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Found by the fuzzer: one flipped bit turned Shard(dim=0) into Shard(dim=58)."""
+    write_fsdp(tmp_path, {"w": torch.ones(4, 2)}, placements={"w": [Shard(58)]})
+    with pytest.raises(ShimError, match="along a dimension"):
+        _fsdp(tmp_path)

@@ -158,10 +158,15 @@ class TensorReader:
         if not isinstance(placements, tuple | list):
             raise self._damaged(key, "has no placements")
         mesh_shape, coordinate = self._mesh(described.get("mesh"), key=key)
+        placed = tuple(self._placement(placement, key=key) for placement in placements)
+        if any(p.dim is not None and not 0 <= p.dim < len(shape) for p in placed):
+            raise self._damaged(key, f"is sharded along a dimension that its shape {shape} does not have")
+        if mesh_shape is not None and len(mesh_shape) != len(placed):
+            raise self._damaged(key, f"has {len(placed)} placements on a mesh of shape {mesh_shape}")
         return Distributed(
             local=self.plain(attributes["_local_tensor"], key=key),
             shape=shape,
-            placements=tuple(self._placement(placement, key=key) for placement in placements),
+            placements=placed,
             mesh_shape=mesh_shape,
             coordinate=coordinate,
         )
