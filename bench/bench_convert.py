@@ -1,0 +1,166 @@
+"""An old sharded checkpoint to Hugging Face safetensors: temper-migrate beside verl's model merger, in one run.
+
+The same work for each: float32 shards of four ranks, as torch pickles them, to bfloat16 safetensors with config. Wall-clock and CPU
+seconds (the best of the repeats) and the peak of resident memory, each contender in a process of its own from its start to its end, its
+imports included; outputs are compared tensor by tensor. verl's merger is run by the Python of --verl-python, an environment with
+verl 0.9.1; without it that contender is named as left out. temper-migrate also reads its output back and compares checksums; it does
+not build transformers' model here, which the merger does because it needs it.
+
+    python bench/bench_convert.py [--layers 24] [--repeats 3] [--verl-python PATH] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+WORLD_SIZE = 4
+FIELDS = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one contender's process took."""
+
+    wall_s: float
+    cpu_s: float
+    peak_mb: float
+
+
+def make_checkpoint(folder: Path, *, num_layers: int) -> int:
+    """A role directory with random weights; bytes of its weights."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(num_hidden_layers=num_layers, tie_word_embeddings=False, **FIELDS)
+    config.architectures = ["Qwen2ForCausalLM"]
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Qwen2ForCausalLM(config).state_dict().items()}
+    config.save_pretrained(folder / "huggingface")
+    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": WORLD_SIZE}))
+    for rank in range(WORLD_SIZE):
+        dist.init_process_group("fake", rank=rank, world_size=WORLD_SIZE, store=FakeStore())
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
+        state = {}
+        for name, shape in shapes.items():
+            # Every row count is a multiple of the ranks.
+            local = torch.randn((shape[0] // WORLD_SIZE, *shape[1:]))
+            state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        torch.save(state, folder / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
+        dist.destroy_process_group()
+    return sum(shape.numel() for shape in shapes.values()) * 4
+
+
+WRAPPER = """
+import atexit, runpy, sys
+peak_file = sys.argv.pop(1)
+
+def write_peak():
+    with open("/proc/self/status") as status, open(peak_file, "w") as out:
+        out.write(next(line for line in status if line.startswith("VmHWM")).split()[1])
+
+atexit.register(write_peak)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""Runs a module as a program and leaves its own peak; what wait4 reports counts the parent's memory at the fork."""
+
+
+def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cost:
+    """Run ``python module arguments...`` to the end; its own wall-clock, CPU time and peak."""
+    peak = folder / "peak"
+    python, *rest = command
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [python, "-c", WRAPPER, str(peak), *rest], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - started
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed: {said[-2000:]}")
+    return Cost(wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=int(peak.read_text()) / 1024)
+
+
+def best(costs: list[Cost]) -> Cost:
+    """The lowest of each."""
+    return Cost(wall_s=min(c.wall_s for c in costs), cpu_s=min(c.cpu_s for c in costs), peak_mb=min(c.peak_mb for c in costs))
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Names of tensors that are not the same bits in both model directories."""
+    ours, theirs = _places(one), _places(other)
+    found = sorted(ours.keys() ^ theirs.keys())
+    for name in sorted(ours.keys() & theirs.keys()):
+        with safe_open(ours[name], "pt") as a, safe_open(theirs[name], "pt") as b:
+            if not torch.equal(a.get_tensor(name), b.get_tensor(name)):
+                found.append(name)
+    return found
+
+
+def _places(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), str(path))
+    return found
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--verl-python", help="Python of an environment with verl 0.9.1")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-convert-") as folder:
+        root = Path(folder)
+        num_bytes = make_checkpoint(root / "actor", num_layers=asked.layers)
+        ours = [sys.executable, "temper_legacy_shim", "checkpoint", str(root / "actor"), "--dtype", "bfloat16", "--no-verify-names"]
+        contenders = {"temper-migrate": [*ours, "--out", str(root / "temper-migrate")]}
+        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        if asked.verl_python:
+            merge = [asked.verl_python, "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(root / "actor")]
+            contenders["verl merger"] = [*merge, "--target_dir", str(root / "verl merger")]
+        costs: dict[str, list[Cost]] = {name: [] for name in contenders}
+        for _ in range(asked.repeats):
+            for name, command in contenders.items():
+                shutil.rmtree(root / name, ignore_errors=True)
+                costs[name].append(run(command, environment=dict(os.environ) if name == "temper-migrate" else clean, folder=root))
+        results = {name: best(of_contender) for name, of_contender in costs.items()}
+        wrong = differing(root / "temper-migrate", root / "verl merger") if asked.verl_python else None
+    print(
+        f"{num_bytes / 1e9:.2f} GB of float32 in {WORLD_SIZE} ranks, to bfloat16; best of {asked.repeats}; {platform.machine()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8}")
+    for name, cost in results.items():
+        print(f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f}")
+    if asked.verl_python:
+        mine, theirs = results["temper-migrate"], results["verl merger"]
+        print(f"verl / temper    {theirs.wall_s / mine.wall_s:8.1f} {theirs.cpu_s / mine.cpu_s:8.1f} {theirs.peak_mb / mine.peak_mb:8.1f}")
+        print(f"tensors that differ: {len(wrong or [])}")
+    else:
+        print("verl merger: left out: --verl-python names an environment with verl 0.9.1 and what it imports")
+    if asked.json:
+        report = {"when": datetime.now(UTC).isoformat(), "bytes": num_bytes, "results": {n: asdict(c) for n, c in results.items()}}
+        asked.json.write_text(json.dumps(report | {"different": wrong}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

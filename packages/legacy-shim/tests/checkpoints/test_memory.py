@@ -1,0 +1,54 @@
+"""Memory does not grow with the checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_WRITE = """
+import sys, torch
+tensors = {f"model.layers.{i}.weight": torch.empty(int(sys.argv[3]), 1 << 14) for i in range(int(sys.argv[2]))}  # never touched
+with torch.serialization.skip_data():
+    torch.save(tensors, sys.argv[1])
+"""
+_READ = """
+import sys
+from pathlib import Path
+from temper_legacy_shim.checkpoints import fsdp
+from temper_legacy_shim.checkpoints.lazy import blocks
+
+def peak_mb():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+path = Path(sys.argv[1])
+weights = fsdp.read_weights({0: path}, where=path.parent)
+before, total = peak_mb(), 0
+for tensor in weights.values():
+    total += sum(block.nbytes for block in blocks(tensor))
+print(total, before, peak_mb())
+"""
+
+
+def _grown(folder: Path, *, num_tensors: int, rows: int) -> tuple[int, float, float]:
+    """(bytes read, peak before in MB, peak after) of a sparse checkpoint that is read to its end in a process of its own."""
+    path = folder / "model_world_size_1_rank_0.pt"
+    subprocess.run([sys.executable, "-c", _WRITE, str(path), str(num_tensors), str(rows)], check=True)
+    done = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
+    total, before, after = done.stdout.split()
+    return int(total), float(before), float(after)
+
+
+def test_two_gigabytes_are_read_in_a_few_blocks(tmp_path: Path) -> None:
+    total, before, after = _grown(tmp_path, num_tensors=8, rows=1 << 12)
+    assert total == 8 * 2**28
+    assert after - before < 16
+    assert after < 120
+
+
+@pytest.mark.nightly
+def test_sixty_four_gigabytes_are_read_in_as_few(tmp_path: Path) -> None:
+    total, before, after = _grown(tmp_path, num_tensors=64, rows=1 << 14)
+    assert total == 64 * 2**30
+    assert after - before < 16
+    assert after < 120
