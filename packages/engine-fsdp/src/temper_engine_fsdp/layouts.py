@@ -23,7 +23,6 @@ LAYOUTS = (
     Layout(name="sp4.4", world_size=4, fields={"sequence_parallel": 4}),
     Layout(name="sp2-fsdp1.4", world_size=4, fields={"sequence_parallel": 2, "strategy": "fsdp1"}),
     *_at((1, 2), "logits-kept", {"head_keeps_logits": True}),
-    Layout(name="compiled.2", world_size=2, fields={"compile_layers": True, "head_keeps_logits": True}),
     *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
 )
 """``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""
