@@ -100,6 +100,10 @@ STEPS = (
                 *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "fsdp1.2"),
                 *("--groups", "update,checkpoint"),
             ),
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "sp2.2"),
+                *("--groups", "gradient,value", "-k", "data_parallel_size or value"),
+            ),
         ),
         is_pytest=True,
     ),
