@@ -164,3 +164,33 @@ def test_an_adapter_s_checkpoint_says_that_no_engine_resumes_it(samples: Path, t
     with pytest.raises(UsageError, match="--to peft"):
         convert(job, Options(target="temper"), Sources())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron.core")
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+@pytest.mark.parametrize("name", ["v0.7.1_fsdp2-actor-untied_ws2", "v0.2_fsdp1-actor-tied_ws2"])
+def test_the_portable_state_goes_through_a_megatron_engine_bit_for_bit(samples: Path, name: str) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+    from temper_engine_megatron.config import MegatronConfig
+    from temper_engine_megatron.engine import MegatronEngine
+
+    config = MegatronConfig(
+        model=ModelSpec(path=str(_base(samples, name))),
+        optimizer=OptimizerSpec(**ADAM, decays_vectors=True),  # type: ignore[arg-type]
+        precision=PrecisionSpec(compute="fp32"),
+        device="cpu",
+    )
+    (role,) = find_roles(samples / name / "checkpoints")
+    old = {state.name: state for state in training_state(read_model(role, Sources()))}
+    engine = MegatronEngine(config)
+    engine.init_model()
+    try:
+        engine.load_state(iter(old.values()))
+        for state in engine.export_state():
+            same = old.pop(state.name)
+            assert state.update_count == same.update_count == 2
+            for column in ("master", "first_moment", "second_moment"):
+                assert torch.equal(getattr(state, column), getattr(same, column)), (state.name, column)
+        assert not old
+    finally:
+        engine.close()
