@@ -9,6 +9,9 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query, register_objective
 
+WITNESS_PREFIX = "saw "
+"""Of the metrics that say which micro-batches an objective saw."""
+
 
 @register_objective("probe_likelihood")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,4 +52,4 @@ class PlanWitness(Objective):
 
 def witness_of(sample_ids: Tensor) -> str:
     """Name of the metric of a micro-batch with these samples, in this order."""
-    return "saw " + ",".join(str(sample) for sample in sample_ids.tolist())
+    return WITNESS_PREFIX + ",".join(str(sample) for sample in sample_ids.tolist())

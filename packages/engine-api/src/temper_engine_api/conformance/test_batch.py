@@ -20,7 +20,7 @@ from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import BatchStatisticProbe, TokenProbe
 from temper_engine_api.conformance.rank import Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.conformance.simple_objectives import PlanWitness, witness_of
+from temper_engine_api.conformance.simple_objectives import WITNESS_PREFIX, PlanWitness, witness_of
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, assert_all_close, assert_close
 from temper_engine_api.metrics import Metric
@@ -47,9 +47,9 @@ def witnessed_and_planned(
     if not engine.topology.returns_outputs:
         return None
     planned = Counter(witness_of(micro.sample_ids) for micro in share.micro_batches())
-    return {name: value_of(metric) for name, metric in seen.items() if name != "loss"}, {
-        name: float(count) for name, count in planned.items()
-    }
+    # An engine may add metrics of its own.
+    witnessed = {name: value_of(metric) for name, metric in seen.items() if name.startswith(WITNESS_PREFIX)}
+    return witnessed, {name: float(count) for name, count in planned.items()}
 
 
 def value_of(metric: Metric) -> float:
