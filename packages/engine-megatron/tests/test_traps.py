@@ -77,6 +77,19 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(subject_in, referenc
     assert_all_close(update.gradients, expected.gradients, GRADIENT, what="gradient")
 
 
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.world_size <= 2])
+def test_every_chunk_of_every_rank_holds_a_decoder_layer(subject_in, reference, layout):
+    # A stage without layers would pass every law and show nothing of pipelines.
+    for counts in subject_in(layout).run(layers_of_chunks, recipe=reference.recipe(QWEN2_GROUPED)):
+        assert len(counts) == LAYOUTS[layout].fields.get("virtual_pipeline", 1)
+        assert all(count > 0 for count in counts)
+
+
+def layers_of_chunks(rank, *, recipe):
+    """Decoder layers in each of this rank's chunks."""
+    return [len(chunk.decoder.layers) for chunk in rank.kept_engine(recipe)._parts.runner._chunks.bare]
+
+
 @pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
 def test_pipelines_train_as_one_rank_does_for_many_updates(subject_in, reference, layout):
     # Freed outputs that gloo is still sending: right in the first step now and then, never in all of ten.

@@ -23,7 +23,7 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 8,
@@ -64,8 +64,8 @@ REWARD = TinyModel(name="reward", architecture=QWEN2_GROUPED.architecture, model
 OTHER_SHAPES = tuple(
     TinyModel(name=f"qwen2-{name}", architecture={**QWEN2_GROUPED.architecture, **change})
     for name, change in {
-        "shallower": {"num_hidden_layers": 1},
-        "deeper": {"num_hidden_layers": 3},
+        "shallower": {"num_hidden_layers": 3},
+        "deeper": {"num_hidden_layers": 5},
         "wider": {"intermediate_size": 56},
     }.items()
 )
