@@ -1,5 +1,7 @@
 """Without CUDA Megatron's CUDA calls mean the CPU, and only while Megatron is called."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,7 +38,12 @@ def test_the_context_may_be_entered_inside_itself():
 
 
 def test_only_megatrons_optimizers_are_told_of_cuda_types():
+    ask = "def type_of(tensor):\n    return tensor.type()\n"
+    optimizer: dict[str, Any] = {}
+    exec(compile(ask, "/somewhere/megatron/core/optimizer/optimizer.py", "exec"), optimizer)
+    assert optimizer["type_of"](torch.zeros(1)) == "torch.FloatTensor"
     with megatron_on_cpu():
+        assert optimizer["type_of"](torch.zeros(1)) == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type() == "torch.FloatTensor"
         assert torch.zeros(1).type(torch.float64).dtype is torch.float64
 
