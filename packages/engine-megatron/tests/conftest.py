@@ -30,6 +30,13 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_cuda() -> None:
+    """These tests are about the CPU, and Megatron uses CUDA wherever torch sees it."""
+    if torch.cuda.is_available():
+        pytest.skip("torch sees CUDA, and these tests are about the CPU: start with CUDA_VISIBLE_DEVICES= (nothing after the sign)")
+
+
 @pytest.fixture
 def config() -> MegatronConfig:
     return MegatronConfig(

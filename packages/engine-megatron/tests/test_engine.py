@@ -47,6 +47,12 @@ def weights(engine):
         return list(stream)
 
 
+def test_the_cpu_where_there_is_cuda_is_refused_with_what_to_do(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="start with CUDA_VISIBLE_DEVICES= "):
+        MegatronEngine(config).init_model()
+
+
 def test_sizes_that_do_not_divide_the_ranks_are_refused(config):
     engine = MegatronEngine(replace(config, tensor_parallel=2))
     with pytest.raises(ConfigError, match="must divide the 1 ranks"):

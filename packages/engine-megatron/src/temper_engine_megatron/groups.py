@@ -179,7 +179,10 @@ def _choose_device(wanted: str) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if wanted == "cpu":
-        raise ConfigError("device is cpu, but torch sees CUDA, which Megatron then uses in places of its own: hide it, or use device auto.")
+        raise ConfigError(
+            "device is cpu, but torch sees CUDA, which Megatron then uses in places of its own: start with CUDA_VISIBLE_DEVICES= "
+            "(nothing after the sign), or use device auto."
+        )
     index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
