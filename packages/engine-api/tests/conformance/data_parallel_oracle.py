@@ -43,9 +43,12 @@ class DataParallelOracle(OracleEngine):
 
     def _reduce_pending_gradients(self):
         for name, gradient in self.gradients().items():
-            self.parameters()[name].grad = self._sum_over_data_parallel(gradient)
+            self.parameters()[name].grad = self._sum_over_ranks(gradient)
 
     def _sum_over_data_parallel(self, value):
+        return self._sum_over_ranks(value)
+
+    def _sum_over_ranks(self, value):
         total = value.clone()
         if dist.is_initialized():
             dist.all_reduce(total)

@@ -62,6 +62,7 @@ SABOTEURS = (
     Saboteur(numbers.MeanPerRank, (RANKS,), 2),
     Saboteur(numbers.CountsDummies, (SPLIT,), 2),
     Saboteur(numbers.ReducesTwice, (RANKS, "test_gradient::test_gradient_norm_is_that_of_the_whole_gradient"), 2),
+    Saboteur(numbers.FinalisesEveryCall, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2),
     Saboteur(numbers.NeverReducesPending, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2),
     Saboteur(numbers.ForgetsTemperature, ("test_logprob::test_temperature_scales_logits_before_log_softmax", SPLIT)),
     Saboteur(numbers.TempersLogProbs, ("test_logprob::test_temperature_scales_logits_before_log_softmax",)),
@@ -85,7 +86,7 @@ SABOTEURS = (
     Saboteur(numbers.LosesOrder, ("test_batch::test_output_order_is_restored",), 2),
     Saboteur(numbers.SumsLossOverRanks, (RANKS,), 2),
     Saboteur(replicas.DividesByMicroBatchesTwice, (SPLIT,), layout="stages2"),
-    Saboteur(replicas.FloorsTokenCounts, (SPLIT,), layout="stages2"),
+    Saboteur(replicas.FloorsTokenCounts, (SPLIT,), layout="contexts2"),
     Saboteur(
         replicas.KeepsLossOnLastStage,
         ("test_rfc_loop::test_rfc_loop_with_a_callable", "test_rfc_loop::test_rfc_loop_with_an_objective"),

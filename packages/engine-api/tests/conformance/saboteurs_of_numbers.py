@@ -77,6 +77,19 @@ class ReducesTwice(DataParallelOracle):
         return super()._apply_gradients(lr=lr)
 
 
+class FinalisesEveryCall(DataParallelOracle):
+    """Sums gradients over ranks at the end of every call, those of an earlier call of the same update once more."""
+
+    def _run_schedule(self, batch, *, reduce_gradients, forward_only, **arguments):
+        answers = super()._run_schedule(batch, reduce_gradients=False, forward_only=forward_only, **arguments)
+        if not forward_only:
+            super()._reduce_pending_gradients()
+        return answers
+
+    def _reduce_pending_gradients(self):
+        """Nothing: every call has done it."""
+
+
 class NeverReducesPending(DataParallelOracle):
     """Leaves gradients of calls that were not final where they are."""
 

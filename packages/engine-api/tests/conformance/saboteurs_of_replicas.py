@@ -30,7 +30,7 @@ class FloorsTokenCounts(_OtherMicroLoss):
     """Counts the tokens of each micro-batch as those of one rank of the replica, rounded down, times the ranks."""
 
     def _factor(self, batch, micro):
-        ranks = self.topology.pp.size
+        ranks = self.topology.cp.size
         counted = sum(int(part.loss_mask.sum()) // ranks * ranks for part in batch.micro_batches())
         here = int(batch.loss_mask.sum())
         return here / max(counted, 1) if here else 1.0
@@ -39,9 +39,6 @@ class FloorsTokenCounts(_OtherMicroLoss):
 class KeepsLossOnLastStage(StagedOracle):
     """The loss of a call is not sent to the stages before the last."""
 
-    def forward_backward_step(self, batch, *arguments, **keywords):
-        result = super().forward_backward_step(batch, *arguments, **keywords)
-        if len(result) == 2 or self.is_last:
-            return result
-        predictions, loss, ctx = result
-        return predictions, torch.zeros_like(loss), ctx
+    def _sum_over_data_parallel(self, value):
+        total = super()._sum_over_data_parallel(value)
+        return total if self.is_last else torch.zeros_like(total)

@@ -1,6 +1,7 @@
-"""The oracle as the last of several stages: ranks of a replica share their data, and only the last one has losses and outputs.
+"""The oracle with several ranks to a replica, as they look from outside: stages of a pipeline, or ranks that share their sequences.
 
-What a pipeline looks like from outside, without one inside: the earlier stages hold copies and wait.
+Stages: the earlier ones hold copies and wait; only the last one has losses and outputs. Contexts: every rank computes all answers, as if
+the parts had been added up already, and the same loss; backwards it keeps the gradient of its own part of the tokens.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.layout import Layout
+from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
 
@@ -16,29 +18,33 @@ from temper_engine_api.topology import Axis, Topology
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedConfig(EngineConfig):
     num_stages: int = 1
+    num_contexts: int = 1
 
 
 CONFORMANCE_LAYOUTS = (
     Layout(name="stages2", world_size=2, fields={"num_stages": 2}),
+    Layout(name="contexts2", world_size=2, fields={"num_contexts": 2}),
     Layout(name="stages1", world_size=1),
 )
 
 
 class StagedOracle(DataParallelOracle):
-    """Data-parallel rank r is made of the ranks r S to r S + S - 1."""
+    """Data-parallel rank r is made of the ranks r S C to r S C + S C - 1, for S stages of C contexts each."""
 
     config_class = StagedConfig
 
     def _build(self):
         plain = super()._build()
-        stages, rank = self.config.num_stages, plain.global_rank
-        self.is_last = rank % stages == stages - 1
+        stages, contexts, rank = self.config.num_stages, self.config.num_contexts, plain.global_rank
+        stage, context = rank // contexts % stages, rank % contexts
+        self.is_last = stage == stages - 1
         return Topology(
             world_size=plain.world_size,
             global_rank=rank,
-            dp=Axis(size=plain.world_size // stages, rank=rank // stages),
-            pp=Axis(size=stages, rank=rank % stages),
-            returns_outputs=self.is_last,
+            dp=Axis(size=plain.world_size // (stages * contexts), rank=rank // (stages * contexts)),
+            pp=Axis(size=stages, rank=stage),
+            cp=Axis(size=contexts, rank=context),
+            returns_outputs=self.is_last and context == 0,
         )
 
     def _run_schedule(self, batch, *, reduce_gradients, **arguments):
@@ -49,5 +55,15 @@ class StagedOracle(DataParallelOracle):
             self._reduce_pending_gradients()
         return answers
 
+    def _answer(self, micro, **arguments):
+        """Values of all tokens; gradients of this rank's."""
+        cp, (num_tokens,) = self.topology.cp, micro.tokens.shape
+        mine = torch.arange(num_tokens) * cp.size // num_tokens == cp.rank
+        columns = dict(super()._answer(micro, **arguments).columns)
+        for query, column in columns.items():
+            is_mine = mine[micro.sequence_starts[1:].long() - 1] if query is Query.SCORE else mine
+            columns[query] = torch.where(is_mine if column.ndim == 1 else is_mine[:, None], column, column.detach())
+        return Answers(columns=columns)
+
     def _sum_over_data_parallel(self, value):
-        return super()._sum_over_data_parallel(value if self.is_last else torch.zeros_like(value))
+        return super()._sum_over_data_parallel(value if self.topology.returns_outputs else torch.zeros_like(value))

@@ -1,6 +1,8 @@
 """The fleet tells apart what raises, what dies and what hangs, and goes on afterwards."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -42,6 +44,10 @@ def sleep_long(rank):
     time.sleep(60 if rank.index == 1 else 0)
 
 
+def hash_of(rank, *, word):
+    return hash(word)
+
+
 @pytest.fixture(scope="module")
 def fleet(lent):
     return lent.fleet
@@ -56,6 +62,17 @@ def test_every_rank_answers_in_order_at_every_world_size(fleet):
     assert run(fleet, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
     assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
     assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
+
+
+def test_ranks_hash_differently_and_alike_in_every_run(fleet):
+    # A loop over a set of names then has another order on each rank, the same in every run.
+    script = "print(hash('logprob'))"
+    seeded = [
+        int(subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout)
+        for seed in "12"
+    ]
+    assert run(fleet, hash_of, word="logprob") == seeded
+    assert seeded[0] != seeded[1]
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(fleet):

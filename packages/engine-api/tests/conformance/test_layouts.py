@@ -24,13 +24,13 @@ def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
 
 def test_a_law_runs_in_every_layout_that_was_named(kit):
     found = kit.run(STAGED, laws=[LAW], layouts="all", status=pytest.ExitCode.OK)
-    assert found.held == ["test_topologies_fit_together[stages1]", "test_topologies_fit_together[stages2]"]
+    assert found.held == [f"test_topologies_fit_together[{name}]" for name in ("stages1", "stages2", "contexts2")]
     found = kit.run(STAGED, "--world-sizes", "2", laws=[LAW], layouts="stages2", status=pytest.ExitCode.OK)
     assert sorted(found.held) == ["test_topologies_fit_together[2-ranks]", "test_topologies_fit_together[stages2]"]
 
 
 def test_layouts_that_nobody_offers_are_refused(kit, capsys):
-    assert "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2" in usage_error(kit, capsys, layouts="stages9")
+    assert "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2, contexts2" in usage_error(kit, capsys, layouts="stages9")
     assert "offers no layouts" in usage_error(kit, capsys, engine=ORACLE, layouts="all")
 
 
@@ -54,7 +54,7 @@ def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
         return points if group == "temper.conformance_layouts" else []
 
     monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
-    assert [layout.name for layout in layouts_of("mine")] == ["stages2", "stages1"]
+    assert [layout.name for layout in layouts_of("mine")] == ["stages2", "contexts2", "stages1"]
     assert layouts_of("other") == ()
     with pytest.raises(EngineNotFoundError, match="no tuple of Layout"):
         layouts_of("odd")
@@ -111,6 +111,7 @@ def test_laws_hold_where_only_the_last_stage_has_outputs(kit):
 
 
 @pytest.mark.nightly
-def test_every_law_holds_where_only_the_last_stage_has_outputs(kit):
-    found = kit.run(STAGED, layouts="stages2", status=pytest.ExitCode.OK)
+@pytest.mark.parametrize("layout", ["stages2", "contexts2"])
+def test_every_law_holds_where_several_ranks_make_one_replica(kit, layout):
+    found = kit.run(STAGED, layouts=layout, status=pytest.ExitCode.OK)
     assert len(found.held) > 150

@@ -8,6 +8,7 @@ import saboteurs_of_replicas
 import saboteurs_of_state
 from data_parallel_oracle import DataParallelOracle
 from saboteur_table import PAGE, SABOTEURS
+from staged_oracle import StagedOracle
 
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
@@ -32,6 +33,15 @@ def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_br
     laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws})
     name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
     found = kit.run(name, laws=laws, world_sizes="2")
+    assert not found.broken
+    assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
+
+
+@pytest.mark.parametrize("layout", sorted({saboteur.layout for saboteur in SABOTEURS if saboteur.layout}))
+def test_laws_that_catch_saboteurs_in_a_layout_hold_for_the_engine_that_they_break(kit, layout):
+    laws = sorted({law for saboteur in SABOTEURS if saboteur.layout == layout for law in saboteur.laws})
+    name = f"{StagedOracle.__module__}:{StagedOracle.__name__}"
+    found = kit.run(name, laws=laws, layouts=layout)
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 
