@@ -1,5 +1,6 @@
 """The bridge is imported without what it asks for needlessly, and says what Megatron's parameters are made of."""
 
+import importlib.metadata
 import importlib.util
 import sys
 
@@ -26,13 +27,48 @@ def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
     assert ("transformer_engine" in absent) != HAVE_TE
 
 
-def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
+def forget_the_bridge(monkeypatch):
     for name in [name for name in sys.modules if name == "megatron.bridge" or name.startswith("megatron.bridge.")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
+    forget_the_bridge(monkeypatch)
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
-    with pytest.raises(ConfigError, match="needs Megatron-Bridge") as caught:
+    with pytest.raises(ConfigError, match="needs Megatron-Bridge, which is not installed") as caught:
         Translation(config())
     assert PIP_LINE in str(caught.value)
+
+
+class Broken:
+    """A finder under whose eyes one package can't be imported."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'omegaconf'", name="omegaconf"), RuntimeError("the package is empty")], ids=repr
+)
+def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, error):
+    forget_the_bridge(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Broken("megatron.bridge.models", error), *sys.meta_path])
+    with pytest.raises(ConfigError, match="is installed, but importing it failed with") as caught:
+        Translation(config())
+    assert str(error) in str(caught.value)
+    assert "not installed" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "version"), [("megatron-core", "0.19.2"), ("megatron-bridge", "0.6.0")])
+def test_other_lines_are_refused_with_the_tested_version(monkeypatch, name, version):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda asked: version if asked == name else real(asked))
+    with pytest.raises(ConfigError, match=rf"{name} is {version}.* is tested\): pip install"):
+        Translation(config())
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
@@ -57,12 +93,6 @@ def test_joined_heads_split_again():
     assert all(torch.equal(part, back) for part, back in zip(parts, again, strict=True))
     # Four queries over two keys: each key and value follows its two queries, 8 rows a head.
     assert torch.equal(translation.join_heads(parts)[16:24], parts[1][:8])
-
-
-def test_the_rotary_base_of_the_model_is_taken():
-    # transformers 5 moved it to where bridge 0.3 does not look; without it the bridge takes 10000.
-    translation = Translation(config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
-    assert translation.settings.rotary_base == 1e6
 
 
 def test_an_architecture_without_a_translation_is_refused_by_name():

@@ -1,11 +1,12 @@
 """Megatron-Bridge, imported here and nowhere else, with everything that depends on its version or on Megatron-Core's.
 
 In: a Hugging Face configuration. Out: a Megatron configuration, and for each of Megatron's parameters what it is made of.
-Bridge 0.3 (Python 3.11) and 0.6 (Python 3.12) are the lines that this is written for; only the first is tested.
+It uses private names of megatron-core 0.16 and Megatron-Bridge 0.3; other lines of either are refused.
 """
 
 import builtins
 import copy
+import importlib.metadata
 import importlib.util
 import logging
 import types
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -22,6 +24,9 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 
 PIP_LINE = "pip install --no-deps megatron-bridge==0.3.1"
 """Its requirements can't be resolved by pip (one of them needs torch to be built); none of those that are missing is used here."""
+
+_LINES = {"megatron-core": (SpecifierSet(">=0.16.1,<0.17"), "0.16.1"), "megatron-bridge": (SpecifierSet(">=0.3.1,<0.4"), "0.3.1")}
+"""By distribution: the versions that are taken, and the one that is tested."""
 
 USE_ANOTHER = "use a dense qwen2, qwen3 or llama model."
 
@@ -101,14 +106,34 @@ def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _import_bridge() -> Any:
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise ConfigError(f"the Megatron engine needs Megatron-Bridge, which is not installed: {PIP_LINE}")
+    for name, (taken, tested) in _LINES.items():
+        _check_line(name, taken=taken, tested=tested)
     try:
         with _stand_ins():
             import megatron.bridge
-    except ImportError as error:
-        raise ConfigError(f"the Megatron engine needs Megatron-Bridge, which is not installed ({error}): {PIP_LINE}") from error
+    except (ImportError, RuntimeError) as error:
+        # The empty package "transformer-engine" raises a RuntimeError when it is imported.
+        raise ConfigError(
+            f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} ({error}): "
+            "install what is missing, or remove the package that does not work."
+        ) from error
     # It adds a handler and a level to the root logger's children; ours stay as they are.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge
+
+
+def _check_line(name: str, *, taken: SpecifierSet, tested: str) -> None:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = "without a version"
+    if found == "without a version" or not taken.contains(found, prereleases=True):
+        raise ConfigError(
+            f"{name} is {found}, but the Megatron engine uses names of it that other versions change and takes {taken} "
+            f'({tested} is tested): pip install --no-deps "{name}=={tested}"'
+        )
 
 
 def _param_mapping() -> Any:
