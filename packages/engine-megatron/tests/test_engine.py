@@ -121,3 +121,15 @@ def test_configuring_needs_neither_torch_nor_megatron():
     modules = "temper_engine_megatron.config, temper_engine_megatron.layouts"
     program = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_first_engine_of_a_process_warns_of_nothing(config):
+    program = (
+        "import warnings; from temper_engine_megatron.engine import MegatronEngine; "
+        "from temper_engine_megatron.config import MegatronConfig; "
+        "from temper_engine_api.specs import ModelSpec; "
+        f"engine = MegatronEngine(MegatronConfig(model=ModelSpec(architecture={dict(config.model.architecture)!r}), device='cpu')); "
+        "engine.init_model(); engine.close(); warnings.warn('shown')"
+    )
+    done = subprocess.run([sys.executable, "-W", "default::UserWarning", "-c", program], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == ["<string>:1: UserWarning: shown"]

@@ -19,9 +19,12 @@ from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron import persistence
 from temper_engine_megatron.config import MegatronConfig
-from temper_engine_megatron.groups import leave
-from temper_engine_megatron.parts import Parts, build_parts
-from temper_engine_megatron.state import StateOfRanks
+from temper_engine_megatron.known_warnings import without_known_warnings
+
+with without_known_warnings():
+    from temper_engine_megatron.groups import leave
+    from temper_engine_megatron.parts import Parts, build_parts
+    from temper_engine_megatron.state import StateOfRanks
 
 ObjectT = TypeVar("ObjectT")
 
@@ -51,7 +54,8 @@ class MegatronEngine(BaseEngine):
         self._built: Parts | None = None
 
     def _build(self) -> Topology:
-        self._built = build_parts(self.config)
+        with without_known_warnings():
+            self._built = build_parts(self.config)
         return self._built.membership.topology
 
     @property

@@ -1,0 +1,23 @@
+"""Warnings that Megatron-Core gives in every process and that nobody can act on: what is absent is absent on purpose."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_KNOWN = (
+    # Apex and TransformerEngine are not used: the layers and the optimizer are those in plain torch.
+    r"(Transformer Engine and )?Apex (is|are) not installed",
+    # No mixture of experts.
+    r"The \w+ GroupedMLP will be deprecated",
+    # The bridge's own default.
+    r"full scope is deprecated. Use empty cuda_graph_scope",
+)
+
+
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """For the length of an import or of building a model; all other warnings are shown."""
+    with warnings.catch_warnings():
+        for message in _KNOWN:
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        yield
