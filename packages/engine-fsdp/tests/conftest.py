@@ -5,11 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import settings
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
+
+# Shared machines make wall time noise, and a pull request's result must depend on its code alone.
+settings.register_profile("engine-fsdp", deadline=None, derandomize=True)
+settings.load_profile("engine-fsdp")
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {
