@@ -107,20 +107,20 @@ STEPS = (
         ),
         is_pytest=True,
     ),
-    Step(name="engine-fsdp", budget_s=3 * 60, commands=_pytest("packages/engine-fsdp/tests"), is_pytest=True),
+    Step(name="engine-fsdp", budget_s=2.5 * 60, commands=_pytest("packages/engine-fsdp/tests"), is_pytest=True),
     Step(
         name="kit-on-megatron",
-        budget_s=2.5 * 60,
+        budget_s=1.5 * 60,
         commands=_pytest(
             *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2,pp2-vpp2,cp2"),
             *("--groups", "gradient,value,rfc_loop"),
         ),
         is_pytest=True,
     ),
-    Step(name="engine-megatron", budget_s=1.5 * 60, commands=_pytest("packages/engine-megatron/tests"), is_pytest=True),
+    Step(name="engine-megatron", budget_s=60, commands=_pytest("packages/engine-megatron/tests"), is_pytest=True),
     Step(name="trainer", budget_s=5 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True),
     Step(name="shim", budget_s=4 * 60, commands=_pytest("packages/legacy-shim/tests"), is_pytest=True),
-    Step(name="tools", budget_s=60, commands=_pytest("tools/tests"), is_pytest=True),
+    Step(name="tools", budget_s=45, commands=_pytest("tools/tests"), is_pytest=True),
     Step(name="docs", budget_s=2 * 60, commands=(("tools/docs.py",),)),
 )
 

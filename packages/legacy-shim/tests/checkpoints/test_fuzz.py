@@ -115,7 +115,7 @@ def _fuzz(kind: str, folder: Path, *, examples: int) -> None:
     read(folder)
     originals = {path: path.read_bytes() for path in sorted(folder.iterdir())}
 
-    @settings(max_examples=examples, deadline=60_000, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=examples, deadline=20_000, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(index=st.integers(0, len(originals) - 1), mutations=st.lists(_MUTATION, min_size=1, max_size=4))
     def _one(index: int, mutations: list[tuple[str, float, int, int]]) -> None:
         path = list(originals)[index]
@@ -167,7 +167,7 @@ _OPCODES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=60_000, derandomize=True, database=None)
+@settings(max_examples=300, deadline=20_000, derandomize=True, database=None)
 @given(opcodes=st.lists(_OPCODES, max_size=40))
 def test_any_sequence_of_opcodes_ends_soon_with_a_value_or_our_error(opcodes: list[bytes]) -> None:
     try:
