@@ -18,7 +18,8 @@ from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.workers import checkpoints
 from temper_legacy_shim.workers.old_configs import engine_config, per_rank_sizes
 from temper_legacy_shim.workers.old_rollout import OldRollout
-from temper_legacy_shim.workers.ppo_actor import Numerics, PPOActor
+from temper_legacy_shim.workers.on_engine import Numerics
+from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.settings import block, known, plain
 from temper_legacy_shim.workers.updates import OldSchedule, set_rate

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,13 @@ from temper_legacy_shim.numerics.masked import aggregate
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
-from temper_legacy_shim.workers.engines import Adopted, adopt
+from temper_legacy_shim.workers.engines import adopt
 from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
+from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
 from temper_legacy_shim.workers.rows import Rows, read_rows
-from temper_legacy_shim.workers.settings import known, plain, policy_loss_settings
-from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
-
-Numerics = Literal["legacy", "temper"]
+from temper_legacy_shim.workers.settings import known, policy_loss_settings
+from temper_legacy_shim.workers.updates import append_metrics, matched, passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class _Micro:
     is_only_update: bool
 
 
-class PPOActor:
+class PPOActor(OnEngine):
     """What the deprecated class does, without its warning, for the workers of this package."""
 
     def __init__(
@@ -78,12 +76,8 @@ class PPOActor:
         *,
         numerics: Numerics = "legacy",
     ) -> None:
-        if numerics not in ("legacy", "temper"):
-            raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
-        self.config = config
-        self.numerics = numerics
-        self.configure(plain(config))
-        self._adopted: Adopted = adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip, model_type="language_model")
+        super().__init__(config, numerics=numerics)
+        self._adopted = adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip, model_type="language_model")
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
 
@@ -92,17 +86,6 @@ class PPOActor:
         self.settings: ActorSettings = known(ActorSettings, values)
         self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
         self._values = dict(values)
-
-    @property
-    def engine(self) -> BaseEngine:
-        """What trains."""
-        return self._adopted.engine
-
-    @property
-    def split(self) -> SplitSettings:
-        """Sizes of an update; read when it is made, since a reference policy's config has none."""
-        values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
-        return values
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> dict[str, Tensor]:
         """Log-probs of the responses under the current policy.
@@ -186,7 +169,7 @@ class PPOActor:
         inputs = self._inputs(micro, logprobs)
         loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
         metrics.update(found)
-        sampled = _column(micro.data, "rollout_log_probs", like=logprobs)
+        sampled = column_of(micro.data, "rollout_log_probs", like=logprobs)
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
         if settings.wants_entropy:
@@ -196,7 +179,7 @@ class PPOActor:
             loss = loss - settings.entropy_coeff * entropy if settings.entropy_coeff else loss
         totals["actor/pg_loss"] += float(loss.detach()) * micro.scale
         if settings.use_kl_loss:
-            kl = kl_penalty(logprobs, _needed(micro.data, "ref_log_prob", like=logprobs), kind=settings.kl_loss_type)
+            kl = kl_penalty(logprobs, needed_column(micro.data, "ref_log_prob", like=logprobs), kind=settings.kl_loss_type)
             kl_loss = aggregate(kl, inputs.mask, settings.loss_agg_mode)
             loss = loss + settings.kl_loss_coef * kl_loss
             totals["actor/kl_loss"] += float(kl_loss.detach()) * micro.scale
@@ -207,10 +190,10 @@ class PPOActor:
         takes_current = micro.is_only_update and not self.settings.use_rollout_log_probs
         return PolicyInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if takes_current else _needed(micro.data, "old_log_probs", like=logprobs),
-            advantages=_needed(micro.data, "advantages", like=logprobs),
-            mask=_needed(micro.data, "response_mask", like=logprobs),
-            weights=_column(micro.data, "rollout_is_weights", like=logprobs),
+            old_logprobs=logprobs.detach() if takes_current else needed_column(micro.data, "old_log_probs", like=logprobs),
+            advantages=needed_column(micro.data, "advantages", like=logprobs),
+            mask=needed_column(micro.data, "response_mask", like=logprobs),
+            weights=column_of(micro.data, "rollout_is_weights", like=logprobs),
             agg_mode=self.settings.loss_agg_mode,
         )
 
@@ -230,10 +213,6 @@ class PPOActor:
         }
         data = DataProto.from_dict(tensors=micro_batch, meta_info=settings)
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
-
-    def _optimizer_step(self) -> float:
-        """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
-        return self.engine.optimizer_step()
 
 
 @deprecated_class(
@@ -267,17 +246,3 @@ def _temperature(data: DataProto) -> float:
     if not isinstance(value, int | float) or not value > 0:
         raise BatchError(f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the responses were sampled with.")
     return float(value)
-
-
-def _column(data: DataProto, name: str, *, like: Tensor) -> Tensor | None:
-    if data.batch is None or name not in data.batch:
-        return None
-    column = data.batch.column(name).to(like.device)
-    return column if name == "response_mask" else column.float()
-
-
-def _needed(data: DataProto, name: str, *, like: Tensor) -> Tensor:
-    column = _column(data, name, like=like)
-    if column is None:
-        raise BatchError(f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}].")
-    return column

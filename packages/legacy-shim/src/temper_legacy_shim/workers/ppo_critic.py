@@ -8,18 +8,17 @@ from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
-from temper_engine_api.errors import BatchError, ConfigError
 from temper_engine_api.objective import Query
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.value_losses import value_loss
-from temper_legacy_shim.workers.engines import Adopted, adopt
+from temper_legacy_shim.workers.engines import adopt
 from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
-from temper_legacy_shim.workers.ppo_actor import Numerics
+from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
 from temper_legacy_shim.workers.rows import read_rows
-from temper_legacy_shim.workers.settings import known, plain
-from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
+from temper_legacy_shim.workers.settings import known
+from temper_legacy_shim.workers.updates import append_metrics, matched, passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class CriticSettings:
     """Largest gradient norm; kept by the engine."""
 
 
-class PPOCritic:
+class PPOCritic(OnEngine):
     """What the deprecated class does, without its warning, for the workers of this package."""
 
     def __init__(
@@ -45,12 +44,8 @@ class PPOCritic:
         *,
         numerics: Numerics = "legacy",
     ) -> None:
-        if numerics not in ("legacy", "temper"):
-            raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
-        self.config = config
-        self.numerics = numerics
-        self.configure(plain(config))
-        self._adopted: Adopted = adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip, model_type="value_model")
+        super().__init__(config, numerics=numerics)
+        self._adopted = adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip, model_type="value_model")
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
 
@@ -58,17 +53,6 @@ class PPOCritic:
         """Take a critic config's values for the updates to come; what the engine was built with stays."""
         self.settings: CriticSettings = known(CriticSettings, values)
         self._values = dict(values)
-
-    @property
-    def engine(self) -> BaseEngine:
-        """What trains."""
-        return self._adopted.engine
-
-    @property
-    def split(self) -> SplitSettings:
-        """Sizes of an update."""
-        values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
-        return values
 
     def compute_values(self, data: DataProto) -> Tensor:
         """[B, W] values of the states before each token of the responses.
@@ -121,9 +105,9 @@ class PPOCritic:
             values = rows.grid(predictions[Query.VALUE.value])
             loss, numbers = value_loss(
                 values,
-                returns=_needed(part, "returns", like=values).float(),
-                old_values=_needed(part, "values", like=values).float(),
-                mask=_needed(part, "response_mask", like=values),
+                returns=needed_column(part, "returns", like=values),
+                old_values=needed_column(part, "values", like=values),
+                mask=needed_column(part, "response_mask", like=values),
                 cliprange=self.settings.cliprange_value,
                 agg_mode=self.settings.loss_agg_mode,
             )
@@ -136,10 +120,6 @@ class PPOCritic:
         append_metrics(metrics, found)
         return losses[-1]
 
-    def _optimizer_step(self) -> float:
-        """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
-        return self.engine.optimizer_step()
-
 
 @deprecated_class(
     since="0.1",
@@ -149,9 +129,3 @@ class PPOCritic:
 )
 class DataParallelPPOCritic(PPOCritic):
     """The old critic on an engine; arguments as those of ``DataParallelPPOActor``."""
-
-
-def _needed(data: DataProto, name: str, *, like: Tensor) -> Tensor:
-    if data.batch is None or name not in data.batch:
-        raise BatchError(f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}].")
-    return data.batch.column(name).to(like.device)
