@@ -5,11 +5,9 @@ environment (what a wheel declares, what its lower bounds are) make their own wi
 """
 
 import re
-import subprocess
 import sys
 import tempfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import nox
@@ -17,7 +15,10 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
+from tools.release import unpack
+from tools.releases import last_release
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -56,7 +57,7 @@ print(f"{len(imported)} modules import without an extra")
 """
 
 PAIRS = ("engine-api:engine-fsdp", "engine-api:engine-megatron", "engine-api:trainer", "engine-fsdp:trainer")
-"""HEAD of the first with the last tag of the second, and the other way round."""
+"""HEAD of the first with the last release of the second, and the other way round."""
 
 
 def _dev(session: nox.Session, *arguments: str) -> None:
@@ -135,18 +136,20 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("pair", list(PAIRS))
 def compat(session: nox.Session, pair: str) -> None:
-    """HEAD of one package with the last tag of the other, both ways round."""
+    """HEAD of one package with the last release of the other, both ways round."""
     one, other = pair.split(":")
-    for head, tagged in ((one, other), (other, one)):
-        tag = _last_tag(tagged)
-        if tag is None:
-            session.skip(f"temper-{tagged} has no released version yet (no tag {tagged}/v*)")
-        checkout = session.env_dir / "tagged" / tagged
-        checkout.mkdir(parents=True, exist_ok=True)
-        archive = checkout.with_suffix(".tar")
-        session.run("git", "archive", f"--output={archive}", tag, f"packages/{tagged}", external=True)
-        session.run("tar", "-xf", str(archive), "-C", str(checkout), external=True)
-        sources = _sources() | {tagged: checkout / "packages" / tagged}
+    releases = {package: last_release(ROOT, package) for package in (one, other)}
+    if not any(releases.values()):
+        session.skip(f"neither temper-{one} nor temper-{other} is released yet: no tag and no line in tools/releases.toml")
+    for head, released in ((one, other), (other, one)):
+        source = releases[released]
+        if source is None:
+            session.log(f"temper-{released} is not released yet: HEAD of temper-{head} has nothing to be tried with")
+            continue
+        folder = session.env_dir / "released" / f"{released}-{source.version}"
+        if not folder.exists():
+            unpack(ROOT, source.treeish, folder)
+        sources = _sources() | {released: folder}
         session.install("-c", CONSTRAINTS, TORCH)
         session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in sources.values()))
         session.install("-c", CONSTRAINTS, *_with_extras(sources), *TEST_TOOLS)
@@ -177,12 +180,8 @@ def build(session: nox.Session) -> None:
     """A wheel and an sdist of every package, with what must be inside them."""
     _build_wheels(session)
     for package in PACKAGES:
-        module = "temper_" + package.replace("-", "_")
-        wheel = WHEELS / f"{module}-{_version(package)}-py3-none-any.whl"
-        sources = ROOT / "packages" / package / "src"
-        licence = f"{module}-{_version(package)}.dist-info/licenses/LICENSE"
-        wanted = [f"{module}/py.typed", licence, *(str(path.relative_to(sources)) for path in sources.rglob("*.yaml"))]
-        lost = set(wanted) - set(zipfile.ZipFile(wheel).namelist())
+        wheel = WHEELS / f"temper_{package.replace('-', '_')}-{_version(package)}-py3-none-any.whl"
+        lost = missing_from_wheel(wheel, ROOT / "packages" / package)
         if lost:
             session.error(f"{wheel.name} lacks {', '.join(sorted(lost))}")
 
@@ -250,9 +249,3 @@ def _sources() -> dict[str, Path]:
 
 def _with_extras(sources: dict[str, Path]) -> list[str]:
     return [f"{path}{EXTRAS.get(package, '')}" for package, path in sources.items()]
-
-
-def _last_tag(package: str) -> str | None:
-    command = ["git", "tag", "--list", f"{package}/v*", "--sort=-version:refname"]
-    tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return tags[0] if tags else None

@@ -31,6 +31,7 @@ EXTRAS = {
 TOOLS = (
     "build",
     "editables",  # hatchling's, for packages installed in place
+    "griffelib",
     "hatchling",
     "hypothesis",
     "import-linter",
@@ -40,6 +41,7 @@ TOOLS = (
     "pytest-timeout",
     "ruff",
     "towncrier",
+    "twine",
     "types-PyYAML",
     "virtualenv",
 )

@@ -1,86 +1,205 @@
-"""Bind one package's changelog fragments into its CHANGELOG.md, and say which tag to make.
+"""Release one package: everything but the commit and the tag, which it prints.
 
-`python tools/release.py engine-api --draft` shows what the entry would be and changes nothing; without `--draft` it is
-written, the fragments are removed, and the tag's name is printed.
+`python tools/release.py engine-api 0.2.0` sets the version, binds the changelog's fragments, builds sdist and wheel twice, and
+records the release in tools/releases.toml. All of it is done in a copy first; the checkout is changed when nothing is wrong.
+
+    --draft    the same checks and builds, and the checkout stays as it is
+    --record   later, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml
+    --verify   build a recorded release again from its recorded content and compare the hashes
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
-import tomllib
+import tarfile
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
-KINDS = ("added", "changed", "fixed", "deprecated", "removed")
-_FRAGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*\.({'|'.join(KINDS)})\.md")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.distributions import build, build_twice, check_files, sha256
+from tools.release_checks import check_before, declared_version
+from tools.releases import RECORDS, Record, ReleaseTrouble, git, has_object, read_records, record_commits, write_records
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
-class ReleaseTrouble(RuntimeError):
-    """The package cannot be released as it stands; the message says what to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A release as it came out in a copy."""
+
+    package: Path
+    """The copy of the package's folder: version set, changelog bound, no fragments."""
+    date: str
+    files: tuple[Path, ...]
+    """Sdist and wheel."""
 
 
-def fragments(package: Path) -> list[Path]:
-    """The package's fragments.
-
-    Raises:
-        ReleaseTrouble: there is none, or a file in changes/ is named so that it would be passed over in silence.
-    """
-    found = sorted(path for path in (package / "changes").iterdir() if not path.name.startswith("."))
-    misnamed = [path.name for path in found if not _FRAGMENT.fullmatch(path.name)]
-    if misnamed:
-        raise ReleaseTrouble(
-            f"{package.name}/changes holds {', '.join(misnamed)}: name a fragment <slug>.<kind>.md, "
-            f"where kind is one of {', '.join(KINDS)}."
-        )
-    if not found:
-        raise ReleaseTrouble(f"{package.name}/changes is empty: there is nothing to release since the last version.")
-    return found
-
-
-def version_of(package: Path) -> str:
-    """The version that the package's pyproject.toml declares.
+def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
+    """Make the release in `folder`, from the files of the checkout that git knows.
 
     Raises:
-        ReleaseTrouble: the changelog has an entry for it already.
+        ReleaseTrouble: a check, towncrier, a build or `twine check` finds a fault.
     """
-    version: str = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
-    if re.search(rf"^## {re.escape(version)}\b", (package / "CHANGELOG.md").read_text(), re.MULTILINE):
+    check_before(root, package, version)
+    copies = [_copy(root, package, folder / name) for name in ("one", "two")]
+    _set_version(copies[0], version)
+    _bind(copies[0], version)
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(copies[0] / name, copies[1] / name)
+    dates = re.findall(rf"(?m)^## {re.escape(version)} \((\d{{4}}-\d{{2}}-\d{{2}})\)$", (copies[0] / "CHANGELOG.md").read_text())
+    if len(dates) != 1:
+        raise ReleaseTrouble(f"towncrier wrote {len(dates)} headings of {version} with a date, not one: see towncrier's settings.")
+    files = build_twice(copies[0], copies[1], date=dates[0])
+    check_files(files, package=copies[0])
+    return Draft(package=copies[0], date=dates[0], files=tuple(files))
+
+
+def release(root: Path, package: str, version: str) -> Record:
+    """Make the release and bring it into the checkout: package, dist/, and records; all of it is staged, nothing committed.
+
+    Raises:
+        ReleaseTrouble: as `draft` does; the checkout is not clean, or dist/ holds another build of this version.
+    """
+    unsaved = git(root, "status", "--porcelain").strip()
+    if unsaved:
+        raise ReleaseTrouble(f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}")
+    with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
+        made = draft(root, package, version, folder=Path(folder))
+        _keep_files(root, made.files)
+        target = root / "packages" / package
+        for name in ("pyproject.toml", "CHANGELOG.md"):
+            shutil.copy(made.package / name, target / name)
+        for fragment in target.glob("changes/*.md"):
+            fragment.unlink()
+        git(root, "add", "--all", f"packages/{package}")
+        tree = git(root, "write-tree", f"--prefix=packages/{package}/").strip()
+        record = Record(package=package, version=version, date=made.date, tree=tree, sha256=sha256(made.files))
+    write_records(root, [*read_records(root), record])
+    git(root, "add", RECORDS.as_posix())
+    return record
+
+
+def verify(root: Path, package: str, version: str) -> None:
+    """Build a recorded release again, from its recorded content.
+
+    Raises:
+        ReleaseTrouble: there is no such record, this clone lacks the content, or a hash differs.
+    """
+    found = [record for record in read_records(root) if (record.package, record.version) == (package, version)]
+    if not found or not has_object(root, found[0].tree):
+        raise ReleaseTrouble(f"{RECORDS} records no {package} {version} that this clone has: fetch the whole history, or name another.")
+    with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
+        copy = unpack(root, found[0].tree, Path(folder) / package)
+        hashes = sha256(build(copy, date=found[0].date))
+    differing = sorted(name for name, digest in hashes.items() if found[0].sha256.get(name) != digest)
+    if differing:
         raise ReleaseTrouble(
-            f"{package.name}/CHANGELOG.md has an entry for {version} already: raise `version` in {package.name}/pyproject.toml first."
+            f"{', '.join(differing)} came out with another hash than recorded: build with the tools of constraints/cpu.txt."
         )
-    return version
 
 
-def release(package: Path, *, is_draft: bool) -> str:
-    """Bind the fragments (or only print the entry) and return the name of the tag to make."""
-    fragments(package)
-    version = version_of(package)
-    arguments = ["--draft"] if is_draft else ["--yes"]
-    done = subprocess.run(
-        [sys.executable, "-m", "towncrier", "build", "--dir", str(package), "--version", version, *arguments],
-        check=False,
-    )
+def unpack(root: Path, treeish: str, folder: Path) -> Path:
+    """The files of a git tree, in a folder that is made for them."""
+    done = subprocess.run(["git", "archive", treeish], cwd=root, capture_output=True, check=False)
     if done.returncode != 0:
-        raise ReleaseTrouble(f"towncrier failed with exit status {done.returncode}: its message is above.")
-    return f"{package.name}/v{version}"
+        raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
+    folder.mkdir(parents=True)
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _copy(root: Path, package: str, folder: Path) -> Path:
+    """The package's files that git knows or would add, below a folder laid out as the repository is."""
+    names = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", f"packages/{package}", "tools/changelog.md.jinja")
+    for name in (name for name in names.split("\0") if name and (root / name).exists()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, folder / name)
+    return folder / "packages" / package
+
+
+def _set_version(package: Path, version: str) -> None:
+    file = package / "pyproject.toml"
+    old = f'version = "{declared_version(package)}"'
+    file.write_text(file.read_text().replace(f"\n{old}\n", f'\nversion = "{version}"\n', 1))
+    assert declared_version(package) == version
+
+
+def _bind(package: Path, version: str) -> None:
+    """Towncrier: the fragments become the changelog's newest entry."""
+    command = [sys.executable, "-m", "towncrier", "build", "--yes", "--dir", str(package), "--version", version]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    left = [path.name for path in (package / "changes").glob("*.md")]
+    if done.returncode != 0 or left:
+        raise ReleaseTrouble(f"towncrier failed with exit status {done.returncode} and left {left}:\n{done.stdout}{done.stderr}")
+
+
+def _keep_files(root: Path, files: Sequence[Path]) -> None:
+    folder = root / "dist"
+    folder.mkdir(exist_ok=True)
+    for path in files:
+        target = folder / path.name
+        if target.exists() and target.read_bytes() != path.read_bytes():
+            raise ReleaseTrouble(f"dist/{path.name} exists and is another build: move it away, then release again.")
+        shutil.copy(path, target)
+
+
+def _entry(changelog: str, version: str) -> str:
+    """The changelog's part about one version."""
+    _, mark, rest = changelog.partition(f"## {version} ")
+    return (mark + rest.partition("\n## ")[0]).strip()
+
+
+def _tell(record: Record) -> str:
+    name = f"temper-{record.package} {record.version}"
+    return "\n".join(
+        [
+            *(f"{digest}  dist/{file}" for file, digest in sorted(record.sha256.items())),
+            f"{name} is staged. Try it with its siblings first: nox -s compat. Then:",
+            f'  git commit -m "{record.package}: release {record.version}"',
+            f'  git tag -a {record.tag} -m "{name}"        # on the commit as it stands in main',
+            "  python tools/release.py --record           # once it is in main; goes into any later commit",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     """Run the command line; returns the exit status."""
-    packages = Path(__file__).resolve().parent.parent / "packages"
-    parser = argparse.ArgumentParser(description=__doc__, prog="tools/release.py")
-    parser.add_argument("package", choices=sorted(path.parent.name for path in packages.glob("*/pyproject.toml")))
-    parser.add_argument("--draft", action="store_true", help="show the entry and change nothing")
+    parser = argparse.ArgumentParser(description=__doc__, prog="tools/release.py", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", choices=sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml")))
+    parser.add_argument("version", nargs="?", help="X.Y.Z")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--draft", action="store_true", help="check, build and show; change nothing")
+    action.add_argument("--record", action="store_true", help="write the commits of released packages into tools/releases.toml")
+    action.add_argument("--verify", action="store_true", help="build a recorded release again and compare")
     chosen = parser.parse_args(arguments)
+    if chosen.record == (chosen.version is not None):
+        parser.error("give PACKAGE and VERSION, or --record alone")
     try:
-        tag = release(packages / chosen.package, is_draft=chosen.draft)
+        if chosen.record:
+            for record in record_commits(root):
+                print(f"{record.tag} is commit {record.commit}")
+        elif chosen.verify:
+            verify(root, chosen.package, chosen.version)
+            print(f"temper-{chosen.package} {chosen.version}: built again, equal to what is recorded")
+        elif chosen.draft:
+            with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
+                made = draft(root, chosen.package, chosen.version, folder=Path(folder))
+                print(_entry((made.package / "CHANGELOG.md").read_text(), chosen.version))
+                print("\n".join(f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())))
+        else:
+            print(_tell(release(root, chosen.package, chosen.version)))
     except ReleaseTrouble as trouble:
         print(f"release: {trouble}", file=sys.stderr)
         return 1
-    print(tag if chosen.draft else f"commit this, then: git tag {tag}")
     return 0
 
 

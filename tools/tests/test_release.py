@@ -1,71 +1,209 @@
-"""Fragments become an entry, and nothing is passed over in silence."""
+"""A release in a throw-away repository: what it does, what it leaves alone, and what it refuses."""
 
 import re
 import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tools.release import ReleaseTrouble, release
+from tools.release import main, unpack, verify
+from tools.release_checks import check_before, declared_version
+from tools.releases import RECORDS, ReleaseTrouble, git, last_release, read_records, record_commits
 
 ROOT = Path(__file__).resolve().parents[2]
+IDENTITY = ("-c", "user.name=Tester", "-c", "user.email=tester@example.org", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
+
+
+def _repository(root: Path) -> Path:
+    """Two packages with our own release settings and next to no sources; engine-api has two fragments. All is committed."""
+    (root / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "tools" / "changelog.md.jinja", root / "tools")
+    (root / ".gitignore").write_text("/dist/\n")
+    for name in ("engine-api", "engine-fsdp"):
+        folder = root / "packages" / name
+        sources = folder / "src" / ("temper_" + name.replace("-", "_"))
+        sources.mkdir(parents=True)
+        declared = (ROOT / "packages" / name / "pyproject.toml").read_text()
+        declared = re.sub(r'(?m)^version = ".*"$', 'version = "0.3.0"', declared).replace(
+            "temper-engine-api>=0.1,<0.2", "temper-engine-api>=0.3,<0.4"
+        )
+        (folder / "pyproject.toml").write_text(declared)
+        (folder / "CHANGELOG.md").write_text("# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n")
+        (folder / "README.md").write_text(f"# temper-{name}\n")
+        shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
+        (sources / "__init__.py").write_text("")
+        (sources / "py.typed").touch()
+        (folder / "changes").mkdir()
+    (root / "packages/engine-api/changes/plan.added.md").write_text("The plan.\n")
+    (root / "packages/engine-api/changes/seed.fixed.md").write_text("The seed.\n")
+    git(root, "init", "--quiet")
+    _commit(root, "begin")
+    return root
+
+
+def _commit(root: Path, message: str) -> str:
+    git(root, "add", "--all")
+    git(root, *IDENTITY, "commit", "--quiet", "-m", message)
+    return git(root, "rev-parse", "HEAD").strip()
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """engine-api's own release settings, with two fragments, outside the repository."""
-    folder = tmp_path / "packages" / "engine-api"
-    (folder / "changes").mkdir(parents=True)
-    (tmp_path / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "changelog.md.jinja", tmp_path / "tools")
-    declared = (ROOT / "packages" / "engine-api" / "pyproject.toml").read_text()
-    (folder / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"$', 'version = "0.3.0"', declared))
-    (folder / "CHANGELOG.md").write_text("# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n")
-    (folder / "changes" / "plan.added.md").write_text("The plan.\n")
-    (folder / "changes" / "seed.fixed.md").write_text("The seed.\n")
-    return folder
+def repository(tmp_path: Path) -> Path:
+    return _repository(tmp_path / "repository")
 
 
-def test_a_release_binds_the_fragments_above_the_older_entry(package: Path) -> None:
-    assert release(package, is_draft=False) == "engine-api/v0.3.0"
-    text = (package / "CHANGELOG.md").read_text()
-    order = [
-        "<!-- releases below -->",
-        "## 0.3.0 (",
-        "### Added",
-        "* The plan.",
-        "### Fixed",
-        "* The seed.",
-        "## 0.2.0",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A repository in which engine-api 0.3.0 was drafted, released and committed."""
+
+    root: Path
+    after_draft: str
+    """git's status after the draft."""
+    staged: str
+    """git's status after the release."""
+    commit: str
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
+    root = _repository(tmp_path_factory.mktemp("released") / "repository")
+    assert main(["engine-api", "0.3.0", "--draft"], root=root) == 0
+    after_draft = git(root, "status", "--porcelain", "--ignored")
+    assert main(["engine-api", "0.3.0"], root=root) == 0
+    staged = git(root, "status", "--porcelain")
+    return Released(root=root, after_draft=after_draft, staged=staged, commit=_commit(root, "engine-api: release 0.3.0"))
+
+
+def test_a_draft_changes_nothing(released: Released) -> None:
+    assert released.after_draft == ""
+
+
+def test_a_release_is_staged_and_not_committed(released: Released) -> None:
+    assert released.staged.splitlines() == [
+        "M  packages/engine-api/CHANGELOG.md",
+        "D  packages/engine-api/changes/plan.added.md",
+        "D  packages/engine-api/changes/seed.fixed.md",
+        "A  tools/releases.toml",
     ]
+
+
+def test_a_release_binds_the_fragments_above_the_older_entry(released: Released) -> None:
+    text = (released.root / "packages/engine-api/CHANGELOG.md").read_text()
+    order = ["<!-- releases below -->", "## 0.3.0 (", "### Added", "* The plan.", "### Fixed", "* The seed.", "## 0.2.0"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
-    assert list((package / "changes").iterdir()) == []
 
 
-def test_a_draft_changes_nothing(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = (package / "CHANGELOG.md").read_text()
-    assert release(package, is_draft=True) == "engine-api/v0.3.0"
-    assert "* The plan." in capfd.readouterr().out
-    assert (package / "CHANGELOG.md").read_text() == before
-    assert len(list((package / "changes").iterdir())) == 2
+def test_a_release_keeps_its_files_and_their_hashes(released: Released) -> None:
+    (record,) = read_records(released.root)
+    assert sorted(record.sha256) == sorted(path.name for path in (released.root / "dist").iterdir())
+    assert sorted(record.sha256) == ["temper_engine_api-0.3.0-py3-none-any.whl", "temper_engine_api-0.3.0.tar.gz"]
 
 
-def test_a_misnamed_fragment_stops_the_release(package: Path) -> None:
-    (package / "changes" / "speed.faster.md").touch()
-    with pytest.raises(ReleaseTrouble, match=r"speed\.faster\.md"):
-        release(package, is_draft=False)
+def test_a_release_is_found_without_a_tag_and_with_one(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", "--no-tags", str(released.root), str(clone))
+    by_record = last_release(clone, "engine-api")
+    assert by_record is not None
+    git(clone, *IDENTITY, "tag", "-a", "engine-api/v0.3.0", "-m", "temper-engine-api 0.3.0", released.commit)
+    by_tag = last_release(clone, "engine-api")
+    assert by_tag is not None
+    assert (by_record.version, by_tag.version, by_tag.treeish) == ("0.3.0", "0.3.0", "engine-api/v0.3.0:packages/engine-api")
+    assert git(clone, "rev-parse", by_tag.treeish).strip() == by_record.treeish
+    assert declared_version(unpack(clone, by_record.treeish, tmp_path / "unpacked")) == "0.3.0"
 
 
-def test_a_version_is_released_once(package: Path) -> None:
-    release(package, is_draft=False)
-    (package / "changes" / "late.fixed.md").write_text("Late.\n")
-    with pytest.raises(ReleaseTrouble, match=r"has an entry for 0\.3\.0 already"):
-        release(package, is_draft=False)
+def test_the_commit_is_recorded_once_it_is_made(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "later.txt").touch()
+    _commit(clone, "something else")
+    assert [record.commit for record in record_commits(clone)] == [released.commit]
+    assert [record.commit for record in read_records(clone)] == [released.commit]
+    assert record_commits(clone) == []
 
 
-def test_nothing_to_say_is_nothing_to_release(package: Path) -> None:
-    for path in (package / "changes").iterdir():
-        path.unlink()
+def test_a_commit_that_holds_more_than_was_built_is_refused(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "packages/engine-api/README.md").write_text("changed after the build\n")
+    git(clone, "add", "--all")
+    git(clone, *IDENTITY, "commit", "--quiet", "--amend", "-m", "engine-api: release 0.3.0")
+    with pytest.raises(ReleaseTrouble, match="something was changed after"):
+        record_commits(clone)
+
+
+def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    # Only the wheel is named below: the sdist came out as it was recorded.
+    text = (clone / RECORDS).read_text()
+    (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
+    with pytest.raises(ReleaseTrouble, match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl came out with another hash"):
+        verify(clone, "engine-api", "0.3.0")
+
+
+def test_a_version_is_released_once_and_the_next_one_is_higher(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "packages/engine-api/changes").mkdir()
+    (clone / "packages/engine-api/changes/late.fixed.md").write_text("Late.\n")
+    for version in ("0.3.0", "0.2.9"):
+        with pytest.raises(ReleaseTrouble, match=r"0\.3\.0 is released already"):
+            check_before(clone, "engine-api", version)
+    check_before(clone, "engine-api", "0.3.1")
+    (clone / "packages/engine-api/changes/plan.removed.md").write_text("The plan is gone.\n")
+    with pytest.raises(ReleaseTrouble, match="raise the minor version"):
+        check_before(clone, "engine-api", "0.3.1")
+
+
+def test_changes_that_are_not_committed_stop_a_release(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (repository / "note.txt").touch()
+    assert main(["engine-api", "0.3.0"], root=repository) == 1
+    assert "note.txt" in capsys.readouterr().err
+    assert not (repository / RECORDS).exists()
+
+
+@pytest.mark.parametrize("version", ["0.3", "v0.3.0", "0.3.0.dev1", "0.03.0", "0.3.0rc1"])
+def test_a_version_has_three_numbers(repository: Path, version: str) -> None:
+    with pytest.raises(ReleaseTrouble, match="no version that we release"):
+        check_before(repository, "engine-api", version)
+
+
+def test_a_version_below_the_declared_one_is_refused(repository: Path) -> None:
+    with pytest.raises(ReleaseTrouble, match=r"declares 0\.3\.0: 0\.2\.7 is below it"):
+        check_before(repository, "engine-api", "0.2.7")
+
+
+def test_siblings_must_let_a_new_version_in(repository: Path) -> None:
+    with pytest.raises(
+        ReleaseTrouble, match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, which leaves out engine-api 0\.4\.0"
+    ):
+        check_before(repository, "engine-api", "0.4.0")
+
+
+@pytest.mark.parametrize(("name", "text"), [("speed.faster.md", "Faster."), ("notes.txt", "Hm."), ("empty.fixed.md", " \n")])
+def test_a_fragment_that_would_be_lost_stops_the_release(repository: Path, name: str, text: str) -> None:
+    (repository / "packages/engine-api/changes" / name).write_text(text)
+    with pytest.raises(ReleaseTrouble, match=re.escape(name)):
+        check_before(repository, "engine-api", "0.3.0")
+
+
+def test_nothing_to_say_is_nothing_to_release(repository: Path) -> None:
     with pytest.raises(ReleaseTrouble, match="nothing to release"):
-        release(package, is_draft=True)
+        check_before(repository, "engine-fsdp", "0.3.0")
+
+
+def test_what_is_recorded_here_is_what_was_committed() -> None:
+    inside = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if inside.stdout.strip() != "false":
+        pytest.skip("this is no clone with its whole history; one that is runs this")
+    for record in read_records(ROOT):
+        source = last_release(ROOT, record.package)
+        assert source is not None
+        if record.commit:
+            assert git(ROOT, "rev-parse", f"{record.commit}:packages/{record.package}").strip() == record.tree
+        if git(ROOT, "tag", "--list", record.tag):
+            assert git(ROOT, "rev-parse", f"{record.tag}:packages/{record.package}").strip() == record.tree

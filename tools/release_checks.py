@@ -1,0 +1,111 @@
+"""What must hold before a package is released: its fragments, its version, and what its siblings accept."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tools.releases import ReleaseTrouble, last_release
+
+KINDS = ("added", "changed", "fixed", "deprecated", "removed")
+_FRAGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*\.({'|'.join(KINDS)})\.md")
+_VERSION = re.compile(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}")
+
+
+def check_before(root: Path, package: str, version: str) -> None:
+    """Everything that can be asked without a build.
+
+    Raises:
+        ReleaseTrouble: the first thing that is not as it must be.
+    """
+    folder = root / "packages" / package
+    found = fragments(folder)
+    check_version(root, package, version)
+    check_removals(root, package, version, found)
+    check_siblings(root, package, version)
+
+
+def fragments(package: Path) -> list[Path]:
+    """The package's changelog fragments.
+
+    Raises:
+        ReleaseTrouble: there is none, one is empty, or a file in changes/ is named so that it would be passed over in silence.
+    """
+    found = sorted(path for path in (package / "changes").glob("*") if not path.name.startswith("."))
+    misnamed = [path.name for path in found if not _FRAGMENT.fullmatch(path.name)]
+    if misnamed:
+        raise ReleaseTrouble(
+            f"{package.name}/changes holds {', '.join(misnamed)}: name a fragment <slug>.<kind>.md, "
+            f"where kind is one of {', '.join(KINDS)}."
+        )
+    if not found:
+        raise ReleaseTrouble(f"{package.name}/changes is empty: there is nothing to release since the last version.")
+    empty = [path.name for path in found if not path.read_text().strip()]
+    if empty:
+        raise ReleaseTrouble(f"{package.name}/changes/{empty[0]} is empty: write one sentence to the user, or remove it.")
+    return found
+
+
+def check_version(root: Path, package: str, version: str) -> None:
+    """A version is X.Y.Z, above the last release, not below the declared one, and has no entry yet."""
+    folder = root / "packages" / package
+    if not _VERSION.fullmatch(version):
+        raise ReleaseTrouble(f"{version!r} is no version that we release: write three numbers, as in 0.2.0.")
+    last = last_release(root, package)
+    if last is not None and Version(version) <= Version(last.version):
+        raise ReleaseTrouble(f"temper-{package} {last.version} is released already: {version} is not above it.")
+    declared = declared_version(folder)
+    if Version(version) < Version(declared):
+        raise ReleaseTrouble(f"{package}/pyproject.toml declares {declared}: {version} is below it.")
+    if re.search(rf"^## {re.escape(version)}\s", (folder / "CHANGELOG.md").read_text(), re.MULTILINE):
+        raise ReleaseTrouble(f"{package}/CHANGELOG.md has an entry for {version} already: choose a higher version.")
+
+
+def check_removals(root: Path, package: str, version: str, found: list[Path]) -> None:
+    """What removes something is at least a minor release."""
+    last = last_release(root, package)
+    removals = [path.name for path in found if path.name.endswith(".removed.md")]
+    if last is not None and removals and Version(version).release[:2] == Version(last.version).release[:2]:
+        raise ReleaseTrouble(
+            f"{', '.join(removals)} removes something since {last.version}, so {version} would break users within a minor version: "
+            "raise the minor version, or bring it back."
+        )
+
+
+def check_siblings(root: Path, package: str, version: str) -> None:
+    """Every sibling's bounds let the new version in, and the package's own bounds let in its siblings as declared here."""
+    declared = {folder.name: declared_version(folder) for folder in _packages(root)} | {package: version}
+    for folder in _packages(root):
+        for requirement in sibling_requirements(folder):
+            sibling = requirement.name.removeprefix("temper-")
+            asked = package in (folder.name, sibling)
+            if asked and not requirement.specifier.contains(declared[sibling]):
+                raise ReleaseTrouble(
+                    f"temper-{folder.name} requires {requirement}, which leaves out {sibling} {declared[sibling]}: "
+                    f"raise that bound in {folder.name}/pyproject.toml, with a changelog fragment, first."
+                )
+
+
+def sibling_requirements(package: Path) -> Iterator[Requirement]:
+    """What a package and its extras require of our own packages."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
+        requirement = Requirement(line)
+        if requirement.name.startswith("temper-"):
+            yield requirement
+
+
+def declared_version(package: Path) -> str:
+    """The version in the package's pyproject.toml."""
+    version: str = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
+    return version
+
+
+def _packages(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.glob("packages/*/pyproject.toml"))

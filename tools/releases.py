@@ -1,0 +1,146 @@
+"""What has been released: read from tags, or from tools/releases.toml where a clone has no tags.
+
+A release commit cannot hold its own name. What it records of itself is therefore the git tree of the package's folder, which
+no rebase changes; `record_commits` adds the commit in a later one. Standard library and packaging alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from packaging.version import Version
+
+RECORDS = Path("tools") / "releases.toml"
+
+HEADER = """\
+# Every release, oldest first, for clones without tags. tools/release.py writes this file.
+# tree: the package's folder at the release, as git names its content. commit: the release commit, recorded after it was made.
+# sha256: the built files; `tools/release.py PACKAGE VERSION --verify` builds them again from the tree and compares.
+"""
+
+
+class ReleaseTrouble(RuntimeError):
+    """The package cannot be released as it stands; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One release, as tools/releases.toml has it."""
+
+    package: str
+    """Folder below packages/."""
+    version: str
+    date: str
+    """Of the changelog's entry, YYYY-MM-DD; its midnight in UTC is the build's SOURCE_DATE_EPOCH."""
+    tree: str
+    """Git's name of the content of the package's folder."""
+    commit: str = ""
+    """Git's name of the release commit; empty until `record_commits` has found it."""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """By name of the built file."""
+
+    @property
+    def tag(self) -> str:
+        """The name of its tag."""
+        return f"{self.package}/v{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the files of a release are in this clone."""
+
+    package: str
+    version: str
+    treeish: str
+    """What `git archive` takes: the package's folder, as its top."""
+
+
+def read_records(root: Path) -> tuple[Record, ...]:
+    """Every recorded release, oldest first; none where the file does not exist."""
+    file = root / RECORDS
+    if not file.exists():
+        return ()
+    return tuple(Record(**entry) for entry in tomllib.loads(file.read_text()).get("release", []))
+
+
+def write_records(root: Path, records: Sequence[Record]) -> None:
+    """Replace the file by these releases."""
+    lines = [HEADER.rstrip("\n")]
+    for record in records:
+        lines += ["", "[[release]]"]
+        lines += [f'{name} = "{getattr(record, name)}"' for name in ("package", "version", "date", "tree", "commit")]
+        lines += ["[release.sha256]"] + [f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())]
+    (root / RECORDS).write_text("\n".join(lines) + "\n")
+
+
+def last_release(root: Path, package: str) -> Source | None:
+    """The highest released version of a package, from a tag if there is one, else from the records.
+
+    Raises:
+        ReleaseTrouble: only recorded, and this clone lacks the recorded content.
+    """
+    tagged = {tag.rpartition("/v")[2]: f"{tag}:packages/{package}" for tag in git(root, "tag", "--list", f"{package}/v*").split()}
+    recorded = {record.version: record.tree for record in read_records(root) if record.package == package}
+    found = recorded | tagged
+    if not found:
+        return None
+    version = max(found, key=Version)
+    if version not in tagged and not has_object(root, found[version]):
+        raise ReleaseTrouble(
+            f"{RECORDS} records {package} {version} as tree {found[version][:12]}, which this clone does not have: "
+            "fetch the whole history (git fetch --unshallow), or the tags (git fetch --tags)."
+        )
+    return Source(package=package, version=version, treeish=found[version])
+
+
+def record_commits(root: Path) -> list[Record]:
+    """Fill in the commit of every release that lacks it, and return those; the file is written if there are any.
+
+    Raises:
+        ReleaseTrouble: a release is not committed yet, or its commit holds another content than was released.
+    """
+    records = list(read_records(root))
+    filled = []
+    for number, record in enumerate(records):
+        if not record.commit:
+            records[number] = replace(record, commit=_find_commit(root, record))
+            filled.append(records[number])
+    if filled:
+        write_records(root, records)
+    return filled
+
+
+def _find_commit(root: Path, record: Record) -> str:
+    """The commit that brought the record into the file."""
+    commits = git(root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()).split()
+    if not commits:
+        raise ReleaseTrouble(f"{record.tag} is in {RECORDS}, but no commit holds it: commit the release, then record it.")
+    commit = commits[-1]
+    tree = git(root, "rev-parse", f"{commit}:packages/{record.package}").strip()
+    if tree != record.tree:
+        raise ReleaseTrouble(
+            f"commit {commit[:12]} brings {record.tag}, but its packages/{record.package} is tree {tree[:12]} and the release was built "
+            f"from {record.tree[:12]}: something was changed after tools/release.py ran. Undo that commit and release again."
+        )
+    return commit
+
+
+def has_object(root: Path, name: str) -> bool:
+    """Whether this clone has an object of that name."""
+    return subprocess.run(["git", "cat-file", "-e", name], cwd=root, capture_output=True, check=False).returncode == 0
+
+
+def git(root: Path, *arguments: str) -> str:
+    """What a git command prints.
+
+    Raises:
+        ReleaseTrouble: it failed; the message is git's own.
+    """
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ReleaseTrouble(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")
+    return done.stdout
