@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 RL = ["data.train.paths=[train.jsonl]", "actor.engine.model.path=model"]
-SFT = [*RL, "loop=sft"]
+SFT = [*RL, "task=sft"]
 
 
 @pytest.fixture

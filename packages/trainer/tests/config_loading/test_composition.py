@@ -34,7 +34,7 @@ def test_a_file_of_the_users_wins_over_ours_of_the_same_name(tmp_path: Path) -> 
 
 
 def test_yaml_error_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: [1\nloop: rl\n")
+    (tmp_path / "bad.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: [1\ntask: rl\n")
     with pytest.raises(ConfigError, match=rf"{tmp_path / 'bad.yaml'}, line 4, column 1?\d*: .*Mend the YAML there."):
         load(RL, config_dir=str(tmp_path), config_name="bad")
 

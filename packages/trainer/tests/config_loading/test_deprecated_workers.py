@@ -39,6 +39,6 @@ def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.Monk
 
 def test_enable_where_no_role_could_use_it_is_refused(install: Callable[[str, str], None]) -> None:
     install("[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n")
-    with pytest.raises(ConfigError, match="enable in loop sft, which deprecated workers never did"):
+    with pytest.raises(ConfigError, match="enable in task sft, which deprecated workers never did"):
         load([*SFT, "use_legacy_worker_impl=true"])
     assert load([*RL, "use_legacy_worker_impl=true"]).config.use_legacy_worker_impl == "enable"

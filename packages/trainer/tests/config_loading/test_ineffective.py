@@ -16,11 +16,15 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*RL, "runtime.address=auto"], "runtime.address", "runtime.kind inline"),
         ([*RL, "runtime.gpus_per_worker=1"], "runtime.gpus_per_worker", "runtime.kind inline"),
         ([*RL, "actor.pool=big"], "actor.pool", "runtime.kind inline"),
-        ([*SFT, "algorithm.clip_low=0.1"], "algorithm.clip_low", "loop sft"),
-        ([*SFT, "sampling.max_tokens=5"], "sampling.max_tokens", "loop sft"),
-        ([*SFT, "reward.function=exact_match"], "reward.function", "loop sft"),
-        ([*SFT, "batching.num_mini_batches=2"], "batching.num_mini_batches", "loop sft"),
-        ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "loop sft"),
+        ([*SFT, "algorithm.clip_low=0.1"], "algorithm.clip_low", "task sft"),
+        ([*SFT, "sampling.max_tokens=5"], "sampling.max_tokens", "task sft"),
+        ([*SFT, "reward.function=exact_match"], "reward.function", "task sft"),
+        ([*SFT, "loop=async"], "loop", "task sft"),
+        ([*RL, "loop=one_step_off", "asynchrony.max_staleness=2"], "asynchrony.max_staleness", "loop async"),
+        ([*RL, "rollout.vllm.enforce_eager=true"], "rollout.vllm.enforce_eager", "rollout.sampler hf"),
+        ([*RL, "runtime.rollout_python=python"], "runtime.rollout_python", "rollout.sampler hf"),
+        ([*SFT, "batching.num_mini_batches=2"], "batching.num_mini_batches", "task sft"),
+        ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "task sft"),
         ([*RL, "run.eval_every=5"], "run.eval_every", "data.eval"),
         ([*RL, "run.eval_sampled=true"], "run.eval_sampled", "data.eval"),
         ([*RL, "algorithm.kl_estimator=k2"], "algorithm.kl_estimator", "algorithm.kl_loss_coef"),
@@ -69,8 +73,8 @@ def test_the_same_setting_is_taken_where_it_has_an_effect(overrides: list[str]) 
 
 
 def test_a_group_of_ours_may_say_more_than_a_run_needs() -> None:
-    # The quickstart sets sampling.max_tokens, which loop sft does not use; the user did not write it.
-    loaded = load(["experiment=quickstart", "loop=sft", "warm_start=null", "run.seed=1"])
+    # The quickstart sets sampling.max_tokens, which task sft does not use; the user did not write it.
+    loaded = load(["experiment=quickstart", "task=sft", "warm_start=null", "run.seed=1"])
     assert loaded.origins["sampling.max_tokens"] == "group experiment=quickstart"
 
 

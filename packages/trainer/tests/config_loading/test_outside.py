@@ -51,7 +51,7 @@ def test_unknown_reward_is_refused_before_the_run(there: list[str]) -> None:
 
 
 def test_sft_asks_for_no_reward(there: list[str]) -> None:
-    check_outside(load([*there, "loop=sft"]).config)
+    check_outside(load([*there, "task=sft"]).config)
 
 
 def test_folder_that_holds_a_run_is_refused_before_the_run(there: list[str], tmp_path: Path) -> None:

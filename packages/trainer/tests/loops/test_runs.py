@@ -54,7 +54,7 @@ def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tm
 
 
 def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
-    sft = ("loop=sft", "warm_start=null", "batching.prompts_per_step=16")
+    sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
     run(tmp_path / "whole", *sft, "run.total_steps=6", base=TINY)
     run(tmp_path / "parts", *sft, "run.total_steps=3", "run.save_model=false", base=TINY)
     run(tmp_path / "parts", *sft, "run.total_steps=6", "run.resume=auto", base=TINY)
@@ -168,7 +168,7 @@ def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) 
     assert (state["step"], state["cursor"], state["weight_version"]) == (3, {"epoch": 0, "index": 12}, 4)  # 3 steps of 4 prompts
 
 
-SFT = ("loop=sft", "warm_start=null", "batching.prompts_per_step=16")
+SFT = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
 
 
 def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(run: Run, rows: Rows, tmp_path: Path) -> None:

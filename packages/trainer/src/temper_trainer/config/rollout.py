@@ -1,10 +1,11 @@
 """How completions are sampled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.ranges import check_range
+from temper_trainer.config.vllm import VllmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,12 @@ class SamplingConfig:
 class RolloutConfig:
     """The sampler of a training run."""
 
-    sampler: Literal["hf"] = "hf"
-    """hf: continuous batching on transformers, runs anywhere."""
+    sampler: Literal["hf", "vllm"] = "hf"
+    """hf: continuous batching on transformers, runs anywhere; vllm: servers in processes of their own."""
+    num_replicas: int = 1
+    """Servers among which requests are shared; more than 1 needs sampler vllm."""
     max_concurrent: int = 256
-    """Sequences that are decoded together."""
+    """Sequences that one replica decodes together."""
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Of the sampler's weights."""
     pool: str = "train"
@@ -47,7 +50,12 @@ class RolloutConfig:
     """After each weight sync, compare a prompt's log-probs in engine and sampler."""
     canary_tolerance: float = 0.05
     """Largest difference of a log-prob that the canary accepts; bf16 on both sides needs about 0.2."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """sampler vllm only."""
 
     def __post_init__(self) -> None:
+        check_range("rollout.num_replicas", self.num_replicas, at_least=1)
         check_range("rollout.max_concurrent", self.max_concurrent, at_least=1)
+        if self.sampler == "hf" and self.num_replicas > 1:
+            raise ConfigError(f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf is one process: use rollout=vllm.")
         check_range("rollout.canary_tolerance", self.canary_tolerance, above=0)

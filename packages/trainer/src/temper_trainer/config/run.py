@@ -7,9 +7,11 @@ from typing import Literal
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, OptimizerSpec, ScheduleSpec
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.asynchrony import AsynchronyConfig
 from temper_trainer.config.data import DataConfig, RewardConfig, SourceConfig
 from temper_trainer.config.ranges import check_range
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+from temper_trainer.config.weight_sync import WeightSyncConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,9 @@ class RuntimeConfig:
     """ray only; colocated roles of one pool share it."""
     address: str | None = None
     """ray only: an existing cluster; None starts one on this machine."""
+    rollout_python: str | None = None
+    """sampler vllm only: the Python interpreter of the servers, such as that of a virtual environment with vLLM, temper-engine-api and
+    temper-trainer in it; None is the trainer's own."""
     worker_timeout_s: float = 1800.0
     """ray only: longest wait for a worker before the run stops and says which."""
 
@@ -95,7 +100,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """The warm start: supervised fine-tuning before RL. Loop sft takes its settings from data, batching, run and the actor."""
+    """The warm start: supervised fine-tuning before RL. Task sft takes its settings from data, batching, run and the actor."""
 
     data: SourceConfig | None = None
     """Demonstrations; None takes data.train."""
@@ -117,8 +122,11 @@ class SftConfig:
 class TrainerConfig:
     """Everything about a run, frozen; Hydra ends here."""
 
-    loop: Literal["rl", "sft"] = "rl"
+    task: Literal["rl", "sft"] = "rl"
     """rl: sample, score, update; sft: supervised fine-tuning on data.train."""
+    loop: Literal["sync", "one_step_off", "async"] = "sync"
+    """task rl only. sync: a step samples with the newest weights; one_step_off: the next step's completions are sampled while this one
+    trains; async: sampling never waits, bounded by asynchrony.max_staleness."""
     model_engine: str = "fsdp"
     """Which engine every role runs on, found by entry point; the config group of that name fills the roles' blocks."""
     use_legacy_worker_impl: Literal["auto", "enable", "disable"] = "disable"
@@ -142,6 +150,10 @@ class TrainerConfig:
     """Optimisation."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     """Sizes."""
+    asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
+    """loop async only."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """From the actor to the sampler."""
     warm_start: SftConfig | None = None
     """A short SFT before RL; None begins from the actor's model as it is."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -157,16 +169,16 @@ class TrainerConfig:
 def _conflicts(config: TrainerConfig) -> list[str]:
     """Settings that contradict each other or have no effect together, both keys named."""
     found: list[str] = []
-    needs_critic = config.loop == "rl" and config.algorithm.advantage == "gae"
-    needs_kl = config.loop == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
+    needs_critic = config.task == "rl" and config.algorithm.advantage == "gae"
+    needs_kl = config.task == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
     needs_ref = needs_kl and config.algorithm.kl_reference == "ref"
     if needs_critic != (config.critic is not None):
         found.append(
             f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
-            "gae needs a critic, every other estimator and loop sft take none."
+            "gae needs a critic, every other estimator and task sft take none."
         )
-    if config.loop == "sft" and config.ref is not None:
-        found.append("ref is set in loop sft, which only imitates and has no reference policy: remove it (ref=none).")
+    if config.task == "sft" and config.ref is not None:
+        found.append("ref is set in task sft, which only imitates and has no reference policy: remove it (ref=none).")
     elif needs_ref != (config.ref is not None):
         found.append(
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef is "
@@ -176,10 +188,12 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         )
     found += _sizes_that_do_not_fit(config)
     found += _adapters_that_do_not_fit(config, needs_kl=needs_kl)
-    if config.loop == "rl" and config.sampling.temperature == 0:
-        found.append("sampling.temperature is 0 (greedy) in loop rl, where completions of a prompt would all be equal: set it above 0.")
-    if config.loop == "sft" and config.warm_start is not None:
-        found.append("warm_start has no effect in loop sft: remove it.")
+    if config.task == "rl":
+        found += _rollouts_that_do_not_fit(config)
+    if config.task == "rl" and config.sampling.temperature == 0:
+        found.append("sampling.temperature is 0 (greedy) in task rl, where completions of a prompt would all be equal: set it above 0.")
+    if config.task == "sft" and config.warm_start is not None:
+        found.append("warm_start has no effect in task sft: remove it.")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     for name, role in roles.items():
         if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
@@ -217,13 +231,40 @@ def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[
     return found
 
 
+def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
+    """Transports, contents and log-probs that the sampler cannot have."""
+    sync, sampler, kind, sampling = config.weight_sync, config.rollout.sampler, config.runtime.kind, config.sampling
+    fitting = {"vllm": ["shared_memory", "cuda_ipc", "collective"], "hf": ["in_process" if kind == "inline" else "object_store"]}[sampler]
+    found = []
+    if sync.transport not in ("auto", *fitting):
+        found.append(
+            f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and runtime.kind {kind} it must be auto or "
+            f"{' or '.join(fitting)}."
+        )
+    if sync.content == "adapter" and (sampler != "vllm" or not config.actor.engine.lora.is_on):
+        found.append(
+            f"weight_sync.content is adapter, but rollout.sampler is {sampler} and actor.engine.lora is "
+            f"{'on' if config.actor.engine.lora.is_on else 'off'}: it needs rollout=vllm and an adapter; full sends an adapter merged."
+        )
+    if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
+        found.append(f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter travels as a file: use auto.")
+    is_truncated = sampling.top_p < 1 or sampling.top_k > 0
+    if sampler == "vllm" and sampling.temperature != 1 and is_truncated:
+        found.append(
+            f"sampling.temperature is {sampling.temperature} together with sampling.top_p {sampling.top_p} and sampling.top_k "
+            f"{sampling.top_k}: vLLM reports log-probs either before temperature or after truncation, and training needs those between. "
+            "Use temperature 1, or top_p 1 and top_k 0, or rollout=hf."
+        )
+    return found
+
+
 def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
-    """Lengths that exceed a cap; of loop sft only the prompts' are known before the data is read."""
+    """Lengths that exceed a cap; of task sft only the prompts' are known before the data is read."""
     prompt = config.data.max_prompt_tokens
     key = "actor.engine.model.architecture.max_position_embeddings"
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
-    if config.loop == "sft":
+    if config.task == "sft":
         return [
             f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower the other."
             for cap in caps.values()

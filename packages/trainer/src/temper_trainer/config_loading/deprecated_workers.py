@@ -34,8 +34,8 @@ def check_worker_switch(config: TrainerConfig) -> None:
             f"use_legacy_worker_impl is enable, but no package offers deprecated workers (entry points {GROUP!r}): "
             "pip install 'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on engines."
         )
-    if config.loop == "sft":
-        raise ConfigError("use_legacy_worker_impl is enable in loop sft, which deprecated workers never did: set it to disable.")
+    if config.task == "sft":
+        raise ConfigError("use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable.")
     if config.model_engine != "fsdp":
         raise ConfigError(
             f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but the deprecated workers run on fsdp alone: "

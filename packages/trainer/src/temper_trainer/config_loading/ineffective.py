@@ -35,17 +35,32 @@ RULES = (
     ),
     Rule(
         keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
-        applies=lambda config: config.loop == "sft",
-        reason="with loop sft, which only imitates: remove it, or set loop=rl",
+        applies=lambda config: config.task == "sft",
+        reason="with task sft, which only imitates: remove it, or set task=rl",
     ),
     Rule(
         keys=("sampling", "rollout", "reward", "data.eval", "run.table_every", "run.num_table_rows"),
-        applies=lambda config: config.loop == "sft",
-        reason="with loop sft, which samples nothing: remove it, or set loop=rl",
+        applies=lambda config: config.task == "sft",
+        reason="with task sft, which samples nothing: remove it, or set task=rl",
+    ),
+    Rule(
+        keys=("loop", "asynchrony", "weight_sync", "runtime.rollout_python"),
+        applies=lambda config: config.task == "sft",
+        reason="with task sft, which samples nothing: remove it, or set task=rl",
+    ),
+    Rule(
+        keys=("asynchrony",),
+        applies=lambda config: config.loop != "async",
+        reason="without loop async: remove it, or set loop=async",
+    ),
+    Rule(
+        keys=("rollout.vllm", "runtime.rollout_python"),
+        applies=lambda config: config.rollout.sampler != "vllm",
+        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
     ),
     Rule(
         keys=("run.eval_every", "run.eval_sampling", "run.eval_sampled"),
-        applies=lambda config: config.loop == "rl" and config.data.eval is None,
+        applies=lambda config: config.task == "rl" and config.data.eval is None,
         reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
     ),
     Rule(
@@ -56,7 +71,7 @@ RULES = (
     Rule(
         keys=("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
         applies=lambda config: (
-            config.loop == "rl"
+            config.task == "rl"
             and config.batching.num_mini_batches * config.batching.num_passes == 1
             and config.algorithm.kl_reward_coef == 0
         ),
@@ -82,7 +97,7 @@ RULES = (
     ),
     Rule(
         keys=("run.num_table_rows",),
-        applies=lambda config: config.loop == "rl" and config.run.table_every == 0 and config.data.eval is None,
+        applies=lambda config: config.task == "rl" and config.run.table_every == 0 and config.data.eval is None,
         reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
     ),
 )

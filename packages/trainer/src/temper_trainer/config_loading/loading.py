@@ -38,7 +38,10 @@ WITHOUT_INFLUENCE = (
     "runtime",
     *(f"{role}.{key}" for role in ("actor", "critic", "ref") for key in ("num_workers", "pool")),
     "rollout.max_concurrent",
+    "rollout.num_replicas",
     "rollout.pool",
+    "rollout.vllm",
+    "weight_sync",
     "reward.num_workers",
 )
 """Blocks and keys that a training result does not depend on (up to rounding), so that a resumed run may change them."""

@@ -19,7 +19,7 @@ def check_outside(config: TrainerConfig) -> None:
     """
     if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
-    if config.loop == "rl":
+    if config.task == "rl":
         resolve_reward(config.reward)
 
 

@@ -5,7 +5,7 @@ from temper_trainer.config.run import RoleConfig, TrainerConfig
 
 def derived_sizes(config: TrainerConfig) -> list[str]:
     """One line per fact, in words."""
-    lines = _sft_sizes(config) if config.loop == "sft" else _rl_sizes(config)
+    lines = _sft_sizes(config) if config.task == "sft" else _rl_sizes(config)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]

@@ -44,7 +44,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
-    done = 0 if found is None else checkpointer.read_state(found, phase=config.loop).step
+    done = 0 if found is None else checkpointer.read_state(found, phase=config.task).step
     if done > config.run.total_steps:
         raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")
     problems = load_problems(config)
@@ -65,7 +65,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             stop=stop,
             runtime=runtime,
         )
-        evaluation = run.sft(found) if config.loop == "sft" else run.rl(found)
+        evaluation = run.sft(found) if config.task == "sft" else run.rl(found)
         log.draw()
     return RunResult(directory=folder.root, evaluation=evaluation)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
@@ -54,6 +55,8 @@ def run_rl(
     Raises:
         RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
     """
+    if config.loop != "sync":
+        raise ConfigError(f"loop {config.loop} is not in this release yet: use loop=sync.")
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     state = TrainerState(
         phase="rl", step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef

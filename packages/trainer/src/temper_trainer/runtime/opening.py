@@ -51,6 +51,8 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
     Raises:
         ConfigError: Ray is asked for and not installed, or the cluster is too small.
     """
+    if config.task == "rl" and config.rollout.sampler == "vllm":
+        raise ConfigError("rollout.sampler vllm is not in this release yet: use rollout=hf.")
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     if config.runtime.kind == "inline":
@@ -70,6 +72,6 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     """What every role of a run needs, the sampler as ``rollout``."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
-    if config.loop == "rl":
+    if config.task == "rl":
         requests["rollout"] = RoleRequest(num_workers=1, pool=config.rollout.pool)
     return requests
