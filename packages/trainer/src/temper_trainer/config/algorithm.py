@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.correction import RolloutCorrectionConfig
 from temper_trainer.config.ranges import check_range
+from temper_trainer.config.selection import DynamicSamplingConfig, ReweightConfig
 
-AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvantageName = Literal[
+    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo"
+]
+PolicyLossName = Literal["ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo"]
 AggregationName = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
 
 
@@ -19,18 +24,36 @@ class AlgorithmConfig:
     """Estimator; gae needs a critic."""
     group_size: int = 8
     """Completions of one prompt."""
+    policy_loss: PolicyLossName = "ppo"
+    """The policy's objective; see docs/algorithms.md for when to use which."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = None
-    """Bound, above 1, on the loss of negative advantages; None is off."""
+    """Bound, above 1, on the loss of negative advantages; None is off. Only for ppo."""
+    cov_share: float = 2e-4
+    """Share of a mini-batch's trained tokens that clip_cov cuts out of the gradient, or that kl_cov holds back."""
+    cov_low: float = 1.0
+    """Only for clip_cov: tokens are drawn from those whose covariance of log-prob and advantage is above this, ..."""
+    cov_high: float = 5.0
+    """... and below this."""
+    kl_cov_coef: float = 1.0
+    """Only for kl_cov: weight of |log ratio| on the tokens of highest covariance."""
+    sapo_positive_temperature: float = 1.0
+    """Only for sapo: steepness of the soft gate where the advantage is positive."""
+    sapo_negative_temperature: float = 1.05
+    """Only for sapo: steepness of the soft gate where the advantage is negative; the larger, the faster such tokens fade."""
     aggregation: AggregationName = "token_mean"
     """How per-token losses become one number."""
     horizon: int | None = None
     """Tokens; only for sequence_mean_token_sum_norm."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus in the loss."""
+    """Weight of the entropy bonus in the loss; with entropy_target, the weight that the controller begins with."""
+    entropy_target: float | None = None
+    """Entropy in nats below which a controller raises entropy_coef step by step, and above which it lowers it; None keeps it fixed."""
+    entropy_coef_step: float = 0.001
+    """By how much the controller moves entropy_coef after each step; only with entropy_target."""
     kl_loss_coef: float = 0.0
     """Weight of KL(policy, reference) in the loss; above 0 needs a reference, see kl_reference."""
     kl_reward_coef: float = 0.0
@@ -51,10 +74,17 @@ class AlgorithmConfig:
     """Shift and scale advantages over the trained tokens of the step to mean 0 and deviation 1; reinforce_plus_plus always does."""
     value_clip: float | None = None
     """Range around the old value within which the value loss follows; only for gae."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Samples on until a step has prompts_per_step groups that can teach; None trains on whatever was drawn."""
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """Weighs tokens by how far the trainer's log-probs are from the sampler's; None only reports the difference."""
+    reweight: ReweightConfig | None = None
+    """PF-PPO: draws the step's samples anew by their rewards; None trains on each once."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_advantage()
+        self._check_policy_loss()
         self._check_kl()
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
             raise ConfigError(
@@ -68,7 +98,15 @@ class AlgorithmConfig:
         check_range("algorithm.clip_high", self.clip_high, at_least=0)
         check_range("algorithm.dual_clip", self.dual_clip, above=1)
         check_range("algorithm.horizon", self.horizon, at_least=1)
+        check_range("algorithm.cov_share", self.cov_share, above=0, at_most=1)
+        check_range("algorithm.cov_low", self.cov_low)
+        check_range("algorithm.cov_high", self.cov_high)
+        check_range("algorithm.kl_cov_coef", self.kl_cov_coef, above=0)
+        check_range("algorithm.sapo_positive_temperature", self.sapo_positive_temperature, above=0)
+        check_range("algorithm.sapo_negative_temperature", self.sapo_negative_temperature, above=0)
         check_range("algorithm.entropy_coef", self.entropy_coef)
+        check_range("algorithm.entropy_target", self.entropy_target, above=0)
+        check_range("algorithm.entropy_coef_step", self.entropy_coef_step, above=0)
         check_range("algorithm.kl_loss_coef", self.kl_loss_coef, at_least=0)
         check_range("algorithm.kl_reward_coef", self.kl_reward_coef, at_least=0)
         check_range("algorithm.kl_horizon", self.kl_horizon, at_least=1)
@@ -77,10 +115,10 @@ class AlgorithmConfig:
         check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
-        if self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline") and self.group_size < 2:
+        if self.advantage not in ("gae", "reinforce_plus_plus", "remax") and self.group_size < 2:
             raise ConfigError(
                 f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
-                f"{self.group_size}: raise it to 2 or more, or use gae or reinforce_plus_plus."
+                f"{self.group_size}: raise it to 2 or more, or use gae, reinforce_plus_plus or remax."
             )
         if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
             raise ConfigError(
@@ -95,6 +133,24 @@ class AlgorithmConfig:
         if self.advantage.startswith("reinforce_plus_plus") and self.whiten_advantages:
             raise ConfigError(
                 f"algorithm.whiten_advantages has no effect with algorithm.advantage {self.advantage}, which always whitens: remove it."
+            )
+
+    def _check_policy_loss(self) -> None:
+        if self.dual_clip is not None and self.policy_loss != "ppo":
+            raise ConfigError(
+                f"algorithm.dual_clip is {self.dual_clip}, but has no effect with algorithm.policy_loss {self.policy_loss}: remove it, or "
+                "use ppo."
+            )
+        if self.cov_low >= self.cov_high:
+            raise ConfigError(
+                f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: the first must be below the second."
+            )
+        if self.entropy_target is None and self.entropy_coef_step != 0.001:
+            raise ConfigError("algorithm.entropy_coef_step has no effect without algorithm.entropy_target: remove it, or set a target.")
+        if self.entropy_target is not None and self.entropy_coef < 0:
+            raise ConfigError(
+                f"algorithm.entropy_coef is {self.entropy_coef}, but with algorithm.entropy_target it is a controller's first weight: "
+                "set it to 0 or more."
             )
 
     def _check_kl(self) -> None:
@@ -121,10 +177,13 @@ class BatchingConfig:
     """Passes over a step's samples; above 1, old log-probs differ from the policy's."""
     max_tokens: int = 16384
     """Cap of a micro-batch."""
+    tokens_per_update: int | None = None
+    """task sft: an update takes demonstrations in order until the next one would exceed this; None takes prompts_per_step of them."""
 
     def __post_init__(self) -> None:
         if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
             raise ConfigError(f"batching: every size must be at least 1, but they are {self}.")
+        check_range("batching.tokens_per_update", self.tokens_per_update, at_least=1)
         if self.num_mini_batches > self.prompts_per_step:
             raise ConfigError(
                 f"batching.num_mini_batches is {self.num_mini_batches}, but batching.prompts_per_step is {self.prompts_per_step}, and "

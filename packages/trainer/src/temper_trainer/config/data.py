@@ -6,6 +6,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.ranges import check_range
+from temper_trainer.config.shaping import ShapingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,14 @@ class SourceConfig:
     """Field with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
     """Field with the reference answer."""
+    messages_key: str | None = None
+    """task sft: field with a whole conversation, a list of chat messages, in place of prompt_key and answer_key."""
+    chosen_key: str = "chosen"
+    """tasks dpo and rm: field with the preferred completion, beside prompt_key."""
+    rejected_key: str = "rejected"
+    """tasks dpo and rm: field with the other completion."""
+    route_key: str | None = None
+    """Field with the route of a row: the value by which a teacher is chosen. For arithmetic, operations (one or two) is such a field."""
     max_rows: int | None = None
     """Use only the first rows; None uses all. For arithmetic, how many problems to generate (needed there)."""
     seed: int = 0
@@ -82,9 +91,16 @@ class DataConfig:
     """A Jinja chat template in place of the tokenizer's own."""
     shuffle: bool = True
     """Order of each epoch is a pure function of (run.seed, epoch); False keeps the file's."""
+    streaming: bool = False
+    """task sft: read data.train while training, in the file's order but for a buffer, in place of all of it before the first step."""
+    streaming_buffer: int = 1000
+    """Rows that a stream is shuffled within; only with streaming and shuffle."""
+    train_on: Literal["last", "all"] = "all"
+    """With messages_key: which assistant turns are trained."""
 
     def __post_init__(self) -> None:
         check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
+        check_range("data.streaming_buffer", self.streaming_buffer, at_least=1)
         if "{prompt}" not in self.prompt_template:
             raise ConfigError(f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}} where the prompt goes.")
 
@@ -97,6 +113,10 @@ class RewardConfig:
     """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), or an import path ``package.module:function``."""
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of the function."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Several rewards, by name or import path, each with its weight, in place of function; the reward is their weighted sum."""
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    """From score to reward."""
     timeout_s: float = 10.0
     """Longest time of one call."""
     num_workers: int = 0

@@ -9,6 +9,11 @@ from temper_engine_api.specs import EngineConfig, OptimizerSpec, ScheduleSpec
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.asynchrony import AsynchronyConfig
 from temper_trainer.config.data import DataConfig, RewardConfig, SourceConfig
+from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.following import not_yet
+from temper_trainer.config.generate import GenerateConfig
+from temper_trainer.config.preference import PreferenceConfig
 from temper_trainer.config.ranges import check_range
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 from temper_trainer.config.weight_sync import WeightSyncConfig
@@ -148,6 +153,16 @@ class TrainerConfig:
     """Scoring."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Optimisation."""
+    teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
+    """Frozen teachers by name, each on a resource pool of its own; task distill needs one, task rl may have some."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """What is learned from the teachers."""
+    environment: EnvironmentConfig | None = None
+    """Tools and turns; None is one completion for each rollout."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Of tasks dpo and rm."""
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    """Of task generate."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     """Sizes."""
     asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
@@ -204,7 +219,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
         found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
-    return found
+    return [*found, *not_yet(config)]
 
 
 def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[str]:

@@ -14,7 +14,7 @@ from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.composition import group_choices
-from temper_trainer.config_loading.schema import Entry, entries_of, is_optional
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, entries_of, is_optional
 from temper_trainer.config_loading.structuring import describe_type
 from temper_trainer.config_loading.yaml_text import scalar_text
 
@@ -90,6 +90,11 @@ def _block_lines(cls: type, *, prefix: str, engine_class: type[EngineConfig], se
     meanings = meanings_of(cls)
     for entry in entries_of(cls, engine_class=engine_class):
         key, meaning = f"{prefix}{entry.name}", meanings.get(entry.name, "")
+        if entry.item is not None:
+            yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
+            yield from _wrapped(meaning)
+            yield from _block_lines(entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen)
+            continue
         if entry.block is None:
             yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
             yield from _wrapped(meaning)

@@ -12,6 +12,9 @@ from temper_engine_api.specs import EngineConfig
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """What YAML and JSON can say."""
 
+ANY_NAME = "NAME"
+"""Stands in a dotted key for a name that the user chooses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -25,6 +28,8 @@ class Entry:
     """The dataclass of its sub-keys, where it has any."""
     is_open: bool
     """Whether any key may stand below it: a mapping."""
+    item: type | None
+    """The dataclass of a mapping's values, where its keys are names of blocks."""
     has_default: bool
     """Whether it may be left out."""
     default: object
@@ -42,6 +47,7 @@ def entries_of(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry
             annotation=annotation,
             block=block_of(annotation),
             is_open=get_origin(annotation) in (dict, Mapping),
+            item=item_of(annotation),
             has_default=default is not MISSING,
             default=None if default is MISSING else default,
         )
@@ -57,6 +63,11 @@ def block_of(annotation: object) -> type | None:
     return None
 
 
+def item_of(annotation: object) -> type | None:
+    """The dataclass that a mapping from names to blocks holds."""
+    return block_of(get_args(annotation)[1]) if get_origin(annotation) in (dict, Mapping) else None
+
+
 def is_optional(annotation: object) -> bool:
     """Whether None is among the values that an annotation allows."""
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
@@ -69,6 +80,8 @@ def keys_of(cls: type, *, engine_class: type[EngineConfig], prefix: str = "") ->
         found[prefix + entry.name] = entry
         if entry.block is not None:
             found |= keys_of(entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}.")
+        if entry.item is not None:
+            found |= keys_of(entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}.")
     return found
 
 
@@ -80,6 +93,13 @@ def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[s
     defaults: dict[str, Plain] = {}
     for entry in entries_of(cls, engine_class=engine_class):
         below = given.get(entry.name)
+        if entry.item is not None and isinstance(below, dict):
+            defaults[entry.name] = {
+                name: defaults_of(entry.item, engine_class=engine_class, given=block if isinstance(block, dict) else {})
+                for name, block in below.items()
+                if block is not None
+            }
+            continue
         is_off = entry.name in given and below is None
         is_unasked = is_optional(entry.annotation) and not isinstance(below, dict)
         if entry.has_default and (entry.default is not None or entry.block is None or is_unasked):

@@ -10,7 +10,7 @@ from cattrs.gen import make_dict_structure_fn
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config_loading.schema import Plain, block_of
+from temper_trainer.config_loading.schema import Plain, block_of, item_of
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ def _converter(engine_class: type[EngineConfig]) -> Converter:
     for primitive in (bool, int, float, str):  # cattrs asks its own hooks for these before it asks a predicate
         converter.register_structure_hook(primitive, _structure_value)
     converter.register_structure_hook_func(_is_optional_block, lambda value, kind: _structure_optional(converter, value, kind))
+    converter.register_structure_hook_func(_is_mapping_of_blocks, lambda value, kind: _structure_named(converter, value, kind))
     converter.register_structure_hook_factory(_is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class))
     return converter
 
@@ -79,8 +80,12 @@ def _is_optional_block(kind: object) -> bool:
     return get_origin(kind) in (Union, types.UnionType) and block_of(kind) is not None
 
 
+def _is_mapping_of_blocks(kind: object) -> bool:
+    return item_of(kind) is not None
+
+
 def _is_value(kind: object) -> bool:
-    return not _is_block(kind) and block_of(kind) is None
+    return not _is_block(kind) and block_of(kind) is None and item_of(kind) is None
 
 
 def _structure_optional(converter: Converter, value: object, kind: object) -> object:
@@ -89,6 +94,33 @@ def _structure_optional(converter: Converter, value: object, kind: object) -> ob
     block = block_of(kind)
     assert block is not None
     return converter.structure(value, block)
+
+
+def _structure_named(converter: Converter, value: object, kind: object) -> object:
+    """Blocks by name; every problem of theirs begins with the name."""
+    item = item_of(kind)
+    assert item is not None
+    if not isinstance(value, dict):
+        raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
+    found, problems = {}, []
+    for name, block in value.items():
+        try:
+            found[name] = converter.structure(block, item)
+        except ClassValidationError as error:
+            problems += _sentences(error, path=str(name))
+        except ConfigError as error:
+            problems.append(f"{name} {error}")
+    if problems:
+        raise _ProblemsBelow(problems)
+    return found
+
+
+class _ProblemsBelow(ConfigError):
+    """Problems of a mapping's blocks, each beginning with its key below the mapping."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def _structure_value(value: object, kind: object) -> object:
@@ -155,6 +187,8 @@ def _sentences(error: BaseException, *, path: str) -> list[str]:
         return [f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)]
     if isinstance(error, KeyError):
         return [f"{path} is not set, and has no default: give it a value."]
+    if isinstance(error, _ProblemsBelow):
+        return [_join(path, problem) for problem in error.problems]
     message = str(error)
     if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
         return [f"{path} {message}" if message.startswith("is ") else message]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.removed import removal_of
 from temper_trainer.config_loading.composition import Layer
-from temper_trainer.config_loading.schema import Entry
+from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
 SHOWN = 12
 """Problems that are listed; a file of another program has hundreds."""
@@ -34,9 +34,16 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
 
 def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
     """Whether a key is in the schema, or lies in a mapping whose keys are the user's own."""
+    if key in known:
+        return True
     parts = key.split(".")
-    above = (known.get(".".join(parts[:length])) for length in range(1, len(parts)))
-    return key in known or any(entry is not None and entry.is_open for entry in above)
+    for length in range(1, len(parts)):
+        entry = known.get(".".join(parts[:length]))
+        if entry is not None and entry.item is not None:
+            parts[length] = ANY_NAME
+        elif entry is not None and entry.is_open:
+            return True
+    return parts[-1] == ANY_NAME or ".".join(parts) in known
 
 
 def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
