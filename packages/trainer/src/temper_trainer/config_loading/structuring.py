@@ -102,7 +102,8 @@ def _structure_named(converter: Converter, value: object, kind: object) -> objec
     assert item is not None
     if not isinstance(value, dict):
         raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
-    found, problems = {}, []
+    found: dict[str, object] = {}
+    problems: list[str] = []
     for name, block in value.items():
         try:
             found[name] = converter.structure(block, item)
