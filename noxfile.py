@@ -17,8 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
-from tools.release import unpack
-from tools.releases import last_release
+from tools.releases import last_release, unpack
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]

@@ -1,7 +1,8 @@
 """Release one package: everything but the commit and the tag, which it prints.
 
-`python tools/release.py engine-api 0.2.0` sets the version, binds the changelog's fragments, builds sdist and wheel twice, and
-records the release in tools/releases.toml. All of it is done in a copy first; the checkout is changed when nothing is wrong.
+`python tools/release.py engine-api 0.2.0` sets the version, binds the changelog's fragments, locks the public names, builds sdist and
+wheel twice, and records the release in tools/releases.toml. All of it is done in a copy first; the checkout changes when nothing is
+wrong.
 
     --draft    the same checks and builds, and the checkout stays as it is
     --record   later, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml
@@ -15,20 +16,22 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.api import LOCK, write_lock
 from tools.distributions import build, build_twice, check_files, sha256
 from tools.release_checks import check_before, declared_version
-from tools.releases import RECORDS, Record, ReleaseTrouble, git, has_object, read_records, record_commits, write_records
+from tools.releases import RECORDS, Record, ReleaseTrouble, git, has_object, read_records, record_commits, unpack, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
+
+WRITTEN = ("pyproject.toml", "CHANGELOG.md", LOCK)
+"""What a release changes in the package's folder, beside the fragments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,8 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     copies = [_copy(root, package, folder / name) for name in ("one", "two")]
     _set_version(copies[0], version)
     _bind(copies[0], version)
-    for name in ("pyproject.toml", "CHANGELOG.md"):
+    write_lock(copies[0])
+    for name in WRITTEN:
         shutil.copy(copies[0] / name, copies[1] / name)
     dates = re.findall(rf"(?m)^## {re.escape(version)} \((\d{{4}}-\d{{2}}-\d{{2}})\)$", (copies[0] / "CHANGELOG.md").read_text())
     if len(dates) != 1:
@@ -75,7 +79,7 @@ def release(root: Path, package: str, version: str) -> Record:
         made = draft(root, package, version, folder=Path(folder))
         _keep_files(root, made.files)
         target = root / "packages" / package
-        for name in ("pyproject.toml", "CHANGELOG.md"):
+        for name in WRITTEN:
             shutil.copy(made.package / name, target / name)
         for fragment in target.glob("changes/*.md"):
             fragment.unlink()
@@ -104,17 +108,6 @@ def verify(root: Path, package: str, version: str) -> None:
         raise ReleaseTrouble(
             f"{', '.join(differing)} came out with another hash than recorded: build with the tools of constraints/cpu.txt."
         )
-
-
-def unpack(root: Path, treeish: str, folder: Path) -> Path:
-    """The files of a git tree, in a folder that is made for them."""
-    done = subprocess.run(["git", "archive", treeish], cwd=root, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
-    folder.mkdir(parents=True)
-    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 def _copy(root: Path, package: str, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tools.api import complaints
 from tools.releases import ReleaseTrouble, last_release
 
 KINDS = ("added", "changed", "fixed", "deprecated", "removed")
@@ -28,6 +29,9 @@ def check_before(root: Path, package: str, version: str) -> None:
     check_version(root, package, version)
     check_removals(root, package, version, found)
     check_siblings(root, package, version)
+    broken = complaints(folder)
+    if broken:
+        raise ReleaseTrouble("\n".join(broken))
 
 
 def fragments(package: Path) -> list[Path]:

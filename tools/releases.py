@@ -7,9 +7,11 @@ no rebase changes; `record_commits` adds the commit in a later one. Standard lib
 from __future__ import annotations
 
 import subprocess
+import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 
 from packaging.version import Version
@@ -127,6 +129,17 @@ def _find_commit(root: Path, record: Record) -> str:
             f"from {record.tree[:12]}: something was changed after tools/release.py ran. Undo that commit and release again."
         )
     return commit
+
+
+def unpack(root: Path, treeish: str, folder: Path) -> Path:
+    """The files of a git tree, in a folder that is made for them."""
+    done = subprocess.run(["git", "archive", treeish], cwd=root, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
+    folder.mkdir(parents=True)
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def has_object(root: Path, name: str) -> bool:

@@ -82,7 +82,7 @@ STEPS = (
     Step(
         name="layers",
         budget_s=20,
-        commands=(("-c", "from importlinter.cli import lint_imports_command as c; c()"), ("tools/layers.py",)),
+        commands=(("-c", "from importlinter.cli import lint_imports_command as c; c()"), ("tools/layers.py",), ("tools/api.py",)),
     ),
     Step(
         name="engine-api",

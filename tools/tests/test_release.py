@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.release import main, unpack, verify
+from tools.release import main, verify
 from tools.release_checks import check_before, declared_version
-from tools.releases import RECORDS, ReleaseTrouble, git, last_release, read_records, record_commits
+from tools.releases import RECORDS, ReleaseTrouble, git, last_release, read_records, record_commits, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = ("-c", "user.name=Tester", "-c", "user.email=tester@example.org", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
@@ -33,7 +33,7 @@ def _repository(root: Path) -> Path:
         (folder / "CHANGELOG.md").write_text("# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n")
         (folder / "README.md").write_text(f"# temper-{name}\n")
         shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-        (sources / "__init__.py").write_text("")
+        (sources / "__init__.py").write_text("def plan(lengths: list[int]) -> int:\n    return len(lengths)\n")
         (sources / "py.typed").touch()
         (folder / "changes").mkdir()
     (root / "packages/engine-api/changes/plan.added.md").write_text("The plan.\n")
@@ -83,6 +83,7 @@ def test_a_draft_changes_nothing(released: Released) -> None:
 def test_a_release_is_staged_and_not_committed(released: Released) -> None:
     assert released.staged.splitlines() == [
         "M  packages/engine-api/CHANGELOG.md",
+        "A  packages/engine-api/api.txt",
         "D  packages/engine-api/changes/plan.added.md",
         "D  packages/engine-api/changes/seed.fixed.md",
         "A  tools/releases.toml",
@@ -156,6 +157,17 @@ def test_a_version_is_released_once_and_the_next_one_is_higher(released: Release
     check_before(clone, "engine-api", "0.3.1")
     (clone / "packages/engine-api/changes/plan.removed.md").write_text("The plan is gone.\n")
     with pytest.raises(ReleaseTrouble, match="raise the minor version"):
+        check_before(clone, "engine-api", "0.3.1")
+
+
+def test_a_promise_that_is_broken_in_silence_stops_the_next_release(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    folder = clone / "packages/engine-api"
+    (folder / "changes").mkdir()
+    (folder / "changes/late.fixed.md").write_text("Late.\n")
+    (folder / "src/temper_engine_api/__init__.py").write_text("def plan(lengths: list[int]) -> float:\n    return 0.0\n")
+    with pytest.raises(ReleaseTrouble, match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'"):
         check_before(clone, "engine-api", "0.3.1")
 
 

@@ -1,0 +1,180 @@
+"""What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default.
+
+A line that is gone or reads differently breaks somebody, and so does a new parameter, field or abstract method that must be given.
+Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it. Anything else may be added
+freely; `tools/release.py` writes the file anew, and `python tools/api.py --update PACKAGE` does so in between.
+
+Read from the sources by griffe; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LOCK = "api.txt"
+
+PUBLIC = {
+    "engine-fsdp": ("config", "engine", "layouts"),
+    "engine-megatron": ("config", "engine", "layouts"),
+}
+"""The public modules of a package; where it is not named, every module without an underscore that is not in PRIVATE."""
+
+PRIVATE = ("conformance", "__main__", "cli", "conf")
+"""Rooms whose door is a command: the kit's is pytest with its options, and the entry-point groups."""
+
+AUTHORS_HOOKS = ("temper_engine_api.backend.EngineBackend",)
+"""Classes whose underscored methods others override: they are as public as a contract can be."""
+
+REQUIRED = "required"
+
+
+def api(package: Path) -> list[str]:
+    """Every public name of a package with its signature, a line each, sorted."""
+    name = "temper_" + package.name.replace("-", "_")
+    top = griffe.load(name, search_paths=[package / "src"], allow_inspection=False)
+    assert isinstance(top, griffe.Module)
+    return sorted({line for module in _modules(top, package.name) for line in _members(module)})
+
+
+def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
+    """What breaks somebody who wrote against the old lines: by qualified name, a sentence."""
+    before, after = _by_name(old), _by_name(new)
+    found = {}
+    for name, line in before.items():
+        if name not in after:
+            found[name] = f"{name} is gone"
+        elif after[name] != line:
+            found[name] = f"{name} was {_signature(line)!r} and is {_signature(after[name])!r}"
+    for name, line in after.items():
+        if name not in before and _owner(name) in before and _signature(line).split(", ")[-1] == REQUIRED:
+            found[name] = f"{name} is new and must be given"
+    return {name: sentence for name, sentence in found.items() if _owner(name) not in found or _owner(name) in after}
+
+
+def complaints(package: Path) -> list[str]:
+    """The breaking changes of a package since its lock that no changelog fragment names; none where it has no lock yet."""
+    lock = package / LOCK
+    if not lock.exists():
+        return []
+    told = "\n".join(path.read_text() for kind in ("changed", "removed") for path in sorted(package.glob(f"changes/*.{kind}.md")))
+    return [
+        f"{package.name}: {sentence}. Bring it back, or tell users: name it in {package.name}/changes/<slug>.changed.md or .removed.md"
+        for name, sentence in breaks(lock.read_text().splitlines(), api(package)).items()
+        if not re.search(rf"\b{re.escape(_last_word(name))}\b", told)
+    ]
+
+
+def write_lock(package: Path) -> int:
+    """Write the package's names into its lock; returns their number."""
+    lines = api(package)
+    (package / LOCK).write_text("\n".join(lines) + "\n")
+    return len(lines)
+
+
+def _modules(module: griffe.Module, package: str) -> Iterator[griffe.Module]:
+    """The public modules, the package itself first."""
+    yield module
+    for name, child in sorted(module.modules.items()):
+        if name.startswith("_") or name in PRIVATE:
+            continue
+        if module.is_package and module.parent is None and package in PUBLIC and name not in PUBLIC[package]:
+            continue
+        yield from _modules(child, package)
+
+
+def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
+    """The lines of what an owner defines or inherits; what it only imports is public elsewhere."""
+    members: Mapping[str, object] = owner.all_members if isinstance(owner, griffe.Class) else owner.members
+    for name, member in members.items():
+        if isinstance(member, griffe.Alias) and member.inherited:
+            member = member.final_target
+        path = f"{owner.path}.{name}"
+        if isinstance(member, griffe.Function) and (_is_public(name) or _is_hook(owner, member)):
+            yield from _function(path, member)
+        elif isinstance(member, griffe.Attribute) and _is_public(name):
+            yield _attribute(path, member)
+        elif isinstance(member, griffe.Class) and _is_public(name):
+            bases = ", ".join(str(base) for base in member.bases)
+            yield f"{path}: class({bases})"
+            yield from _members(member)
+
+
+def _function(path: str, function: griffe.Function) -> Iterator[str]:
+    kind = next((label for label in ("classmethod", "staticmethod") if label in function.labels), "function")
+    required = f", {REQUIRED}" if "abstractmethod" in function.labels else ""
+    yield f"{path}: {kind} -> {function.returns}{required}"
+    place = 0
+    for parameter in function.parameters:
+        if parameter.name in ("self", "cls") and isinstance(function.parent, griffe.Class):
+            continue
+        assert parameter.kind is not None
+        order = f" {place}" if parameter.kind.value.startswith("positional") else ""
+        place += 1
+        default = REQUIRED if parameter.required else f"= {parameter.default}"
+        yield f"{path}({parameter.name}): {parameter.annotation}, {parameter.kind.value}{order}, {default}"
+
+
+def _attribute(path: str, attribute: griffe.Attribute) -> str:
+    if "property" in attribute.labels:
+        return f"{path}: property -> {attribute.annotation}"
+    is_member = isinstance(attribute.parent, griffe.Class) and any(str(base).endswith("Enum") for base in attribute.parent.bases)
+    return f"{path}: {attribute.value}" if is_member else f"{path}: {attribute.annotation or 'value'}"
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name == "__init__"
+
+
+def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bool:
+    return owner.path in AUTHORS_HOOKS and not member.name.startswith("__")
+
+
+def _by_name(lines: Sequence[str]) -> dict[str, str]:
+    return {line.partition(": ")[0]: line for line in lines if line}
+
+
+def _signature(line: str) -> str:
+    return line.partition(": ")[2]
+
+
+def _owner(name: str) -> str:
+    """The function of a parameter; the class or module of anything else."""
+    return name.partition("(")[0] if "(" in name else name.rpartition(".")[0]
+
+
+def _last_word(name: str) -> str:
+    """The word by which a fragment names it: the parameter's, or that of a class whose constructor it is."""
+    return name.removesuffix(".__init__").rstrip(")").replace("(", ".").rpartition(".")[2]
+
+
+def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
+    """Run the command line; returns the exit status."""
+    packages = {path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))}
+    parser = argparse.ArgumentParser(description=__doc__, prog="tools/api.py", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--update", metavar="PACKAGE", choices=packages, help="write the names of one package anew, if nothing breaks in silence"
+    )
+    chosen = parser.parse_args(arguments)
+    wanted = [packages[chosen.update]] if chosen.update else list(packages.values())
+    found = [sentence for package in wanted for sentence in complaints(package)]
+    if found:
+        print("\n".join(found))
+        return 1
+    if chosen.update:
+        print(f"api: {write_lock(packages[chosen.update])} names in packages/{chosen.update}/{LOCK}")
+    else:
+        locked = [name for name, package in packages.items() if (package / LOCK).exists()]
+        print(f"api: {', '.join(locked) or 'no package'} kept what was promised")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

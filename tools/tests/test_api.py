@@ -1,0 +1,130 @@
+"""The lock on public names: what breaks users is found, what does not is let through, and a fragment has to name it."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.api import LOCK, api, breaks, complaints, main, write_lock
+
+BEFORE = """
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+LIMIT = 3
+
+class Kind(StrEnum):
+    NEAR = "near"
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    steps: int
+    limit: int = 2
+
+class Engine(ABC):
+    @abstractmethod
+    def run(self, plan: Plan) -> int: ...
+    def _inner(self) -> None: ...
+
+def plan(lengths: list[int], *, cap: int, spread: float = 0.5) -> Plan:
+    return Plan(steps=len(lengths))
+
+def _helper() -> None: ...
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of one module, locked as in BEFORE."""
+    folder = tmp_path / "packages" / "example"
+    (folder / "src" / "temper_example").mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    (folder / "changes").mkdir()
+    (folder / "src" / "temper_example" / "__init__.py").write_text(BEFORE)
+    write_lock(folder)
+    return folder
+
+
+def _change(package: Path, old: str, new: str) -> None:
+    assert BEFORE.count(old) == 1
+    (package / "src" / "temper_example" / "__init__.py").write_text(BEFORE.replace(old, new))
+
+
+def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
+    assert api(package) == [
+        "temper_example.Engine.run(plan): Plan, positional or keyword 0, required",
+        "temper_example.Engine.run: function -> int, required",
+        "temper_example.Engine: class(ABC)",
+        "temper_example.Kind.NEAR: 'near'",
+        "temper_example.Kind: class(StrEnum)",
+        "temper_example.LIMIT: value",
+        "temper_example.Plan.__init__(limit): int, keyword-only, = 2",
+        "temper_example.Plan.__init__(steps): int, keyword-only, required",
+        "temper_example.Plan.__init__: function -> None",
+        "temper_example.Plan.limit: int",
+        "temper_example.Plan.steps: int",
+        "temper_example.Plan: class()",
+        "temper_example.plan(cap): int, keyword-only, required",
+        "temper_example.plan(lengths): list[int], positional or keyword 0, required",
+        "temper_example.plan(spread): float, keyword-only, = 0.5",
+        "temper_example.plan: function -> Plan",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("cap: int,", "", "plan(cap) is gone"),
+        ("cap: int,", "cap: float,", "plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'"),
+        ("spread: float = 0.5", "spread: int = 0.5", "plan(spread) was 'float, keyword-only, = 0.5' and is 'int, keyword-only, = 0.5'"),
+        ("cap: int,", "cap: int, seed: int,", "plan(seed) is new and must be given"),
+        ("steps: int\n", "steps: int\n    width: int\n", "Plan.__init__(width) is new and must be given"),
+        ("    def _inner", "    @abstractmethod\n    def stop(self) -> None: ...\n    def _inner", "Engine.stop is new and must be given"),
+        ('    NEAR = "near"', '    NEAR = "close"', "Kind.NEAR was \"'near'\" and is \"'close'\""),
+        ("LIMIT = 3", "_LIMIT = 3", "LIMIT is gone"),
+    ],
+)  # fmt: skip
+def test_what_breaks_a_user_is_found(package: Path, old: str, new: str, sentence: str) -> None:
+    _change(package, old, new)
+    assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [f"temper_example.{sentence}"]
+
+
+def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
+    _change(package, "class Engine(ABC):", "class _Engine(ABC):")
+    assert list(breaks((package / LOCK).read_text().splitlines(), api(package))) == ["temper_example.Engine"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("cap: int,", "cap: int, seed: int = 0,"),
+        ("limit: int = 2", "limit: int = 2\n    width: int = 1"),
+        ("def _helper() -> None: ...", "def more(size: int) -> None: ..."),
+        ("    def _inner(self)", "    def outer(self, size: int) -> None: ...\n    def _inner(self, size: int)"),
+    ],
+)
+def test_what_is_only_added_breaks_nobody(package: Path, old: str, new: str) -> None:
+    _change(package, old, new)
+    assert complaints(package) == []
+
+
+def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None:
+    _change(package, "cap: int,", "")
+    (package / "changes" / "cap.changed.md").write_text("`plan` needs no capital any more.\n")
+    assert len(complaints(package)) == 1
+    (package / "changes" / "cap.changed.md").write_text("`plan` takes no `cap`: leave it out.\n")
+    assert complaints(package) == []
+
+
+def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = package.parent.parent
+    before = (package / LOCK).read_text()
+    _change(package, "cap: int,", "")
+    assert main(["--update", "example"], root=root) == 1
+    assert "temper_example.plan(cap) is gone. Bring it back, or tell users" in capsys.readouterr().out
+    assert (package / LOCK).read_text() == before
+    _change(package, "cap: int,", "cap: int, seed: int = 0,")
+    assert main(["--update", "example"], root=root) == 0
+    assert "temper_example.plan(seed): int, keyword-only, = 0" in (package / LOCK).read_text()
+    assert main([], root=root) == 0
