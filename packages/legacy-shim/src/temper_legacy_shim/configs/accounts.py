@@ -1,0 +1,78 @@
+"""An account of every token: which rule it fell under, what carries it on, or why nothing does."""
+
+from collections.abc import Sequence
+
+from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.overrides import Override
+from temper_legacy_shim.configs.programs import GROUPS, Program
+from temper_legacy_shim.configs.rules import Rule, find_rule
+from temper_legacy_shim.configs.translation import Disposition, TokenReport
+
+_CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
+
+
+def report_tokens(draft: Draft, tokens: Sequence[Override], *, program: Program) -> tuple[TokenReport, ...]:
+    """One report for each token, in order."""
+    carried: dict[int, list[str]] = {}
+    for setting in draft.settings.values():
+        for index in setting.sources:
+            carried.setdefault(index, []).append(setting.key)
+    return tuple(_report(draft, token, program=program, new_keys=tuple(carried.get(token.index, ()))) for token in tokens)
+
+
+def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
+    if token.kind != "set":
+        return _no_override(token)
+    if token.index in draft.old.superseded:
+        later = draft.old.superseded[token.index]
+        return _made(token, "superseded", f"token {later + 1} sets the same key and wins.", find_rule(program, token.key))
+    rule = find_rule(program, token.key)
+    if token.key in GROUPS and rule is not None:
+        return _made(token, rule.disposition, rule.reason, rule, new_keys=("model_engine",))
+    if rule is None:
+        return _made(token, "unmapped", "a key of no release: a fork's own, or a slip. Nothing was guessed.", None)
+    asked = next((f for f in draft.findings if f.level == "person" and token.key in f.old_keys and f.rule != "unmapped"), None)
+    if asked is not None:
+        disposition: Disposition = "conflict" if len(asked.old_keys) > 1 else "needs a person"
+        return _made(token, disposition, asked.message, rule, new_keys=new_keys)
+    if new_keys:
+        disposition = rule.disposition if rule.disposition in _CARRYING else "mapped"
+        return _made(token, disposition, rule.reason, rule, new_keys=new_keys)
+    spoken = _spoken(draft, token.key)
+    if spoken is not None:
+        return _made(token, "dropped", f"{spoken[0].upper()}{spoken[1:]}.", rule)
+    if rule.disposition in _CARRYING:
+        return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
+    return _made(token, rule.disposition, rule.reason, rule)
+
+
+def _spoken(draft: Draft, key: str) -> str | None:
+    if key in draft.spoken:
+        return draft.spoken[key]
+    return next((reason for name, reason in draft.spoken.items() if key.startswith(f"{name}.")), None)
+
+
+def _no_override(token: Override) -> TokenReport:
+    reasons = {
+        "flag": "an option of Hydra's own: it chose the tree that was composed on.",
+        "rest": "the shell's remaining arguments: what is given there must be in the new spelling.",
+        "unreadable": f"not an override: {token.complaint}.",
+    }
+    disposition: Disposition = "unmapped" if token.kind == "unreadable" else "passed on"
+    return TokenReport(
+        index=token.index, text=token.text, key="", disposition=disposition, new_keys=(), rule="", reason=reasons[token.kind]
+    )
+
+
+def _made(token: Override, disposition: Disposition, reason: str, rule: Rule | None, *, new_keys: tuple[str, ...] = ()) -> TokenReport:
+    return TokenReport(
+        index=token.index,
+        text=token.text,
+        key=token.key,
+        disposition=disposition,
+        new_keys=new_keys,
+        rule="" if rule is None else rule.id,
+        reason=reason,
+        prs="" if rule is None else rule.prs,
+        hazard="" if rule is None else rule.hazard,
+    )

@@ -1,0 +1,166 @@
+"""Overrides laid on their own release's default tree, under Hydra's rules: what took effect, from which token, and what was refused."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from temper_legacy_shim.configs.interpolation import resolve
+from temper_legacy_shim.configs.overrides import Override
+from temper_legacy_shim.configs.values import Plain, flatten
+
+
+@dataclass(slots=True, kw_only=True)
+class OldConfig:
+    """A configuration as the old system had it before it began to train."""
+
+    version: str
+    """The release."""
+    family: str
+    """Which tree."""
+    entry: str
+    """The Python module that was started, or what kind of program it was."""
+    tree: dict[str, Plain]
+    """Leaves by dotted key, interpolations unresolved; defaults included."""
+    defaults: dict[str, Plain]
+    """The same before anybody said anything."""
+    origin: dict[str, int]
+    """Which token set a leaf, by its index; a leaf that is not here is the release's default. -1 is a file."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """By token: why the old system would not have started with it."""
+    superseded: dict[int, int] = field(default_factory=dict)
+    """By token: a later one that set the same key."""
+    blocks: dict[str, int] = field(default_factory=dict)
+    """Every block of the tree, with the number of its leaves."""
+
+    def get(self, key: str, default: Plain = None) -> Plain:
+        """The value that took effect; a block comes as a mapping."""
+        if key in self.tree:
+            return resolve(self.tree[key], key, self.tree)
+        return {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)} or default
+
+    def below(self, key: str) -> list[str]:
+        """Leaves of a block."""
+        return [name for name in self.tree if name.startswith(f"{key}.")] if key in self.blocks else []
+
+    def has(self, key: str) -> bool:
+        """Whether the tree holds it, as a leaf or a block."""
+        return key in self.tree or key in self.blocks
+
+    def write(self, key: str, value: Plain, index: int) -> None:
+        """Set one leaf."""
+        if key not in self.tree:
+            count_leaf(self.blocks, key, 1)
+        self.tree[key] = value
+        self.origin[key] = index
+
+    def remove(self, key: str) -> None:
+        """Take one leaf away."""
+        del self.tree[key]
+        self.origin.pop(key, None)
+        count_leaf(self.blocks, key, -1)
+
+    def is_set(self, *keys: str) -> bool:
+        """Whether the user gave any of them a value."""
+        return any(self.sources(key) for key in keys)
+
+    def sources(self, *keys: str) -> tuple[int, ...]:
+        """Tokens that gave these keys their values, through one interpolation at most."""
+        found: list[int] = []
+        for key in keys:
+            if key in self.blocks:
+                found += [index for name, index in self.origin.items() if name.startswith(f"{key}.")]
+            elif key in self.origin:
+                found.append(self.origin[key])
+            else:
+                found += self._through_interpolation(key)
+        return tuple(dict.fromkeys(found))
+
+    def _through_interpolation(self, key: str) -> list[int]:
+        value = self.tree.get(key)
+        if not isinstance(value, str):
+            return []
+        targets = re.findall(r"\$\{(?:oc\.select:)?([A-Za-z_.0-9]+)", value)
+        parent = key.rpartition(".")[0]
+        names = [f"{parent}{target}" if target.startswith(".") else target for target in targets]
+        return [self.origin[name] for name in names if name in self.origin]
+
+
+def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
+    """Apply overrides in order; what Hydra would have refused is noted, and applied all the same, since what was meant is clear."""
+    last: dict[str, int] = {}
+    for override in overrides:
+        if override.kind != "set":
+            continue
+        if override.complaint is not None:
+            old.refused[override.index] = override.complaint
+        if override.prefix == "~":
+            _delete(old, override)
+            continue
+        key = override.key
+        if key in last and override.index != last[key]:
+            old.superseded[last[key]] = override.index
+        last[key] = override.index
+        complaint = _complaint(old, override)
+        if complaint is not None:
+            old.refused.setdefault(override.index, complaint)
+        assign(old, key, override.value, override.index)
+
+
+def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:
+    """Give a key a value: a mapping is laid over what is there, everything else replaces it."""
+    if isinstance(value, dict) and value:
+        for name, item in flatten(value).items():
+            assign(old, f"{key}.{name}", item, index)
+        return
+    if not isinstance(value, dict):
+        for name in old.below(key):
+            old.remove(name)
+    parts = key.split(".")
+    for count in range(1, len(parts)):  # a leaf that becomes a block
+        if ".".join(parts[:count]) in old.tree:
+            old.remove(".".join(parts[:count]))
+    old.write(key, value, index)
+
+
+def count_leaf(blocks: dict[str, int], key: str, change: int) -> None:
+    """Count one leaf more or less in every block around it."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        block = ".".join(parts[:count])
+        blocks[block] = blocks.get(block, 0) + change
+        if not blocks[block]:
+            del blocks[block]
+
+
+def _delete(old: OldConfig, override: Override) -> None:
+    names = [override.key] if override.key in old.tree else old.below(override.key)
+    if not names:
+        old.refused.setdefault(override.index, f"there is no {override.key} to delete")
+    for name in names:
+        old.remove(name)
+
+
+def _complaint(old: OldConfig, override: Override) -> str | None:
+    """Why Hydra's struct mode refuses it, or None."""
+    key = override.key
+    if override.prefix == "++" or "@" in key or "/" in key:
+        return None
+    is_there = old.has(key)
+    if override.prefix == "+":
+        if is_there and old.tree.get(key, "") is not None and not isinstance(override.value, dict):
+            return f"{old.version} has {key} already, and + only adds: drop the +"
+        return None
+    if is_there or isinstance(override.value, dict):
+        return None
+    return f"{old.version} has no key {key}"
+
+
+def old_config(
+    *, version: str, family: str, entry: str, defaults: Mapping[str, Plain], extra: Mapping[str, Plain] | None = None
+) -> OldConfig:
+    """A tree to compose on: the release's defaults, with what a recipe's own file adds."""
+    tree = {**defaults, **(extra or {})}
+    blocks: dict[str, int] = {}
+    for key in tree:
+        count_leaf(blocks, key, 1)
+    return OldConfig(version=version, family=family, entry=entry, tree=dict(tree), defaults=dict(tree), origin={}, blocks=blocks)

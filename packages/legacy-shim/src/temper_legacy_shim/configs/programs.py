@@ -1,0 +1,172 @@
+"""Which program a launch started and with which tree: entry points, config names, engine groups, recipes' own keys."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from temper_legacy_shim.configs.overrides import Override
+from temper_legacy_shim.configs.trees import Family
+from temper_legacy_shim.configs.values import Plain
+
+Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]
+
+_PPO = "verl.trainer.main_ppo"
+_MEGATRON_ENGINES = ("megatron",)
+_FOREIGN_ENGINES = ("veomni", "torchtitan", "mindspeed", "automodel", "nemo_automodel")
+
+_DAPO: dict[str, Plain] = {
+    "data.gen_batch_size": "${data.train_batch_size}",
+    "reward_model.reward_manager": "dapo",
+    "reward_model.overlong_buffer.enable": False,
+    "reward_model.overlong_buffer.len": 0,
+    "reward_model.overlong_buffer.penalty_factor": 0.0,
+    "reward_model.overlong_buffer.log": False,
+    "algorithm.filter_groups.enable": False,
+    "algorithm.filter_groups.metric": None,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
+}
+_ENTROPY: dict[str, Plain] = {
+    **_DAPO,
+    "actor_rollout_ref.actor.loss_mode": "vanilla",
+    "actor_rollout_ref.actor.clip_cov_ratio": 0.0002,
+    "actor_rollout_ref.actor.clip_cov_lb": 1.0,
+    "actor_rollout_ref.actor.clip_cov_ub": 5.0,
+    "actor_rollout_ref.actor.kl_cov_ratio": 0.0002,
+    "actor_rollout_ref.actor.ppo_kl_coef": 0.1,
+}
+_ONE_STEP_OFF: dict[str, Plain] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
+_ASYNC: dict[str, Plain] = {
+    "async_training.staleness_threshold": 0.1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 1,
+    "async_training.partial_rollout": True,
+    "async_training.use_rollout_log_probs": True,
+    "async_training.compute_prox_log_prob": False,
+    "async_training.checkpoint_engine.enable": True,
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
+    "rollout.n": "${actor_rollout_ref.rollout.n}",
+    "rollout.total_rollout_steps": 100,
+    "rollout.total_epochs": 10,
+    "rollout.test_freq": 1,
+    "data.gen_batch_size": 1,
+}
+_RECIPES: tuple[tuple[str, dict[str, Plain]], ...] = (
+    ("recipe.dapo", _DAPO),
+    ("recipe.entropy", _ENTROPY),
+    ("one_step_off_policy", _ONE_STEP_OFF),
+    ("fully_async", _ASYNC),
+)
+"""What a recipe's own file adds to the PPO tree, by a part of its entry."""
+
+FOREIGN_RECIPES = (
+    "prime",
+    "spin",
+    "sppo",
+    "gkd",
+    "vla",
+    "minicpmo",
+    "langgraph",
+    "collabllm",
+    "flowrl",
+    "genrm",
+    "split",
+    "r1_ascend",
+    "sac",
+)
+"""Trainers of their own, whose losses or data have no counterpart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What was started."""
+
+    program: Program
+    """Which rules hold."""
+    family: Family
+    """Which tree."""
+    entry: str
+    """As it was given."""
+    recipe: dict[str, Plain] = field(default_factory=dict)
+    """Keys that the recipe's own file adds."""
+    foreign: str = ""
+    """Why this program has no counterpart at all, if so."""
+    config_name: str = ""
+    """The file that the composition began with."""
+
+
+def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]) -> Launch:
+    """The program of an entry point (module or file), its config name, and what the overrides say about engines.
+
+    Args:
+        entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft, generation, evaluation.
+        config_name: of Hydra; None takes the one among the overrides, or the entry's own.
+        overrides: of the command line.
+        given: leaves of the user's own file.
+    """
+    name = config_name or _flag(overrides, ("config-name", "cn")) or ""
+    name = name.removesuffix(".yaml").rpartition("/")[2]
+    path = entry.replace("/", ".").removesuffix(".py")
+    program = _program(path, overrides, given)
+    engine = _group(overrides, "model_engine") or _group(overrides, "engine") or str(given.get("model_engine") or "")
+    is_megatron = "megatron" in name or engine in _MEGATRON_ENGINES or given.get("actor_rollout_ref.actor.strategy") == "megatron"
+    foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
+    if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
+        foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
+    if "megatron" not in path and _said_strategy(overrides) == "megatron" and program == "ppo":
+        is_megatron = True
+    return Launch(
+        program=program,
+        family=_family(program, is_megatron=is_megatron),
+        entry=path,
+        recipe=next((keys for part, keys in _RECIPES if part in path or (part.endswith("dapo") and "dapo" in name)), {}),
+        foreign=foreign,
+        config_name=name,
+    )
+
+
+def _program(path: str, overrides: Sequence[Override], given: dict[str, Plain]) -> Program:
+    last = path.rpartition(".")[2]
+    if "fsdp_sft_trainer" in path or path == "sft1":
+        return "sft1"
+    if "sft" in last:
+        return "sft"
+    if "generation" in last or last == "generate":
+        return "generation"
+    if "eval" in last:
+        return "evaluation"
+    keys = {override.key for override in overrides} | given.keys()
+    if not path and "model.partial_pretrain" in keys:
+        return "sft1"
+    if not path and any(key.startswith("actor_rollout_ref.") for key in keys):
+        return "ppo"
+    if not path and "model.path" in keys and "data.output_path" in keys:
+        return "generation"
+    if not path and any(key.startswith(("optim.", "engine.")) for key in keys):
+        return "sft"
+    return "ppo"
+
+
+def _family(program: Program, *, is_megatron: bool) -> Family:
+    if program == "ppo":
+        return "ppo_megatron" if is_megatron else "ppo_fsdp"
+    if program == "sft":
+        return "sft_megatron" if is_megatron else "sft_fsdp"
+    return "sft_columns" if program == "sft1" else program
+
+
+def _flag(overrides: Sequence[Override], names: tuple[str, ...]) -> str | None:
+    found = [str(override.value) for override in overrides if override.kind == "flag" and override.key in names and override.value]
+    return next((name for name in found if "$" not in name), None)
+
+
+def _group(overrides: Sequence[Override], name: str) -> str:
+    return next((str(item.value) for item in reversed(overrides) if item.kind == "set" and item.key == name), "")
+
+
+def _said_strategy(overrides: Sequence[Override]) -> str:
+    return _group(overrides, "actor_rollout_ref.actor.strategy")
+
+
+GROUPS = ("model_engine", "engine", "optim")
+"""Config groups of the old trees."""

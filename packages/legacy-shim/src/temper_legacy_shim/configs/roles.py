@@ -1,0 +1,286 @@
+"""The engine of each role: model, adapter, optimiser, schedule, sharding, residency, and how many ranks it has."""
+
+from dataclasses import dataclass
+
+from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.values import Plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldRole:
+    """Where the old tree keeps what belongs to one role."""
+
+    name: str
+    """actor, critic or ref."""
+    block: str
+    """The role's own block."""
+    model: str
+    """Its model block; the reference shares the actor's."""
+    fsdp: tuple[str, ...]
+    """Its sharding blocks, the first one that is there counts."""
+    is_trained: bool
+    """Whether it has an optimiser."""
+
+    @property
+    def megatron(self) -> str:
+        """Its Megatron block."""
+        return f"{self.block}.megatron"
+
+    @property
+    def optim(self) -> str:
+        """Its optimiser block."""
+        return f"{self.block}.optim"
+
+    @property
+    def engine(self) -> str:
+        """Its engine in the new configuration."""
+        return f"{self.name}.engine"
+
+
+_HYBRID = "actor_rollout_ref"
+ACTOR = OldRole(name="actor", block=f"{_HYBRID}.actor", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.actor.fsdp_config",), is_trained=True)
+REF = OldRole(name="ref", block=f"{_HYBRID}.ref", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.ref.fsdp_config",), is_trained=False)
+CRITIC = OldRole(name="critic", block="critic", model="critic.model", fsdp=("critic.fsdp", "critic.model.fsdp_config"), is_trained=True)
+ROLES = {"actor": ACTOR, "critic": CRITIC, "ref": REF}
+
+
+def world_size(draft: Draft) -> int | None:
+    """Processes of the run: nodes times GPUs of each; None where it is not known."""
+    if draft.cluster is not None:
+        return max(1, draft.cluster.nodes * draft.cluster.gpus_per_node)
+    nodes, gpus = draft.integer("trainer.nnodes"), draft.integer("trainer.n_gpus_per_node")
+    if nodes is None and gpus is None:
+        return None
+    return max(1, (nodes or 1) * (gpus or 1))
+
+
+CLUSTER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+
+def is_megatron(draft: Draft) -> bool:
+    """Whether the tree is Megatron's."""
+    return draft.old.family.endswith("megatron")
+
+
+def sequence_parallel(draft: Draft, role: OldRole) -> int:
+    """Ranks that shared a sequence (Ulysses), as the release read it."""
+    keys = (f"{role.block}.ulysses_sequence_parallel_size", *(f"{block}.ulysses_sequence_parallel_size" for block in role.fsdp))
+    found = [draft.integer(key) or 1 for key in keys if draft.old.has(key)]
+    return max(found, default=1)
+
+
+def data_parallel(draft: Draft, role: OldRole) -> int | None:
+    """Ranks with samples of their own."""
+    world = world_size(draft)
+    if world is None:
+        return None
+    if not is_megatron(draft):
+        return max(1, world // sequence_parallel(draft, role))
+    share = 1
+    for name in ("tensor", "pipeline", "context"):
+        share *= draft.integer(f"{role.megatron}.{name}_{'' if name == 'context' else 'model_'}parallel_size") or 1
+    return max(1, world // share)
+
+
+def build_role(draft: Draft, role: OldRole) -> None:
+    """Everything of one role."""
+    _model(draft, role)
+    if role.is_trained:
+        _optimizer(draft, role)
+        _schedule(draft, role)
+    _precision(draft, role)
+    _residency(draft, role)
+    if is_megatron(draft):
+        _megatron(draft, role)
+    else:
+        _fsdp(draft, role)
+    _workers(draft, role)
+
+
+def _model(draft: Draft, role: OldRole) -> None:
+    engine = role.engine
+    if role.name != "ref":  # the group ref=frozen takes the actor's
+        path = draft.text(f"{role.model}.path")
+        if path:
+            draft.put(f"{engine}.model.path", path, rule="model-path", old=[f"{role.model}.path"], verbatim=True)
+        elif role.name == "actor":
+            draft.find("person", "model-path", f"{role.model}.path is not set: say which model is trained.", f"{role.model}.path")
+        trust = draft.switch(f"{role.model}.trust_remote_code")
+        draft.put(f"{engine}.model.trust_remote_code", trust, rule="trust-remote-code", old=[f"{role.model}.trust_remote_code"])
+        if role.name == "critic":
+            draft.put(f"{engine}.model.model_type", "value_model", rule="critic", old=[])
+
+
+def _optimizer(draft: Draft, role: OldRole) -> None:
+    engine, optim = f"{role.engine}.optimizer", role.optim
+    draft.copy(f"{engine}.lr", f"{optim}.lr", rule="lr", expected="number")
+    draft.copy(f"{engine}.weight_decay", f"{optim}.weight_decay", rule="weight-decay", expected="number")
+    if not draft.old.has(f"{optim}.weight_decay"):
+        draft.put(f"{engine}.weight_decay", 0.01, rule="weight-decay")
+    betas = draft.old.get(f"{optim}.betas")
+    draft.put(f"{engine}.betas", betas if isinstance(betas, list) else [0.9, 0.999], rule="betas", old=[f"{optim}.betas"])
+    if not is_megatron(draft):
+        draft.put(f"{engine}.decays_vectors", True, rule="decays-vectors")
+    _clip(draft, role)
+
+
+def _clip(draft: Draft, role: OldRole) -> None:
+    """The old trees have two keys for one number; each release read another one."""
+    own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
+    reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
+    key = own if reads_own and draft.old.has(own) and not (draft.since("v0.8.0") and draft.old.is_set(optim)) else optim
+    if draft.old.has(key):
+        draft.copy(f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number")
+    if key == own and draft.since("v0.8.0"):
+        draft.find(
+            "hazard",
+            "grad-clip",
+            f"{own} is set, but {draft.old.version} had stopped reading it and clipped at {optim}; it is honoured here.",
+            own,
+        )
+
+
+def _schedule(draft: Draft, role: OldRole) -> None:
+    engine, optim = f"{role.engine}.schedule", role.optim
+    style_key = next(
+        (key for key in (f"{optim}.warmup_style", f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style") if _is_said(draft, key)), ""
+    )
+    kind = draft.text(style_key) or "constant"
+    ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
+    if ours is None:
+        draft.find("person", "schedule-kind", f"{style_key} is {kind}: a schedule that is not known; say which one follows.", style_key)
+        ours = "constant"
+    warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(f"{optim}.lr_warmup_steps_ratio")
+    draft.put(f"{engine}.kind", ours, rule="schedule-kind", old=[style_key] if style_key else [])
+    if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
+        if warmup > 0:
+            draft.put(f"{engine}.warmup_steps", int(warmup), rule="warmup", old=[f"{optim}.lr_warmup_steps"], verbatim=True)
+        draft.say(f"{optim}.lr_warmup_steps_ratio", "lr_warmup_steps is set and wins over the ratio")
+    elif ratio:
+        draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[f"{optim}.lr_warmup_steps_ratio"], verbatim=True)
+    if ours != "constant":
+        floor = draft.number(f"{optim}.min_lr_ratio") or 0.0
+        draft.put(f"{engine}.min_lr_ratio", float(floor), rule="min-lr", old=[f"{optim}.min_lr_ratio"])
+    if ours != "constant" or f"{engine}.warmup_ratio" in draft.settings:
+        _schedule_length(draft, engine, optim)
+    draft.put(f"{engine}.advance", "rl_step", rule="schedule-advance")
+
+
+def _is_said(draft: Draft, key: str) -> bool:
+    return draft.old.get(key) is not None
+
+
+def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
+    """Where the old trainer took the run's length, ours does too: 0 stands for it."""
+    own = draft.number(f"{optim}.total_training_steps")
+    if own is not None and own > 0:
+        draft.put(f"{engine}.total_steps", int(own), rule="schedule-length", old=[f"{optim}.total_training_steps"], verbatim=True)
+    else:
+        draft.put(f"{engine}.total_steps", 0, rule="schedule-length", old=["trainer.total_training_steps", "trainer.total_epochs"])
+
+
+def _precision(draft: Draft, role: OldRole) -> None:
+    fsdp = _block(draft, role)
+    engine = f"{role.engine}.precision"
+    words = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32", "float32": "fp32"}
+    compute = words.get(draft.text(f"{fsdp}.mixed_precision.param_dtype") or draft.text(f"{fsdp}.dtype") or "bf16", "bf16")
+    old = [f"{fsdp}.mixed_precision.param_dtype", f"{fsdp}.dtype"]
+    draft.put(f"{engine}.compute", compute, rule="compute-dtype", old=old)
+    if not role.is_trained or is_megatron(draft):
+        return
+    master = words.get(draft.text(f"{fsdp}.model_dtype") or "fp32", "fp32")
+    if master == "fp16" or (master == "bf16" and compute == "fp16"):
+        master = "fp32"
+    draft.put(f"{engine}.parameters", master, rule="master-dtype", old=[f"{fsdp}.model_dtype"])
+    reduce = words.get(draft.text(f"{fsdp}.mixed_precision.reduce_dtype") or "fp32", "fp32")
+    draft.put(f"{engine}.reduce", "bf16" if reduce == "bf16" else "fp32", rule="reduce-dtype", old=[f"{fsdp}.mixed_precision.reduce_dtype"])
+
+
+def _block(draft: Draft, role: OldRole) -> str:
+    return next((block for block in role.fsdp if draft.old.has(block)), role.fsdp[0])
+
+
+def _residency(draft: Draft, role: OldRole) -> None:
+    block = role.megatron if is_megatron(draft) else _block(draft, role)
+    engine = f"{role.engine}.residency"
+    old = [f"{block}.param_offload", f"{block}.offload_policy", f"{role.block}.param_offload"]
+    offloads = any(draft.switch(key) for key in old)
+    draft.put(f"{engine}.offload_parameters", offloads, rule="param-offload", old=old)
+    if not role.is_trained:
+        return
+    grads = f"{block}.grad_offload"
+    if draft.old.has(grads) and draft.switch(grads) != offloads:
+        draft.put(f"{engine}.offload_gradients", draft.switch(grads), rule="grad-offload", old=[grads])
+    hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
+    if draft.switch(hybrid):
+        draft.put(f"{engine}.optimizer_on_cpu", True, rule="optimizer-cpu", old=[hybrid])
+        draft.say(f"{block}.optimizer_offload", "the optimiser lives on the CPU all the time (optimizer_cpu_offload)")
+        return
+    draft.put(
+        f"{engine}.offload_optimizer",
+        draft.switch(f"{block}.optimizer_offload"),
+        rule="optimizer-offload",
+        old=[f"{block}.optimizer_offload"],
+    )
+
+
+def _fsdp(draft: Draft, role: OldRole) -> None:
+    engine, block = role.engine, _block(draft, role)
+    strategy_key = f"{role.block}.strategy"
+    strategy = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}.get(draft.text(strategy_key) or "fsdp")
+    if strategy is None:
+        draft.find(
+            "person",
+            "strategy",
+            f"{strategy_key} is {draft.text(strategy_key)}, but the tree is that of FSDP: {draft.old.version} would have failed. Choose "
+            "fsdp or fsdp2, or the Megatron configuration (--config-name ppo_megatron_trainer, or model_engine=megatron).",
+            strategy_key,
+        )
+        strategy = "fsdp2"
+    draft.put(f"{engine}.strategy", strategy, rule="strategy", old=[strategy_key])
+    size = draft.integer(f"{block}.fsdp_size")
+    if size is not None and size > 0:
+        draft.put(f"{engine}.fsdp_size", size, rule="fsdp-size", old=[f"{block}.fsdp_size"], verbatim=True)
+    sharing = sequence_parallel(draft, role)
+    old = [f"{role.block}.ulysses_sequence_parallel_size", *(f"{name}.ulysses_sequence_parallel_size" for name in role.fsdp)]
+    draft.put(f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=old)
+    reshard, prefetch = draft.old.get(f"{block}.reshard_after_forward"), draft.switch(f"{block}.forward_prefetch")
+    if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
+        draft.put(f"{engine}.reshard_after_forward", reshard, rule="reshard", old=[f"{block}.reshard_after_forward"], verbatim=True)
+    draft.put(f"{engine}.forward_prefetch", int(prefetch), rule="prefetch", old=[f"{block}.forward_prefetch"])
+    wrap = draft.old.get(f"{block}.wrap_policy.transformer_layer_cls_to_wrap")
+    if wrap:
+        names: Plain = wrap if isinstance(wrap, list) else [wrap]
+        draft.put(f"{engine}.wrap_modules", names, rule="wrap-policy", old=[f"{block}.wrap_policy.transformer_layer_cls_to_wrap"])
+    key = f"{role.model}.enable_gradient_checkpointing"
+    if role.is_trained:
+        draft.put(f"{engine}.activation_checkpointing", draft.switch(key), rule="checkpointing", old=[key])
+
+
+def _megatron(draft: Draft, role: OldRole) -> None:
+    engine, block = role.engine, role.megatron
+    tensor = draft.integer(f"{block}.tensor_model_parallel_size") or 1
+    pipeline = draft.integer(f"{block}.pipeline_model_parallel_size") or 1
+    draft.put(f"{engine}.tensor_parallel", tensor, rule="tensor-parallel", old=[f"{block}.tensor_model_parallel_size"], verbatim=True)
+    draft.put(
+        f"{engine}.pipeline_parallel", pipeline, rule="pipeline-parallel", old=[f"{block}.pipeline_model_parallel_size"], verbatim=True
+    )
+    context = draft.integer(f"{block}.context_parallel_size") or 1
+    draft.put(f"{engine}.context_parallel", context, rule="context-parallel", old=[f"{block}.context_parallel_size"], verbatim=True)
+    chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
+    if chunks is not None and chunks > 1 and pipeline > 1:
+        key = f"{block}.virtual_pipeline_model_parallel_size"
+        draft.put(f"{engine}.virtual_pipeline", chunks, rule="virtual-pipeline", old=[key], verbatim=True)
+    is_sequence = tensor > 1 and (draft.switch(f"{block}.sequence_parallel") or not draft.old.has(f"{block}.sequence_parallel"))
+    if is_sequence:
+        draft.put(f"{engine}.sequence_parallel", True, rule="megatron-sequence-parallel", old=[f"{block}.sequence_parallel"])
+    if role.is_trained:
+        distributed = f"{block}.use_distributed_optimizer"
+        on = draft.switch(distributed) or not draft.old.has(distributed)
+        draft.put(f"{engine}.distributed_optimizer", on, rule="distributed-optimizer", old=[distributed])
+
+
+def _workers(draft: Draft, role: OldRole) -> None:
+    world = world_size(draft)
+    if world is not None and world > 1:
+        draft.put(f"{role.name}.num_workers", world, rule="cluster", old=CLUSTER_KEYS)

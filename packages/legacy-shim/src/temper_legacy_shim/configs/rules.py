@@ -1,0 +1,103 @@
+"""The table of rules, ``data/rules.tsv``: one row for each thing that becomes of old keys, with reason and source."""
+
+import itertools
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from temper_legacy_shim.configs.translation import Disposition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row."""
+
+    id: str
+    """Its name, which reports and comments of a YAML show."""
+    programs: tuple[str, ...]
+    """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation, evaluation."""
+    old: str
+    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it."""
+    versions: str
+    """Releases it is about; empty is all."""
+    new: str
+    """New keys, for readers; empty where there is none."""
+    disposition: Disposition
+    """What becomes of a token that it matches."""
+    reason: str
+    """One sentence."""
+    prs: str
+    """Pull requests of the old system."""
+    hazard: str
+    """What may differ."""
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every row, in the table's order: the first one that matches counts, and one without a wildcard before those with one."""
+    text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
+    _, *rows = (line.split("\t") for line in text.splitlines())
+    return tuple(
+        Rule(id=i, programs=tuple(p.split()), old=old, versions=versions, new=new, disposition=d, reason=reason, prs=prs, hazard=hazard)  # type: ignore[arg-type]
+        for i, p, old, versions, new, d, reason, prs, hazard in rows
+    )
+
+
+@cache
+def _index(program: str) -> tuple[dict[str, Rule], tuple[tuple[re.Pattern[str], Rule], ...]]:
+    exact: dict[str, Rule] = {}
+    patterns: list[tuple[re.Pattern[str], Rule]] = []
+    for rule in rules():
+        if program not in rule.programs:
+            continue
+        for key in alternatives(rule.old):
+            if "*" in key:
+                patterns.append((_pattern(key), rule))
+            else:
+                exact.setdefault(key, rule)
+    return exact, tuple(patterns)
+
+
+def find_rule(program: str, key: str) -> Rule | None:
+    """The row for a key of a kind of program."""
+    exact, patterns = _index(program)
+    if key in exact:
+        return exact[key]
+    return next((rule for pattern, rule in patterns if pattern.match(key)), None)
+
+
+def rule_named(name: str) -> Rule | None:
+    """The row with that id."""
+    return next((rule for rule in rules() if rule.id == name), None)
+
+
+def alternatives(text: str) -> list[str]:
+    """Every key that ``{a,b}`` stands for, nested ones too."""
+    start = text.find("{")
+    if start < 0:
+        return [text]
+    depth, parts, begin = 0, [], start + 1
+    for at in range(start, len(text)):
+        if text[at] == "{":
+            depth += 1
+        elif text[at] == "}":
+            depth -= 1
+            if depth == 0:
+                parts.append(text[begin:at])
+                break
+        elif text[at] == "," and depth == 1:
+            parts.append(text[begin:at])
+            begin = at + 1
+    rest = alternatives(text[at + 1 :])
+    return list(
+        itertools.chain.from_iterable([text[:start] + inner + after for inner in alternatives(part) for after in rest] for part in parts)
+    )
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """``a.**`` matches a.b and a.b.c, and a itself where it is a block that was set as a whole."""
+    text = re.escape(key).replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
+    if text.endswith("\\.\0"):
+        text = text[:-3] + r"(\..+)?"
+    return re.compile(text.replace("\0", ".+") + r"\Z")

@@ -1,0 +1,127 @@
+"""The translation from beginning to end: read, compose on the release's own tree, build, account for every token."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from temper_legacy_shim.configs.accounts import report_tokens
+from temper_legacy_shim.configs.composition import OldConfig, assign, compose, old_config
+from temper_legacy_shim.configs.draft import Draft, Numerics
+from temper_legacy_shim.configs.evaluation import build_evaluation
+from temper_legacy_shim.configs.generation import build_generation
+from temper_legacy_shim.configs.images import find_images
+from temper_legacy_shim.configs.overrides import Override, read_overrides
+from temper_legacy_shim.configs.ppo import build_ppo
+from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_of
+from temper_legacy_shim.configs.rules import find_rule
+from temper_legacy_shim.configs.sft import build_columns, build_sft
+from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, Translation
+from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
+from temper_legacy_shim.configs.values import Plain, flatten
+from temper_legacy_shim.configs.versions import infer_version
+
+_BUILDERS: dict[Program, Callable[[Draft], None]] = {
+    "ppo": build_ppo,
+    "sft": build_sft,
+    "sft1": build_columns,
+    "generation": build_generation,
+    "evaluation": build_evaluation,
+}
+_WEIGHTS = {"person": 0, "refused": 1, "hazard": 2, "note": 3}
+
+
+def translate(
+    overrides: Sequence[str] = (),
+    *,
+    entry: str = "",
+    config_name: str | None = None,
+    version: str | None = None,
+    cluster: Cluster | None = None,
+    numerics: Numerics = "temper",
+    base: Mapping[str, Plain] | None = None,
+) -> Translation:
+    """Translate one invocation of an old system. Pure: reads no file but the package's own tables.
+
+    Args:
+        overrides: tokens of the command line after the shell (or before it: a ``$NAME`` that cannot be known stays as it is). Options of
+            Hydra's own, such as ``--config-name=NAME``, and the shell's ``"$@"`` may stand among them.
+        entry: the module or file that was started, such as ``verl.trainer.main_ppo``; empty guesses it from the keys.
+        config_name: Hydra's; where it is None, an option among the overrides, or the entry's own.
+        version: the release, such as ``v0.7.0``; None infers it from the keys.
+        cluster: nodes and GPUs, where the launcher says them and the configuration does not (torchrun); it wins over the configuration.
+        numerics: ``legacy`` pins the old workers where they were in use; ``temper`` lists what differs without them.
+        base: a configuration of the user's own under the overrides: nested values of a YAML file, over the release's defaults.
+
+    Returns:
+        The new settings, one report for each token, and findings; see Translation. Settings whose ``is_verbatim`` is set may keep the raw
+        text of their source in a script.
+
+    Raises:
+        UsageError: the version is none, or had no such program.
+    """
+    tokens = read_overrides(overrides)
+    given = flatten(dict(base or {}))
+    given.pop("defaults", None)
+    launch = launch_of(entry, config_name=config_name, overrides=tokens, given=given)
+    source = _source(tokens, launch=launch, version=version, given=given)
+    old = _compose(tokens, launch=launch, version=source.version, given=given)
+    draft = Draft(old=old, numerics=numerics, cluster=cluster)
+    if launch.foreign:
+        draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
+    find_images(draft)
+    _BUILDERS[launch.program](draft)
+    _refusals(draft, tokens)
+    unmapped = _unmapped(draft, launch.program)
+    return Translation(
+        source=source,
+        settings=_written(draft),
+        tokens=report_tokens(draft, tokens, program=launch.program),
+        findings=tuple(sorted(draft.findings, key=lambda finding: _WEIGHTS[finding.level])),
+        unmapped=unmapped,
+    )
+
+
+def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]) -> Source:
+    program = "sft" if launch.program == "sft1" else launch.program
+    if version is None:
+        taken, evidence = infer_version(tokens, family=launch.family, program=launch.program, recipe=launch.recipe, given=given)
+    else:
+        taken, evidence = known_version(version), (f"given as {version}",)
+    if launch.family not in families_of(taken):
+        nearest = [name for name in versions() if launch.family in families_of(name)]
+        taken = nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
+        evidence = (*evidence, f"that release had no such program; {taken} did")
+    return Source(version=taken, is_given=version is not None, evidence=evidence, entry=launch.entry, family=launch.family, program=program)
+
+
+def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given: dict[str, Plain]) -> OldConfig:
+    defaults = default_tree(version, launch.family)
+    old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults, extra=launch.recipe)
+    for key, value in given.items():
+        assign(old, key, value, -1)
+    compose(old, [token for token in tokens if token.key not in GROUPS])
+    return old
+
+
+def _refusals(draft: Draft, tokens: Sequence[Override]) -> None:
+    for index, complaint in sorted(draft.old.refused.items()):
+        draft.find(
+            "refused", "refused", f"{tokens[index].text}: {draft.old.version} would not have started: {complaint}.", tokens[index].key
+        )
+
+
+def _unmapped(draft: Draft, program: Program) -> dict[str, Plain]:
+    """Keys of no release: a fork's own. They are listed, and never guessed."""
+    found = {key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None}
+    for key, value in found.items():
+        draft.find("person", "unmapped", f"{key}={value} is a key of no release: say what it did, or take it out.", key)
+    return found
+
+
+def _written(draft: Draft) -> tuple[Setting, ...]:
+    """Groups first; nothing where there is no counterpart at all."""
+    if any(finding.level == "person" and finding.rule in ("images", "foreign") for finding in draft.findings):
+        return ()
+    settings = draft.settings.values()
+    return (*(item for item in settings if item.is_group), *(item for item in settings if not item.is_group))
+
+
+__all__ = ["Finding", "translate"]

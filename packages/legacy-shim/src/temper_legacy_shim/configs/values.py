@@ -1,0 +1,252 @@
+"""Plain values of old configurations: what a tree holds, how Hydra's override grammar spells it, how it is written back."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+Plain = str | int | float | bool | None | list["Plain"] | dict[str, "Plain"]
+
+_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)\Z")
+_FLOAT = re.compile(r"[+-]?(([0-9]+(_[0-9]+)*\.[0-9_]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|inf|nan)\Z", re.IGNORECASE)
+_BARE = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./~@%+-]*\Z")
+
+
+def parse_value(text: str) -> tuple[Plain, str | None]:
+    """The value of what stands after ``=``, and why Hydra would have refused to read it, if so.
+
+    Text that is no value of Hydra's grammar (an open quote, ``<placeholder>``) is taken as a string, since what it meant is clear enough.
+    """
+    reader = _Reader(text)
+    try:
+        value = reader.whole()
+    except _NotHydraError as error:
+        return _unquoted(text.strip()), str(error)
+    return value, None
+
+
+class _NotHydraError(ValueError):
+    """Text outside the grammar; the message says where."""
+
+
+class _Reader:
+    """Recursive descent over one value; depth is bounded so that hostile text cannot exhaust the stack."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.depth = text, 0, 0
+
+    def whole(self) -> Plain:
+        self._space()
+        if self.at == len(self.text):
+            return ""
+        value = self._value(closers="")
+        self._space()
+        if self.at < len(self.text):
+            raise _NotHydraError(f"Hydra cannot read {self.text[self.at :]!r} at the end of the value")
+        return value
+
+    def _space(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t":
+            self.at += 1
+
+    def _value(self, *, closers: str) -> Plain:
+        self._space()
+        first = self.text[self.at : self.at + 1]
+        if first == "[":
+            return self._list()
+        if first == "{":
+            return self._mapping()
+        if first in ("'", '"') and first:
+            quoted = self._quoted(first)
+            self._space()
+            if self.at == len(self.text) or self.text[self.at] in closers:
+                return quoted
+            raise _NotHydraError(f"Hydra expects the value to end after the quoted text {quoted!r}")
+        return self._primitive(closers)
+
+    def _enter(self) -> None:
+        self.at += 1
+        self.depth += 1
+        if self.depth > 50:
+            raise _NotHydraError("the value is nested more than 50 deep")
+
+    def _list(self) -> Plain:
+        self._enter()
+        items: list[Plain] = []
+        self._space()
+        while self.text[self.at : self.at + 1] != "]":
+            items.append(self._value(closers=",]"))
+            if not self._separator("]"):
+                break
+        self._close("]")
+        return items
+
+    def _mapping(self) -> Plain:
+        self._enter()
+        items: dict[str, Plain] = {}
+        self._space()
+        while self.text[self.at : self.at + 1] != "}":
+            key = self._key()
+            items[key] = self._value(closers=",}")
+            if not self._separator("}"):
+                break
+        self._close("}")
+        return items
+
+    def _key(self) -> str:
+        self._space()
+        first = self.text[self.at : self.at + 1]
+        if first in ("'", '"') and first:
+            key = self._quoted(first)
+        else:
+            end = self.text.find(":", self.at)
+            if end < 0:
+                raise _NotHydraError("a mapping needs KEY:VALUE")
+            key, self.at = self.text[self.at : end].strip(), end
+        self._space()
+        if self.text[self.at : self.at + 1] != ":":
+            raise _NotHydraError("a mapping needs KEY:VALUE")
+        self.at += 1
+        return key
+
+    def _separator(self, closer: str) -> bool:
+        self._space()
+        if self.text[self.at : self.at + 1] == ",":
+            self.at += 1
+            self._space()
+            if self.text[self.at : self.at + 1] == closer:
+                raise _NotHydraError(f"Hydra takes no comma before {closer}")
+            return True
+        return False
+
+    def _close(self, closer: str) -> None:
+        self._space()
+        if self.text[self.at : self.at + 1] != closer:
+            raise _NotHydraError(f"a {closer} is missing")
+        self.at += 1
+        self.depth -= 1
+
+    def _quoted(self, quote: str) -> str:
+        parts, at = [], self.at + 1
+        while at < len(self.text):
+            if self.text[at] == "\\" and self.text[at + 1 : at + 2] in (quote, "\\"):
+                parts.append(self.text[at + 1])
+                at += 2
+            elif self.text[at] == quote:
+                self.at = at + 1
+                return "".join(parts)
+            else:
+                parts.append(self.text[at])
+                at += 1
+        raise _NotHydraError(f"the quote {quote} is never closed")
+
+    def _primitive(self, closers: str) -> Plain:
+        start = self.at
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            if self.text.startswith("${", self.at):
+                self._interpolation()
+                continue
+            if character in closers:
+                break
+            if character in "[]{}<>'\"" and not closers:
+                raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")
+            if character in "[]{}'\"" and closers:
+                raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")
+            if character == "," and not closers:
+                raise _NotHydraError("a bare comma gives several values (a sweep): write [a,b], or quote the text")
+            self.at += 2 if character == "\\" and self.at + 1 < len(self.text) else 1
+        text = self.text[start : self.at].strip()
+        if not text:
+            raise _NotHydraError("a value is missing")
+        return scalar(text)
+
+    def _interpolation(self) -> None:
+        depth = 0
+        while self.at < len(self.text):
+            if self.text.startswith("${", self.at):
+                depth += 1
+                self.at += 2
+                continue
+            if self.text[self.at] == "}":
+                depth -= 1
+            self.at += 1
+            if depth == 0:
+                return
+        raise _NotHydraError("a ${ is never closed")
+
+
+def scalar(text: str) -> Plain:
+    """A bare word as Hydra reads it: null, boolean, whole number, number, else text."""
+    lowered = text.lower()
+    if lowered == "null":
+        return None
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if _INTEGER.match(text) and len(text) < 4000:
+        return int(text)
+    if _FLOAT.match(text):
+        return float(text)
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def _unquoted(text: str) -> str:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return text
+
+
+def flatten(tree: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
+    """Leaves by dotted key; an empty mapping is a leaf."""
+    leaves: dict[str, Plain] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            leaves.update(flatten(value, f"{key}."))
+        else:
+            leaves[key] = value
+    return leaves
+
+
+def hydra_text(value: Plain) -> str:
+    """A value as it is written after ``=`` on a command line of Hydra, before the shell's own quoting."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return number_text(value)
+    if isinstance(value, list):
+        return "[" + ",".join(hydra_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{hydra_text(item)}" for name, item in value.items()) + "}"
+    is_plain = _BARE.match(value) and isinstance(scalar(value), str)
+    return value if is_plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def yaml_text(value: Plain) -> str:
+    """A value on one line of YAML, which reads back as the same value."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number_text(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{yaml_text(name)}: {yaml_text(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, str):
+        is_plain = _BARE.match(value) and isinstance(scalar(value), str) and value.lower() not in _YAML_WORDS and value != "~"
+        return value if is_plain else json.dumps(value, ensure_ascii=True)
+    return "null" if value is None else "true" if value else "false"
+
+
+_YAML_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", ".inf", "-.inf", ".nan"})
+
+
+def number_text(value: float) -> str:
+    """A number that YAML 1.1 and Hydra read back as the same number: 1e-06 is text to the first, so it becomes 1.0e-06."""
+    if isinstance(value, int):
+        return str(value)
+    if math.isnan(value) or math.isinf(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    text = repr(value)
+    mantissa, exponent, power = text.partition("e")
+    return f"{mantissa}{'' if '.' in mantissa else '.0'}{exponent}{power}" if exponent else text

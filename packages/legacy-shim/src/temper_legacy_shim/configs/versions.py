@@ -1,0 +1,74 @@
+"""The release that a configuration was written for: given, or the one whose tree takes it, with the evidence."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from temper_legacy_shim.configs.overrides import Override
+from temper_legacy_shim.configs.programs import GROUPS, Program
+from temper_legacy_shim.configs.trees import Family, default_tree, families_of, versions
+from temper_legacy_shim.configs.values import Plain
+
+_MOST_SHOWN = 4
+
+
+def infer_version(
+    overrides: Sequence[Override], *, family: Family, program: Program, recipe: dict[str, Plain], given: dict[str, Plain]
+) -> tuple[str, tuple[str, ...]]:
+    """The newest release that refuses the fewest keys, and why.
+
+    Args:
+        overrides: of the command line.
+        family: which tree; a release without it is no candidate.
+        program: for the sentence.
+        recipe: keys that a recipe's own file adds.
+        given: leaves of the user's own file.
+    """
+    candidates = [version for version in versions() if family in families_of(version)]
+    counts = {version: _refusals(overrides, given, version=version, family=family, recipe=recipe) for version in candidates}
+    fewest = min(len(keys) for keys in counts.values())
+    best = [version for version in candidates if len(counts[version]) == fewest]
+    taken = best[-1]
+    evidence = [
+        f"{best[0]} to {taken} take its keys; the newest counts" if len(best) > 1 else f"only {taken} takes its keys",
+    ]
+    if fewest:
+        evidence.append(f"even {taken} refuses {', '.join(sorted(counts[taken])[:_MOST_SHOWN])}")
+    evidence += _bounds(counts, best, candidates)
+    return taken, tuple(evidence)
+
+
+def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
+    """What the releases next to the range refuse."""
+    found = []
+    first, last = candidates.index(best[0]), candidates.index(best[-1])
+    for number, side in ((first - 1, "before"), (last + 1, "after")):
+        if 0 <= number < len(candidates):
+            more = sorted(counts[candidates[number]] - counts[best[-1]])[:_MOST_SHOWN]
+            if more:
+                found.append(f"{candidates[number]}, {side} it, refuses {', '.join(more)}")
+    return found
+
+
+def _refusals(
+    overrides: Sequence[Override], given: dict[str, Plain], *, version: str, family: Family, recipe: dict[str, Plain]
+) -> set[str]:
+    """Keys that the release's tree does not take in the way they are written."""
+    leaves, blocks = _shape(version, family)
+    refused = {key for key in given if key not in leaves and key not in blocks and key not in recipe}
+    for override in overrides:
+        key = override.key
+        if override.kind != "set" or override.prefix in ("++", "~") or key in GROUPS or "@" in key:
+            continue
+        is_there = key in leaves or key in blocks or key in recipe
+        if override.prefix == "+" and key in leaves and leaves[key] is not None:
+            refused.add(f"+{key}")
+        if override.prefix == "" and not is_there:
+            refused.add(key)
+    return refused
+
+
+@cache
+def _shape(version: str, family: Family) -> tuple[dict[str, Plain], frozenset[str]]:
+    leaves = default_tree(version, family)
+    blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
+    return leaves, frozenset(blocks)

@@ -1,0 +1,60 @@
+"""The translation as its callers see it."""
+
+import subprocess
+import sys
+
+from temper_legacy_shim.configs import Cluster, Outcome, translate
+
+GRPO = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=/data/gsm8k/train.parquet",
+    "data.val_files=/data/gsm8k/test.parquet",
+    "data.train_batch_size=1024",
+    "data.max_prompt_length=512",
+    "data.max_response_length=1024",
+    "actor_rollout_ref.model.path=${MODEL_PATH}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.rollout.n=5",
+    "trainer.n_gpus_per_node=8",
+]
+
+
+def test_a_translation_needs_no_torch_and_imports_fast() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); from temper_legacy_shim.configs import translate; "
+        "translate(['algorithm.adv_estimator=grpo']); seconds = time.perf_counter() - start; "
+        "print([name for name in ('torch', 'numpy', 'hydra', 'omegaconf', 'transformers') if name in sys.modules], seconds)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("[] ")
+
+
+def test_every_token_has_a_report_and_known_ones_their_new_keys() -> None:
+    translation = translate(GRPO, entry="verl.trainer.main_ppo", version="v0.7.0")
+    assert [report.text for report in translation.tokens] == GRPO
+    new = {report.key: report.new_keys for report in translation.tokens}
+    assert new["data.train_batch_size"] == ("batching.prompts_per_step", "batching.num_mini_batches")
+    settings = {setting.key: setting.value for setting in translation.settings}
+    assert settings["batching.num_mini_batches"] == 4  # 1024 prompts in mini-batches of 256
+    assert settings["actor.num_workers"] == 8
+    assert settings["ref"] == "frozen"
+
+
+def test_what_only_the_shell_knows_stays_as_it_is() -> None:
+    translation = translate(GRPO, version="v0.7.0")
+    path = next(setting for setting in translation.settings if setting.key == "actor.engine.model.path")
+    assert path.is_verbatim
+    assert path.sources == (6,)
+    assert path.value == "${MODEL_PATH}"
+
+
+def test_the_launchers_numbers_win_over_the_configurations() -> None:
+    translation = translate(GRPO, version="v0.7.0", cluster=Cluster(nodes=2, gpus_per_node=4))
+    assert {setting.key: setting.value for setting in translation.settings}["actor.num_workers"] == 8
+
+
+def test_a_key_of_no_release_is_listed_and_asked_about() -> None:
+    translation = translate([*GRPO, "+my_fork.magic=3"], version="v0.7.0")
+    assert translation.unmapped == {"my_fork.magic": 3}
+    assert translation.outcome is Outcome.PERSON
