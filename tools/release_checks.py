@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tools.api import complaints
+from tools.deprecations import faults
 from tools.releases import ReleaseTrouble, last_release
 
 KINDS = ("added", "changed", "fixed", "deprecated", "removed")
@@ -29,7 +30,7 @@ def check_before(root: Path, package: str, version: str) -> None:
     check_version(root, package, version)
     check_removals(root, package, version, found)
     check_siblings(root, package, version)
-    broken = complaints(folder)
+    broken = complaints(folder) + faults(folder, version)
     if broken:
         raise ReleaseTrouble("\n".join(broken))
 

@@ -7,6 +7,7 @@ TemperError
 ├── CapabilityError                     the engine does not claim what was asked of it
 ├── EngineStateError(RuntimeError)      calls in an order that has no meaning
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
+│   └── ContractVersionError            the engine is built for another version of the contract
 ├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
 └── CheckpointError(RuntimeError)
     ├── IncompleteCheckpointError       a directory without its manifest: never committed
@@ -40,6 +41,10 @@ class EngineStateError(TemperError, RuntimeError):
 
 class EngineNotFoundError(TemperError, LookupError):
     """No engine of that name is installed, or its import failed."""
+
+
+class ContractVersionError(EngineNotFoundError):
+    """The engine is installed, and built for another version of the contract."""
 
 
 class WeightError(TemperError, ValueError):

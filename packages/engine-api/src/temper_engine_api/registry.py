@@ -8,7 +8,8 @@ An engine's package declares in its ``pyproject.toml``:
     fsdp = "temper_engine_fsdp.config:FSDPConfig"
 
 The second names a module without torch, so that a configuration can be checked before anything heavy is imported. A third group,
-``temper.conformance_layouts``, is optional; see ``layout``.
+``temper.conformance_layouts``, is optional; see ``layout``. What the distribution requires of temper-engine-api is the contract it is
+built for: where another one is installed, the engine is refused before anything of it is imported.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.handshake import check_contract
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import EngineConfig
 
@@ -66,6 +68,7 @@ def engine_class(name: str) -> "type[BaseEngine]":
 
     Raises:
         EngineNotFoundError: none is installed under that name, its import failed, or it is no BaseEngine.
+        ContractVersionError: it is built for another version of the contract.
     """
     from temper_engine_api.engine import BaseEngine  # torch, which listing must not need
 
@@ -80,6 +83,7 @@ def engine_config_class(name: str) -> type[EngineConfig]:
 
     Raises:
         EngineNotFoundError: none is installed under that name, its import failed, or it is no EngineConfig.
+        ContractVersionError: it is built for another version of the contract.
     """
     loaded = _load(ENGINE_CONFIGS, name)
     if not issubclass(loaded, EngineConfig):
@@ -127,6 +131,8 @@ def _load(group: str, name: str) -> type[object]:
 
 
 def _import(point: EntryPoint) -> object:
+    if point.dist is not None:
+        check_contract(point.dist, engine=point.name)
     try:
         loaded: object = point.load()
     except (ImportError, AttributeError, OSError) as error:

@@ -1,0 +1,73 @@
+"""An engine that was built for another contract is refused by its metadata, before anything of it is imported."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ContractVersionError
+from temper_engine_api.registry import conformance_layouts, engine_class, engine_config_class, import_faults, list_engines
+
+INSTALLED = version("temper-engine-api")
+
+
+def _install(folder: Path, *requirements: str, name: str = "acme") -> None:
+    """Metadata of a distribution acme-engines 7.1 with one engine, as pip would have left it."""
+    info = folder / "acme_engines-7.1.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: acme-engines", "Version: 7.1", *(f"Requires-Dist: {line}" for line in requirements)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    groups = {"temper.engines": "AcmeEngine", "temper.engine_configs": "AcmeConfig", "temper.conformance_layouts": "LAYOUTS"}
+    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = acme_everything:{what}\n" for group, what in groups.items()))
+    (folder / "acme_everything.py").write_text(
+        "from temper_engine_api.engine import BaseEngine\nclass AcmeEngine(BaseEngine):\n    pass\nLAYOUTS = ()\n"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "acme_everything", raising=False)
+    return tmp_path
+
+
+def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to_install(folder: Path) -> None:
+    _install(folder, "numpy>=1.26", "temper-engine-api<9,>=8.3")
+    with pytest.raises(ContractVersionError) as refused:
+        engine_class("acme")
+    assert str(refused.value) == (
+        f"engine 'acme' of acme-engines 7.1 is built for temper-engine-api<9,>=8.3, and temper-engine-api {INSTALLED} is installed: "
+        f'either `pip install "temper-engine-api<9,>=8.3"`, or `pip install "temper-engine-api=={INSTALLED}" --upgrade acme-engines` '
+        f"for the release of acme-engines that goes with {INSTALLED}."
+    )
+    assert "acme_everything" not in sys.modules
+
+
+def test_no_part_of_such_an_engine_is_imported(folder: Path) -> None:
+    _install(folder, "Temper_Engine.API (==0.0.1)")
+    for look_up in (engine_class, engine_config_class, conformance_layouts):
+        with pytest.raises(ContractVersionError, match=r"is built for temper-engine-api==0\.0\.1"):
+            look_up("acme")
+    assert "acme_everything" not in sys.modules
+
+
+def test_it_is_listed_with_the_reason(folder: Path) -> None:
+    _install(folder, "temper-engine-api>=8")
+    assert "acme" in {entry.name for entry in list_engines()}
+    assert "is built for temper-engine-api>=8" in import_faults()["acme"]
+
+
+@pytest.mark.parametrize(
+    "requirements",
+    [
+        [f"temper-engine-api[conformance]<9999,>={INSTALLED}"],
+        ["temper-engine-api"],
+        ["torch>=2.11"],
+        ["temper-engine-api>=9999; extra == 'next'"],
+    ],
+)
+def test_an_engine_that_fits_or_asks_for_nothing_is_let_in(folder: Path, requirements: list[str]) -> None:
+    _install(folder, *requirements)
+    assert engine_class("acme").__name__ == "AcmeEngine"

@@ -1,0 +1,66 @@
+"""Deprecations in the sources, held to the policy: at least two minor versions, and gone when their time has come.
+
+Every call with the keywords `since` and `removed_in` is one, in whichever package. Read from the sources; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+MINORS = 2
+"""For how many minor versions a deprecated name stays, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """One deprecation, as it is written."""
+
+    place: str
+    """File below the package, and line."""
+    since: str
+    removed_in: str
+
+
+def promises(package: Path) -> Iterator[Promise]:
+    """Every deprecation of a package.
+
+    Raises:
+        ValueError: one of its versions is no string literal, so that nobody could check it without running the code.
+    """
+    for file in sorted((package / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+            if not {"since", "removed_in"} <= keywords.keys() or _hands_on(keywords):
+                continue
+            place = f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
+            yield Promise(place=place, since=_text(keywords["since"], place), removed_in=_text(keywords["removed_in"], place))
+
+
+def faults(package: Path, version: str) -> list[str]:
+    """What a release of this version would break of the policy, a sentence each."""
+    found = []
+    for promise in promises(package):
+        since, removed = Version(promise.since), Version(promise.removed_in)
+        if removed.major == since.major and removed.minor < since.minor + MINORS:
+            found.append(
+                f"{package.name}/{promise.place}: deprecated since {since} and removed in {removed}: leave at least {MINORS} minor versions"
+            )
+        if Version(version) >= removed:
+            found.append(f"{package.name}/{promise.place}: promised to be gone in {removed}, and this is {version}: delete it")
+    return found
+
+
+def _hands_on(keywords: dict[str | None, ast.expr]) -> bool:
+    """Whether it only passes on its own arguments of these names: the mechanism itself."""
+    return all(isinstance(value, ast.Name) and value.id == name for name, value in keywords.items() if name in ("since", "removed_in"))
+
+
+def _text(node: ast.expr, place: str) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError(f"{place}: `since` and `removed_in` of a deprecation are written as literal versions, not {ast.unparse(node)}.")
