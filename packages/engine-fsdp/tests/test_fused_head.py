@@ -138,3 +138,13 @@ def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
     expected = torch.log_softmax(logits, dim=-1).gather(1, case.labels[:, None])[:, 0]
     assert columns.logprob.dtype == torch.float32
     torch.testing.assert_close(columns.logprob, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
+    # Evaluation answers every position, training only the trained ones: an on-policy ratio must be exactly 1 all the same.
+    case = make_case()
+    whole = case.fused()
+    for size in (1, 2, 3, 5, 36):
+        few = linear_logprob(case.hidden[:size], case.weight, case.labels[:size], temperature=case.temperature[:size], wants_entropy=True)
+        assert torch.equal(few.logprob, whole.logprob[:size])
+        assert torch.equal(few.entropy, whole.entropy[:size])

@@ -72,3 +72,13 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
     head = Head(projection=weight, bias=None, scalar=None, vocabulary=13, chunk=4, tp=group, cp=group)
     answers = head.answer(torch.randn(7, 8), local, queries=LANGUAGE_QUERIES, trained_only=False)
     assert list(answers.columns) == sorted(LANGUAGE_QUERIES)
+
+
+def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
+    hidden, weight, labels, _, heat = numbers(rows=24)
+    share = HeadShare(group=group, first=0, size=13, chunk=100, wants_entropy=True)
+    whole = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=None, share=share)
+    for size in (1, 2, 3, 5, 23):
+        few = vocabulary_logprob(hidden[:size], weight, labels[:size], temperature=heat[:size], ids=None, share=share)
+        assert torch.equal(few.logprob, whole.logprob[:size])
+        assert torch.equal(few.entropy, whole.entropy[:size])

@@ -101,6 +101,7 @@ SABOTEURS = (
     Saboteur(state.RateAdvancesOnSkip, (NONFINITE, "test_update::test_all_masked_mini_batch_updates_nothing")),
     Saboteur(state.FirstStepHasNoRate, ("test_update::test_learning_rate_is_a_pure_function_of_the_step",)),
     Saboteur(state.DecaysVectors, ("test_update::test_weight_decay_spares_vectors",)),
+    Saboteur(state.SparesVectorsAlways, ("test_update::test_weight_decay_reaches_vectors_where_asked",)),
     Saboteur(state.ForgetsBiasCorrection, ("test_update::test_three_updates_equal_adamw_by_hand",)),
     Saboteur(state.KeepsZeroedGradients, ("test_update::test_zeroed_gradients_do_not_come_back",)),
     Saboteur(state.DropsGradientsOnLeave, ("test_update::test_leaving_train_mode_keeps_gradients",)),

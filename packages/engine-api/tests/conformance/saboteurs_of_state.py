@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -99,6 +100,13 @@ class DecaysVectors(DataParallelOracle):
         if parameter.ndim < 2:
             parameter.mul_(1 - lr * spec.weight_decay)
         super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
+
+
+class SparesVectorsAlways(DataParallelOracle):
+    """Norms and biases never decay: ``decays_vectors`` is a dead setting."""
+
+    def _adamw(self, name, parameter, gradient, *, lr, spec):
+        super()._adamw(name, parameter, gradient, lr=lr, spec=replace(spec, decays_vectors=False))
 
 
 class ForgetsBiasCorrection(DataParallelOracle):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from temper_engine_api.projection import LEAST_ROWS, project
+
 CPU_CHUNK_BYTES = 128 << 20
 CUDA_CHUNK_BYTES = 1 << 30
 
@@ -158,10 +160,10 @@ def _buffer(size: int, *, plan: _Plan, weight: Tensor) -> Tensor:
 def _logits(hidden: Tensor, weight: Tensor, *, heat: Tensor, out: Tensor) -> Tensor:
     """[C, V] float32 logits, in the first rows of the buffer."""
     logits = out[: hidden.shape[0]]
-    if weight.dtype == torch.float32:
+    if weight.dtype == torch.float32 and hidden.shape[0] >= LEAST_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
-        logits.copy_(hidden @ weight.t())
+        logits.copy_(project(hidden, weight))
     return logits.div_(heat) if heat.numel() > 0 else logits
 
 

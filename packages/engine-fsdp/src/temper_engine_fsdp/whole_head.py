@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from temper_engine_api.projection import project
 from temper_engine_fsdp.fused_head import HeadColumns
 
 P = ParamSpec("P")
@@ -59,7 +60,7 @@ class _WholeLogprob(torch.autograd.Function):
         ids: Tensor,
         plan: _Plan,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits = hidden @ weight.t()
+        logits = project(hidden, weight)
         chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / heat
         if plan.wants_entropy:
             logsumexp, entropy = _kernel(_normaliser_and_entropy, plan.is_compiled)(logits, heat)

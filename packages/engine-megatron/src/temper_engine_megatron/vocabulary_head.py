@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from temper_engine_api.projection import project
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadColumns:
@@ -119,7 +121,7 @@ class _Answers(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, heat: Tensor, share: HeadShare) -> Tensor:
     """[C, V / ranks] float32; rows that only pad the vocabulary have no probability."""
-    logits = (hidden @ weight.t()).float() / heat
+    logits = project(hidden, weight).float() / heat
     logits[:, share.size :] = -torch.inf
     return logits
 
