@@ -4,17 +4,21 @@ FSDP2 over decoder layers that keep their parameters gathered, packed sequences 
 cross-entropy that computes its gradient in the forward pass, fused AdamW. No log-probs per token, no entropy, no objective.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from temper_engine_api.batch import PackedBatch
+
 KERNEL = "plain_varlen"
+"""Known to transformers without a mask function, so that it makes no mask and looks for none."""
 
 
 class _Pack:
@@ -22,6 +26,7 @@ class _Pack:
 
     starts: Tensor
     longest: int
+    bounds: list[int]
 
 
 _PACK = _Pack()
@@ -33,6 +38,13 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
     assert isinstance(attended, Tensor)
     return attended[None], None
+
+
+def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> tuple[Tensor, None]:
+    q, k = query.to(value.dtype), key.to(value.dtype)
+    spans = [slice(first, last) for first, last in pairwise(_PACK.bounds)]
+    parts = [scaled_dot_product_attention(q[:, :, x], k[:, :, x], value[:, :, x], is_causal=True, enable_gqa=True) for x in spans]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,12 +74,12 @@ class _CrossEntropy(torch.autograd.Function):
 class PlainLoop:
     """One rank of the loop; needs a default process group."""
 
-    def __init__(self, shape: Mapping[str, int], *, is_compiled: bool) -> None:
-        AttentionInterface.register(KERNEL, _attend)
-        AttentionMaskInterface.register(KERNEL, lambda *_, **__: None)
+    def __init__(self, shape: Mapping[str, int], *, device: str, is_compiled: bool) -> None:
+        self._device = device
+        AttentionInterface.register(KERNEL, _attend if device == "cuda" else _attend_on_cpu)
         config = Qwen2Config(**shape, tie_word_embeddings=True, use_cache=False)
         config._attn_implementation = KERNEL
-        with torch.device("cuda"):
+        with torch.device(device):
             self.model = Qwen2ForCausalLM(config)
         layers = self.model.model.layers
         if is_compiled:
@@ -81,22 +93,25 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         # A head of its own: FSDP shards the tied one away from the loss.
         size = (config.vocab_size, config.hidden_size)
-        self.head = torch.randn(size, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+        self.head = torch.randn(size, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
 
-    def update(self, tokens: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> float:
+    def update(self, batch: PackedBatch) -> float:
         """One update over these micro-batches; the gradient norm."""
-        total = sum(map(sum, lengths))
-        for i, (ids, sizes) in enumerate(zip(tokens, lengths, strict=True)):
-            self.model.model.set_requires_gradient_sync(i == len(tokens) - 1)
-            starts = torch.tensor([0, *sizes]).cumsum(0).to("cuda", torch.int32)
-            _PACK.starts, _PACK.longest = starts, max(sizes)
-            positions = torch.cat([torch.arange(size) for size in sizes]).to("cuda")
+        micro_batches = list(batch.micro_batches())
+        for i, micro in enumerate(micro_batches):
+            self.model.model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            _PACK.starts, _PACK.longest = self._send(micro.sequence_starts), int(micro.lengths.max())
+            _PACK.bounds = micro.sequence_starts.tolist()
+            ids, positions = self._send(micro.tokens), self._send(micro.positions())
             hidden = self.model.model(input_ids=ids[None], position_ids=positions[None]).last_hidden_state[0]
             labels = torch.roll(ids, -1)
             loss: Tensor = _CrossEntropy.apply(hidden.to(torch.bfloat16), self.head, labels, 2048)  # type: ignore[no-untyped-call]
-            (loss / total).backward()
+            (loss / batch.denominators.tokens).backward()
         self.head.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm.full_tensor())  # type: ignore[attr-defined]
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to("cuda", non_blocking=True) if self._device == "cuda" else tensor

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.errors import ConfigError
@@ -50,14 +52,14 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin.eval()
 
 
-def packed_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def packed_hidden(model: PreTrainedModel, tokens: Tensor, *, packing: PackLayout | None = None) -> Tensor:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     output = model.base_model(
         input_ids=tokens[None],
         position_ids=positions[None],
         attention_mask=None,
         use_cache=False,
-        packing=PackLayout(LENGTHS, device=CPU),
+        packing=packing or PackLayout(LENGTHS, device=CPU),
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
@@ -110,3 +112,23 @@ def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
     assert attention.choose_kernel("auto", device=CPU, compute="bf16") == attention.SDPA_VARLEN
     assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32") == attention.SDPA_VARLEN
     assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16") == attention.TORCH_VARLEN
+
+
+class ReadsBack(TorchDispatchMode):
+    """Counts the operations that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
+        self.num += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs if isinstance(kwargs, dict) else {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_reads_nothing_back_from_its_tensors(family: str, tokens: Tensor) -> None:
+    model, packing = packed_model(family), PackLayout(LENGTHS, device=CPU)
+    with ReadsBack() as reads:
+        packed_hidden(model, tokens, packing=packing).sum().backward()
+    assert reads.num == 0

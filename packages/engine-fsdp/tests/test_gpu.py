@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import PrecisionSpec, ResidencySpec
 from temper_engine_fsdp import attention
 from temper_engine_fsdp.config import FSDPConfig
@@ -125,3 +126,25 @@ def test_a_save_in_the_background_holds_what_was_there(
     for ours, theirs in zip(other.export_state(), state, strict=True):
         assert torch.equal(ours.master, theirs.master), ours.name
         assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
+
+
+def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+    engine = start()
+    packed = engine.shard_data(batch, max_tokens=20)
+    micro_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
+    runner = engine._parts.runner
+    asked = frozenset({Query.LOGPROB})
+
+    def update() -> None:
+        runner.run(packed, queries=asked, with_gradient=asked, micro_loss=micro_loss, forward_only=False, reduce_gradients=True)
+
+    update()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _mean_logprob(answers: Answers, micro: SequenceBatch, *, denominator: int) -> Tensor:
+    return -answers[Query.LOGPROB].sum() / denominator

@@ -1,10 +1,14 @@
 """Process-wide settings are scoped, and the fast matmul is taken only where it is exact."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import PrecisionSpec
 from temper_engine_fsdp import numerics
+from temper_engine_fsdp.engine import FSDPEngine
 
 
 def test_the_matmul_precision_is_put_back_after_an_exception() -> None:
@@ -34,3 +38,16 @@ def test_deterministic_cuda_without_the_cublas_workspace_is_refused(monkeypatch:
     with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         numerics.check_deterministic_environment(torch.device("cuda"))
     numerics.check_deterministic_environment(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_16_bits_on_a_cpu_without_kernels_for_them_are_warned_of_once(
+    has_kernels: bool, start: Callable[..., FSDPEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numerics.warn_without_kernels.cache_clear()
+    monkeypatch.setattr(numerics, "has_kernels_on_cpu", lambda compute: has_kernels or compute == "fp32")
+    for compute in ("fp32", "bf16", "bf16"):
+        start(precision=PrecisionSpec(compute=compute))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (0 if has_kernels else 1)
+    assert all("precision.compute is bf16" in line and "set precision.compute=fp32" in line for line in told)

@@ -197,6 +197,9 @@ class PackedBatch(SequenceBatch):
 
 
 def _moved(column: Tensor, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cuda" and column.device.type == "cpu":
+        # From memory that is not pinned, the host waits until the device has done all that it was given before.
+        return column.pin_memory().to(device, non_blocking=True)
     # A copy to the host that nobody waits for would be read before it has arrived.
     return column.to(device, non_blocking=torch.device(device).type != "cpu")
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.errors import ConfigError
@@ -96,13 +95,9 @@ def torch_varlen_forward(
 
 
 def _refuse(attention_mask: Tensor | None, *, softcap: float | None) -> None:
-    assert attention_mask is None, "our mask function gives None"
+    assert attention_mask is None, "transformers makes no mask for a kernel without a mask function"
     if softcap is not None:
         raise ConfigError(f"this model caps attention logits at {softcap}, which packed attention does not support yet.")
-
-
-def _no_mask(*_: object, **__: object) -> None:
-    return None
 
 
 def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str) -> str:
@@ -119,7 +114,10 @@ def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str
 
 
 def register() -> None:
-    """Make both kernels known to transformers; calling it again changes nothing."""
+    """Make both kernels known to transformers; calling it again changes nothing.
+
+    No mask function goes with them: then transformers makes no mask, and does not look for sequences in the position ids either, which
+    on CUDA would make the host wait for the device once in every pass.
+    """
     for name, forward in ((SDPA_VARLEN, sdpa_varlen_forward), (TORCH_VARLEN, torch_varlen_forward)):
         AttentionInterface.register(name, across_ranks(forward))
-        AttentionMaskInterface.register(name, _no_mask)

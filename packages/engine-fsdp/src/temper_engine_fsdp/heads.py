@@ -15,6 +15,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Query
 from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.launching import to_device
 from temper_engine_fsdp.whole_head import whole_logprob
 
 LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
@@ -71,8 +72,8 @@ def request_head(
     return HeadRequest(
         queries=frozenset(queries),
         with_gradient=frozenset(with_gradient),
-        answered=answered.to(device, non_blocking=True),
-        scored=torch.nonzero((last >= first) & (last < end))[:, 0].to(device, non_blocking=True),
+        answered=to_device(answered, device),
+        scored=to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
         first=first,
         has_unit_temperature=bool((batch.temperature == 1.0).all()),
     )

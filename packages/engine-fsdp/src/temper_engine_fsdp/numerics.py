@@ -1,12 +1,16 @@
 """Process-wide numeric settings of torch, set only while the engine computes: float32 matmul kernels and determinism."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from temper_engine_api.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _WORST_RATIO = 4.0
 """Root mean square error of the fast kernel over that of the default one: 1 to 2 for another order of summation, 1000 for bf16."""
@@ -53,6 +57,26 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def has_kernels_on_cpu(compute: str) -> bool:
+    """Whether this CPU has matmul kernels for that precision; without them torch falls back to a plain loop of about 1 GFLOP/s."""
+    if compute == "fp32":
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() if compute == "bf16" else torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@cache
+def warn_without_kernels(compute: str) -> None:
+    """Say once that this precision is slow on this CPU, where it is."""
+    if not has_kernels_on_cpu(compute):
+        logger.warning(
+            "precision.compute is %s, but this CPU has no %s instructions, so matrix products run ten to fifty times slower than in "
+            "float32: set precision.compute=fp32, unless it is for the rounding of %s that you run here.",
+            compute,
+            compute,
+            compute,
+        )
 
 
 def check_deterministic_environment(device: torch.device) -> None:

@@ -92,7 +92,7 @@ class ShardedOptimizer(ABC):
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         device = next(iter(self._parameters.values())).local().device
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients] or [torch.zeros((), device=device)]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros((), device=device)]
         # float64 holds the square of every float32 norm.
         square = torch.stack(norms).double().square().sum()
         return float(self._sum_over_shards(square).sqrt().float())

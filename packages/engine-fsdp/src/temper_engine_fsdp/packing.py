@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from temper_engine_fsdp.launching import to_device
 from temper_engine_fsdp.sequence_parallel import SequenceGroup
 
 MIN_BUCKET_TOKENS = 1024
@@ -46,7 +47,7 @@ class PackLayout:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.starts = to_device(torch.tensor(starts, dtype=torch.int32), device)
         self.buckets: list[Bucket] = []
         self.is_padded = False
         self._bands: dict[tuple[int, int], Tensor] = {}
@@ -57,7 +58,7 @@ class PackLayout:
         self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
         if self.is_padded:
             maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
-            self.source, self.place = (index.to(device) for index in maps)
+            self.source, self.place = (to_device(index, device) for index in maps)
 
     def band(self, length: int, *, window: int | None) -> Tensor | None:
         """[length, length] bool for causal attention over the last ``window`` positions; None where that is all of them."""

@@ -90,6 +90,8 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
     attention.register()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
+    if device.type == "cpu" and membership.rank == 0:
+        numerics.warn_without_kernels(config.precision.compute)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)

@@ -15,6 +15,7 @@ from temper_engine_api.engine import MicroLoss
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Answers, Query
 from temper_engine_fsdp.heads import request_head
+from temper_engine_fsdp.launching import without_collections
 from temper_engine_fsdp.packing import PackLayout
 from temper_engine_fsdp.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.strategies import ShardedModule
@@ -112,7 +113,7 @@ class MicroBatchRunner:
     def _pass(self, *, trains: bool) -> Iterator[None]:
         self._sharded.root.train(trains)
         try:
-            with torch.set_grad_enabled(trains):
+            with torch.set_grad_enabled(trains), without_collections():
                 yield
         except BaseException:
             self._recover()
