@@ -22,8 +22,11 @@ from typing import IO
 
 import torch
 
+from tools.gpu.fsdp_jobs import update
 from tools.gpu.fsdp_table import table
-from tools.gpu.timing import Rows
+from tools.gpu.workload import Rows
+
+__all__ = ["main", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.rows = Rows(path=options.out / "rows.jsonl")
+    options.rows.path.touch()
     options.gpus = 4 if options.rehearse else torch.cuda.device_count()
     deadline = time.monotonic() + options.budget_s
     for job in options.jobs.split(","):

@@ -23,9 +23,10 @@ from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Res
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.fused_head import linear_logprob
+from tools.gpu.fsdp_timing import Place, report_speed, synchronize, times_of
+from tools.gpu.fsdp_workload import FULL, REHEARSAL, Scale, mini_batch, share_of
 from tools.gpu.plain_loop import PlainLoop
-from tools.gpu.timing import Place, Rows, report_speed, synchronize, times_of
-from tools.gpu.workload import FULL, REHEARSAL, SMALL, ClippedPolicy, Scale, mini_batch, share_of, small_batch
+from tools.gpu.workload import SMALL, ClippedPolicy, Rows, small_batch
 
 SETTINGS: Mapping[str, object] = {"reshard_after_forward": False}
 """Of the engine where its speed is measured."""

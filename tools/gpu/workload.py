@@ -1,20 +1,18 @@
-"""What the CUDA measurements run: models, mini-batches and an objective, at full size and at the size of a rehearsal on a CPU."""
+"""What the CUDA measurements run and how they time it: shapes, batches, an objective, rows of results."""
 
+import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
 
 import torch
 
-from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
-from temper_engine_api.plan import MiniBatchPlan, pack_rank, plan_mini_batch
-from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import Scalar
-
-Shape = Mapping[str, int]
 
 SMALL: Mapping[str, Scalar] = {
     "model_type": "qwen2",
@@ -26,7 +24,7 @@ SMALL: Mapping[str, Scalar] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-HALF_BILLION: Shape = {
+HALF_BILLION = {
     "vocab_size": 151936,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -34,7 +32,7 @@ HALF_BILLION: Shape = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
-ONE_AND_A_HALF_BILLION: Shape = {
+ONE_AND_A_HALF_BILLION = {
     "vocab_size": 151936,
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -42,50 +40,8 @@ ONE_AND_A_HALF_BILLION: Shape = {
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How large everything is, and where it runs."""
-
-    device: Literal["cuda", "cpu"]
-    """Of every rank."""
-    shapes: Mapping[str, Shape]
-    """Models by name."""
-    micro_batch_tokens: int
-    """Cap of a micro-batch."""
-    longest: int
-    """Tokens of the longest sequence."""
-    compiles: bool
-    """Whether torch.compile is part of it."""
-    num_updates: int
-    """That are timed, after those that warm up."""
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Of a mini-batch: four micro-batches but for a hundredth, without which whole sequences do not fit."""
-        return int(3.96 * self.micro_batch_tokens)
-
-
-FULL = Scale(
-    device="cuda",
-    shapes={"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION},
-    micro_batch_tokens=16384,
-    longest=4096,
-    compiles=True,
-    num_updates=8,
-)
-REHEARSAL = Scale(
-    device="cpu",
-    shapes={
-        name: {**HALF_BILLION, "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-               "num_attention_heads": 4} for name in ("0.5B", "1.5B")
-    },
-    micro_batch_tokens=512,
-    longest=128,
-    compiles=False,
-    num_updates=2,
-)  # fmt: skip
+SHAPES: Mapping[str, Mapping[str, int]] = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
+MICRO_BATCH_TOKENS, NUM_MICRO_BATCHES, LONGEST = 16384, 4, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,85 +62,69 @@ class ClippedPolicy(Objective):
         return LossTerms(loss=-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The file of results."""
+
+    path: Path
+
+    def add(self, row: dict[str, object]) -> None:
+        """Append a row at once, so that a run that dies leaves what it measured."""
+        print(json.dumps(row), flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def read(self) -> list[dict[str, object]]:
+        """All rows so far."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
 def small_batch() -> SequenceBatch:
     """Twelve sequences of 20 to 300 tokens; policy-gradient columns whose old log-probs are those of a uniform policy."""
     generator = torch.Generator().manual_seed(0)
-    lengths, temperature = torch.randint(20, 300, (12,), generator=generator).tolist(), [0.7 + 0.05 * i for i in range(12)]
-    return policy_batch(lengths, vocabulary=1009, generator=generator, num_prompt=8, temperature=temperature)
-
-
-def policy_batch(
-    lengths: Sequence[int],
-    *,
-    vocabulary: int,
-    generator: torch.Generator,
-    num_prompt: int = 1,
-    temperature: float | Sequence[float] = 1.0,
-) -> SequenceBatch:
-    """Random tokens; all but the first few of each sequence are trained."""
+    lengths = torch.randint(20, 300, (12,), generator=generator).tolist()
     return from_sequences(
-        [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths],
-        loss_masks=[torch.arange(n) >= num_prompt for n in lengths],
-        temperature=temperature,
+        [torch.randint(0, 1009, (n,), generator=generator) for n in lengths],
+        loss_masks=[torch.arange(n) >= 8 for n in lengths],
+        temperature=[0.7 + 0.05 * i for i in range(12)],
         columns={
             "advantages": [torch.randn(n, generator=generator) for n in lengths],
-            "old_logprobs": [torch.full((n,), -math.log(vocabulary)) for n in lengths],
+            "old_logprobs": [torch.full((n,), -math.log(1009.0)) for n in lengths],
         },
     )
 
 
-def long_tail(scale: Scale, *, copy: int) -> list[int]:
-    """Lengths of one rank's worth of sequences, log-normal with a median of a third of the longest.
-
-    Every copy is the same draw with each length moved by up to a tenth and the same sum, so that ranks have as much to do whatever
-    their number, and a plan still has something to balance.
-    """
-    draw, shift = random.Random(1), random.Random(100 + copy)
-    shortest, total = scale.longest // 64, scale.tokens_per_rank
-    lengths: list[int] = []
-    while (left := total - sum(lengths)) > 0:
-        lengths.append(min(left, scale.longest, max(shortest, int(draw.lognormvariate(math.log(scale.longest / 3), 0.9)))))
-    moved = [max(shortest, min(scale.longest, round(length * shift.uniform(0.9, 1.1)))) for length in lengths]
-    for i in range(10 * scale.longest):
-        missing = total - sum(moved)
-        if missing == 0:
-            return moved
-        step = 1 if missing > 0 else -1
-        place = i % len(moved)
-        moved[place] += step if shortest <= moved[place] + step <= scale.longest else 0
-    raise AssertionError("lengths could not be moved to their sum")
+def long_tail(rank: int) -> list[list[int]]:
+    """Lengths of four micro-batches that are exactly full; log-normal with a median of a third of the longest."""
+    chance = random.Random(1 + rank)
+    found = []
+    for _ in range(NUM_MICRO_BATCHES):
+        sizes: list[int] = []
+        while (left := MICRO_BATCH_TOKENS - sum(sizes)) > 0:
+            sizes.append(min(left, LONGEST, max(64, int(chance.lognormvariate(math.log(LONGEST / 3), 0.9)))))
+        found.append(sizes)
+    return found
 
 
-def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
-    """A whole mini-batch over all ranks, the same on each of them."""
-    lengths = [length for copy in range(world_size) for length in long_tail(scale, copy=copy)]
-    return policy_batch(lengths, vocabulary=shape["vocab_size"], generator=torch.Generator().manual_seed(0))
+def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
+    """Random tokens in that plan; every token with a predecessor is trained."""
+    flat = [size for sizes in lengths for size in sizes]
+    whole = from_sequences(
+        [torch.randint(0, 151936, (size,)) for size in flat],
+        loss_masks=[torch.arange(size) >= 1 for size in flat],
+        columns={
+            "advantages": [torch.randn(size) for size in flat],
+            "old_logprobs": [torch.full((size,), -math.log(151936.0)) for size in flat],
+        },
+    )
+    counts = Denominators(tokens=int(whole.loss_mask.sum()) * world_size, sequences=len(flat) * world_size, groups=len(flat))
+    starts = torch.tensor([0, *(len(sizes) for sizes in lengths)]).cumsum(0).int()
+    fields = {name: getattr(whole, name) for name in SequenceBatch.__dataclass_fields__}
+    return PackedBatch(**fields, micro_batch_starts=starts, denominators=counts)
 
 
-def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
-    """What an engine's ``shard_data`` does with it."""
-    return plan_mini_batch(batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens)
-
-
-def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
-    """One rank's part of it, for a loop without an engine."""
-    plan = plan_of(scale, batch, world_size=world_size)
-    return pack_rank(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
-
-
-def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:
-    """Floating-point operations of the busiest rank over those of the average one."""
-    lengths = batch.lengths.tolist()
-    per_token, per_square = flops_of(shape)
-    work = [
-        sum(per_token * lengths[i] + per_square * lengths[i] ** 2 for micro in rank.micro_batches for i in micro)
-        for rank in plan_of(scale, batch, world_size=world_size).ranks
-    ]
-    return float(max(work) * len(work) / sum(work))
-
-
-def flops_of(shape: Shape) -> tuple[float, float]:
-    """Of an update: per token in matrix products, head included, and per squared length of a sequence in causal attention.
+def flops_of(shape: Mapping[str, int], lengths: list[list[int]]) -> tuple[float, float]:
+    """Of an update: in matrix products per token, head included, and in causal attention over these sequences.
 
     6 for each weight and token; 6 x s^2 x heads x head_dim for each layer and sequence, half of what attention without a mask takes.
     Recomputation is not counted, and neither is the embedding.
@@ -192,4 +132,50 @@ def flops_of(shape: Shape) -> tuple[float, float]:
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
-    return 6.0 * (layers * layer + shape["vocab_size"] * hidden), 6.0 * hidden * layers
+    weights = layers * layer + shape["vocab_size"] * hidden
+    return 6.0 * weights, float(sum(6 * size * size * hidden * layers for sizes in lengths for size in sizes))
+
+
+def report_speed(
+    rows: Rows,
+    once: Callable[[], float],
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    gemm: float,
+    lengths: list[list[int]],
+    shape: str = "0.5B",
+) -> None:
+    """Median tokens per second and GPU of six updates, and the share of the matmul rate they use."""
+    for _ in range(3):
+        norm = once()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = timed(once, repeats=6)
+    tokens = sum(map(sum, lengths))
+    per_token, attention = flops_of(SHAPES[shape], lengths)
+    if rank == 0:
+        rows.add({
+            "job": "update", "who": name, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / seconds),
+            "mfu": round((per_token * tokens + attention) / seconds / gemm, 3),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
+        })  # fmt: skip
+
+
+def timed(once: Callable[[], object], *, repeats: int) -> float:
+    """Median seconds of a call, device included."""
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        once()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def gemm_rate() -> float:
+    """FLOP per second of a large bf16 matmul, measured now."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    timed(lambda: a @ b, repeats=5)
+    return 2 * 8192**3 / timed(lambda: a @ b, repeats=20)

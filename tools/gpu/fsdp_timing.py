@@ -1,37 +1,19 @@
-"""How the CUDA measurements time things, what they find out about idle devices, and the file of rows that they write."""
+"""How an update is timed, and what is found out about the time in which the device does nothing."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from temper_engine_api.batch import SequenceBatch
-from tools.gpu.workload import Scale, flops_of, imbalance
+from tools.gpu.fsdp_workload import Scale, flops_of, imbalance
+from tools.gpu.workload import Rows
 
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The file of results."""
-
-    path: Path
-
-    def add(self, row: dict[str, object]) -> None:
-        """Append a row at once, so that a run that dies leaves what it measured."""
-        print(json.dumps(row), flush=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def read(self) -> list[dict[str, object]]:
-        """All rows so far."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

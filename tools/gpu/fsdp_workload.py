@@ -1,0 +1,134 @@
+"""Mini-batches whose ranks have equally much to do, however many there are; at full size and at the size of a rehearsal on a CPU."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.plan import MiniBatchPlan, pack_rank, plan_mini_batch
+from temper_engine_api.reduction import count_denominators
+from tools.gpu.workload import HALF_BILLION, LONGEST, MICRO_BATCH_TOKENS, SHAPES
+
+Shape = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large everything is, and where it runs."""
+
+    device: Literal["cuda", "cpu"]
+    """Of every rank."""
+    shapes: Mapping[str, Shape]
+    """Models by name."""
+    micro_batch_tokens: int
+    """Cap of a micro-batch."""
+    longest: int
+    """Tokens of the longest sequence."""
+    compiles: bool
+    """Whether torch.compile is part of it."""
+    num_updates: int
+    """That are timed, after those that warm up."""
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of a mini-batch: four micro-batches but for a hundredth, without which whole sequences do not fit."""
+        return int(3.96 * self.micro_batch_tokens)
+
+
+FULL = Scale(
+    device="cuda",
+    shapes=SHAPES,
+    micro_batch_tokens=MICRO_BATCH_TOKENS,
+    longest=LONGEST,
+    compiles=True,
+    num_updates=8,
+)
+REHEARSAL = Scale(
+    device="cpu",
+    shapes={
+        name: {**HALF_BILLION, "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+               "num_attention_heads": 4} for name in ("0.5B", "1.5B")
+    },
+    micro_batch_tokens=512,
+    longest=128,
+    compiles=False,
+    num_updates=2,
+)  # fmt: skip
+
+
+def _policy_batch(lengths: Sequence[int], *, vocabulary: int, generator: torch.Generator) -> SequenceBatch:
+    """Random tokens; all but the first of each sequence are trained."""
+    return from_sequences(
+        [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths],
+        loss_masks=[torch.arange(n) >= 1 for n in lengths],
+        columns={
+            "advantages": [torch.randn(n, generator=generator) for n in lengths],
+            "old_logprobs": [torch.full((n,), -math.log(vocabulary)) for n in lengths],
+        },
+    )
+
+
+def long_tail(scale: Scale, *, copy: int) -> list[int]:
+    """Lengths of one rank's worth of sequences, log-normal with a median of a third of the longest.
+
+    Every copy is the same draw with each length moved by up to a tenth and the same sum, so that ranks have as much to do whatever
+    their number, and a plan still has something to balance.
+    """
+    draw, shift = random.Random(1), random.Random(100 + copy)
+    shortest, total = scale.longest // 64, scale.tokens_per_rank
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, scale.longest, max(shortest, int(draw.lognormvariate(math.log(scale.longest / 3), 0.9)))))
+    moved = [max(shortest, min(scale.longest, round(length * shift.uniform(0.9, 1.1)))) for length in lengths]
+    for i in range(10 * scale.longest):
+        missing = total - sum(moved)
+        if missing == 0:
+            return moved
+        step = 1 if missing > 0 else -1
+        place = i % len(moved)
+        moved[place] += step if shortest <= moved[place] + step <= scale.longest else 0
+    raise AssertionError("lengths could not be moved to their sum")
+
+
+def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
+    """A whole mini-batch over all ranks, the same on each of them."""
+    lengths = [length for copy in range(world_size) for length in long_tail(scale, copy=copy)]
+    return _policy_batch(lengths, vocabulary=shape["vocab_size"], generator=torch.Generator().manual_seed(0))
+
+
+def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
+    """What an engine's ``shard_data`` does with it."""
+    return plan_mini_batch(batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens)
+
+
+def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
+    """One rank's part of it, for a loop without an engine."""
+    plan = plan_of(scale, batch, world_size=world_size)
+    return pack_rank(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
+
+
+def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:
+    """Floating-point operations of the busiest rank over those of the average one."""
+    lengths = batch.lengths.tolist()
+    per_token, per_square = flops_of(shape)
+    work = [
+        sum(per_token * lengths[i] + per_square * lengths[i] ** 2 for micro in rank.micro_batches for i in micro)
+        for rank in plan_of(scale, batch, world_size=world_size).ranks
+    ]
+    return float(max(work) * len(work) / sum(work))
+
+
+def flops_of(shape: Shape) -> tuple[float, float]:
+    """Of an update: per token in matrix products, head included, and per squared length of a sequence in causal attention.
+
+    6 for each weight and token; 6 x s^2 x heads x head_dim for each layer and sequence, half of what attention without a mask takes.
+    Recomputation is not counted, and neither is the embedding.
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
+    return 6.0 * (layers * layer + shape["vocab_size"] * hidden), 6.0 * hidden * layers
