@@ -91,7 +91,7 @@ def _modules(module: griffe.Module, package: str) -> Iterator[griffe.Module]:
 
 
 def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
-    """The lines of what an owner defines or inherits; what it only imports is public elsewhere."""
+    """The lines of what an owner defines, inherits, or names in `__all__`; what it only imports is public elsewhere."""
     members: Mapping[str, object] = owner.all_members if isinstance(owner, griffe.Class) else owner.members
     for name, member in members.items():
         if isinstance(member, griffe.Alias) and member.inherited:
@@ -105,6 +105,8 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
             bases = ", ".join(str(base) for base in member.bases)
             yield f"{path}: class({bases})"
             yield from _members(member)
+        elif isinstance(member, griffe.Alias) and isinstance(owner, griffe.Module) and name in (owner.exports or ()):
+            yield f"{path}: {member.target_path}"
 
 
 def _function(path: str, function: griffe.Function) -> Iterator[str]:

@@ -31,6 +31,8 @@ def plan(lengths: list[int], *, cap: int, spread: float = 0.5) -> Plan:
     return Plan(steps=len(lengths))
 
 def _helper() -> None: ...
+
+__all__ = ["Plan", "Path", "plan"]
 """
 
 
@@ -59,6 +61,7 @@ def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
         "temper_example.Kind.NEAR: 'near'",
         "temper_example.Kind: class(StrEnum)",
         "temper_example.LIMIT: value",
+        "temper_example.Path: pathlib.Path",
         "temper_example.Plan.__init__(limit): int, keyword-only, = 2",
         "temper_example.Plan.__init__(steps): int, keyword-only, required",
         "temper_example.Plan.__init__: function -> None",
@@ -82,6 +85,7 @@ def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
         ("steps: int\n", "steps: int\n    width: int\n", "Plan.__init__(width) is new and must be given"),
         ("    def _inner", "    @abstractmethod\n    def stop(self) -> None: ...\n    def _inner", "Engine.stop is new and must be given"),
         ('    NEAR = "near"', '    NEAR = "close"', "Kind.NEAR was \"'near'\" and is \"'close'\""),
+        ('"Path", ', "", "Path is gone"),
         ("LIMIT = 3", "_LIMIT = 3", "LIMIT is gone"),
     ],
 )  # fmt: skip
