@@ -4,17 +4,18 @@ The everyday ones share the environment of tools/dev.py and start at once. Those
 environment (what a wheel declares, what its lower bounds are) make their own with virtualenv.
 """
 
-import re
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from tools.bounds import floors
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
 from tools.releases import last_release, unpack
@@ -161,17 +162,26 @@ def compat(session: nox.Session, pair: str) -> None:
 def oldest(session: nox.Session, package: str) -> None:
     """The lowest versions that a package and its extras declare; torch alone stays at the CPU build."""
     _skip_placeholder(session, package)
-    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"]]
-    for extra in EXTRAS.get(package, "").strip("[]").split(","):
-        declared += project.get("optional-dependencies", {}).get(extra, [])
-    bounds = (re.fullmatch(r"([A-Za-z0-9-]+)>=([0-9.]+)", requirement) for requirement in declared)
-    floors = [f"{bound[1]}=={bound[2]}" for bound in bounds if bound and bound[1] not in ("torch", *TEST_TOOLS)]
+    extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
+    pins = floors(ROOT / "packages" / package, extras=extras, leave_out=("torch", *TEST_TOOLS))
     session.install("-c", CONSTRAINTS, TORCH)
-    session.install(TORCH, *floors, *_with_extras(_sources()), *(_pinned(tool) for tool in TEST_TOOLS))
+    session.install(TORCH, *pins, *_with_extras(_sources()), *(_pinned(tool) for tool in TEST_TOOLS))
     _install_bridge(session, package)
     # What an old version of somebody else's package warns of is not ours to mend.
     _test_installed(session, package, "-W", "default")
+
+
+@nox.session
+@nox.parametrize("package", list(PACKAGES))
+def latest(session: nox.Session, package: str) -> None:
+    """The newest versions that pip finds, torch alone at the CPU build; a failing test is a warning: somebody else released it."""
+    session.install(TORCH)
+    session.install("--upgrade", TORCH, *_with_extras(_sources()), *TEST_TOOLS)
+    _install_bridge(session, package)
+    try:
+        _test_installed(session, package, "-W", "default")
+    except CommandFailed:
+        session.warn(f"temper-{package} does not pass its tests with the newest versions: see above, and narrow or mend")
 
 
 @nox.session
@@ -197,14 +207,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: the nightly tests here, every layout of both engines, build, isolated, oldest, compat."""
+    """What takes too long for a pull request: nightly tests, every layout of both engines, build, isolated, oldest, latest, compat."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
     session.notify("build")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
-    for name in ("isolated", "oldest"):
+    for name in ("isolated", "oldest", "latest"):
         for package in PACKAGES:
             session.notify(f"{name}(package='{package}')")
     for pair in PAIRS:

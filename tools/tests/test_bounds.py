@@ -1,0 +1,56 @@
+"""Every requirement has an oldest version that `oldest` installs, and the pins of the everyday environment lie within what is declared."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools.bounds import declared, floor, floors
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def _extras(package: Path) -> list[str]:
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return list(project.get("optional-dependencies", {}))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_requirement_has_a_lower_bound(package: Path) -> None:
+    pins = floors(package, extras=_extras(package))
+    wanted = {requirement.name for requirement in declared(package, extras=_extras(package))}
+    assert {pin.partition("==")[0] for pin in pins} == wanted
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_the_everyday_pins_lie_within_what_is_declared(package: Path) -> None:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints" / "cpu.txt").read_text().splitlines())
+    pins = dict(line.split("==") for line in lines if line)
+    outside = [
+        f"{each} leaves out {pins[each.name]}"
+        for each in declared(package, extras=_extras(package))
+        if each.name in pins and pins[each.name] not in each.specifier
+    ]
+    assert outside == []
+
+
+def test_upper_bounds_and_markers_do_not_hide_a_floor() -> None:
+    assert floor(Requirement("hydra-core>=1.3,<1.4")) == "hydra-core==1.3"
+    assert floor(Requirement("pyarrow>=15; python_version < '3.13'")) == 'pyarrow==15; python_version < "3.13"'
+
+
+@pytest.mark.parametrize("line", ["numpy", "numpy<3", "numpy==2.0", "numpy>=1,>=2"])
+def test_a_requirement_without_one_lower_bound_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="has no lower bound"):
+        floor(Requirement(line))
+
+
+def test_the_highest_floor_of_several_counts(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["numpy>=1.9", "rich>=13", "temper-trainer>=0.1"]\n'
+        '[project.optional-dependencies]\nfast = ["numpy>=1.26"]\n'
+    )
+    assert floors(tmp_path) == ["numpy==1.9", "rich==13"]
+    assert floors(tmp_path, extras=["fast"], leave_out=["rich"]) == ["numpy==1.26"]
