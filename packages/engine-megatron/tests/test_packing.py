@@ -1,9 +1,15 @@
 """A rank's slice of a micro-batch: which tokens, at which positions, and who sees whom."""
 
+import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_megatron.attention import attend
 from temper_engine_megatron.packing import local_micro_batch
+
+
+def sliced(batch, **sizes):
+    return local_micro_batch(batch, device=torch.device("cpu"), **sizes)
 
 
 def micro():
@@ -12,35 +18,47 @@ def micro():
 
 def test_slices_are_contiguous_and_padded_at_the_end():
     # 5 tokens padded to 8, four for each of two ranks.
-    first, second = (local_micro_batch(micro(), cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
+    first, second = (sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
     assert first.tokens.tolist() == [10, 11, 12, 20]
     assert second.tokens.tolist() == [21, 0, 0, 0]
     assert (first.positions.tolist(), second.positions.tolist()) == ([0, 1, 2, 0], [1, 0, 0, 0])
     assert (first.first, second.first, second.size) == (0, 4, 4)
 
 
-def test_a_token_sees_its_own_sequence_up_to_itself():
-    whole = local_micro_batch(micro(), cp_size=1, cp_rank=0, token_multiple=1)
-    expected = torch.tensor(
-        [
-            [1, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0],
-            [1, 1, 1, 0, 0],
-            [0, 0, 0, 1, 0],
-            [0, 0, 0, 1, 1],
-        ]
-    ).bool()
-    assert torch.equal(whole.attention.mask, expected)
+def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
+    # Three tokens, two, and a padding of three as a sequence of its own; the second slice begins inside the second one.
+    first, second = (sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1))
+    assert (first.num_queries, first.num_keys, first.keys) == ((3, 1), (3, 1), slice(0, 4))
+    assert (second.num_queries, second.num_keys, second.keys) == ((1, 3), (2, 3), slice(3, 8))
+    assert second.query_starts.tolist() == [0, 1, 4]
+    assert second.key_starts.tolist() == [0, 2, 5]
 
 
-def test_padding_sees_padding_only_and_nobody_sees_it():
-    second = local_micro_batch(micro(), cp_size=2, cp_rank=1, token_multiple=4)
-    assert second.attention.mask.shape == (4, 8)
-    assert second.attention.mask[0].tolist() == [False] * 3 + [True, True] + [False] * 3
-    assert second.attention.mask[3].tolist() == [False] * 5 + [True] * 3
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_attention_is_that_of_each_sequence_alone(cp_size):
+    # 5, 2 and 9 tokens; four query heads on two key heads. Slices of four ranks cut the last sequence into three.
+    draw = torch.Generator().manual_seed(0)
+    sizes = (5, 2, 9)
+    query = torch.randn(16, 4, 8, generator=draw, dtype=torch.float64)
+    key, value = (torch.randn(16, 2, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    batch = from_sequences([torch.zeros(n) for n in sizes], loss_masks=[torch.zeros(n) for n in sizes])
+    mixed = []
+    for rank in range(cp_size):
+        local = sliced(batch, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size)
+        mine = slice(local.first, local.first + local.size)
+        mixed.append(attend(query[mine], key, value, local.attention, scale=0.3))
+    expected = [alone(q, k, v, scale=0.3) for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)]
+    torch.testing.assert_close(torch.cat(mixed), torch.cat(expected))
+
+
+def alone(query, key, value, *, scale):
+    """Causal attention of one sequence, written out."""
+    logits = scale * torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1))
+    hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value.repeat_interleave(2, dim=1))
 
 
 def test_given_positions_are_kept():
     given = from_sequences([torch.arange(3)], loss_masks=[torch.zeros(3)])
     given = type(given)(**{**{f: getattr(given, f) for f in given.__slots__}, "position_ids": torch.tensor([5, 7, 9])})
-    assert local_micro_batch(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [5, 7, 9, 0]
+    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [5, 7, 9, 0]

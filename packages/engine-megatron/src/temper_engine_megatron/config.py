@@ -24,6 +24,8 @@ class MegatronConfig(EngineConfig):
     """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1), where there is an optimiser."""
     head_chunk_tokens: int = 2048
     """Positions whose logits are held at once."""
+    compile_head: bool = False
+    """Make one compiled kernel of each pass over logits; pays off on CUDA."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "head_chunk_tokens"):

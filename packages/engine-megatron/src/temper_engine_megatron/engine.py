@@ -17,7 +17,7 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
-from temper_engine_megatron import persistence
+from temper_engine_megatron import numerics, persistence
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.known_warnings import without_known_warnings
 
@@ -71,6 +71,9 @@ class MegatronEngine(BaseEngine):
     def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         """Offloading is not claimed: everything stays where it is."""
 
+    def _numerics(self) -> AbstractContextManager[None]:
+        return numerics.deterministic() if self.config.deterministic else nullcontext()
+
     def _run_schedule(
         self,
         batch: PackedBatch,
@@ -81,9 +84,10 @@ class MegatronEngine(BaseEngine):
         reduce_gradients: bool,
     ) -> list[Answers] | None:
         runner = self._parts.runner
-        answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
-        if reduce_gradients:
-            runner.reduce()
+        with self._numerics():
+            answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
+            if reduce_gradients:
+                runner.reduce()
         return answers
 
     def _reduce_pending_gradients(self) -> None:
@@ -93,7 +97,8 @@ class MegatronEngine(BaseEngine):
     def _apply_gradients(self, *, lr: float) -> float:
         optimizer = self._parts.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
-        return optimizer.step(lr=lr)
+        with self._numerics():
+            return optimizer.step(lr=lr)
 
     def _zero_gradients(self) -> None:
         optimizer = self._parts.optimizer

@@ -146,7 +146,7 @@ def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """What Megatron seeds and draws while it builds leaves the process's own stream of random numbers as it was."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
 
 

@@ -35,6 +35,8 @@ class Head:
     """V, without padding."""
     chunk: int
     """Positions whose logits are held at once."""
+    is_compiled: bool
+    """Whether passes over logits are compiled."""
     tp: dist.ProcessGroup = field(repr=False)
     """Ranks that the vocabulary is split over."""
     cp: dist.ProcessGroup = field(repr=False)
@@ -88,6 +90,7 @@ class Head:
                 size=max(0, min(held, self.vocabulary - first)),
                 chunk=self.chunk,
                 wants_entropy=Query.ENTROPY in queries,
+                is_compiled=self.is_compiled,
             ),
         )
         return {

@@ -1,6 +1,6 @@
 """The decoder layer in plain torch on Megatron-Core's own parallel matrices: a norm and an attention that know packs and all splits.
 
-TransformerEngine's layers are not offered yet. The mask of a pack is dense, so memory grows with the square of a micro-batch's tokens.
+TransformerEngine's layers are not offered yet.
 """
 
 from typing import Any
@@ -11,10 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from temper_engine_megatron.attention import AttentionLayout, attend
 from temper_engine_megatron.collectives import gather_sequence
-from temper_engine_megatron.packing import AttentionLayout
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -43,12 +42,12 @@ class PackedAttention(MegatronModule):
         self._group = groups.cp
         self._scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionLayout, **_: object) -> Tensor:
-        """Query [S, 1, H, D], key and value [S, 1, K, D]; the layout travels in the place of a mask. Returns [S, 1, H D]."""
-        key, value = (gather_sequence(x, self._group) for x in (key, value))
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=attention_mask.mask, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1])
-        return mixed.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: AttentionLayout, **_: object
+    ) -> Tensor:
+        """Query [S, 1, H, D], key and value [S, 1, K, D]; returns [S, 1, H D]."""
+        q, k, v = query[:, 0], gather_sequence(key[:, 0], self._group), gather_sequence(value[:, 0], self._group)
+        return attend(q, k, v, packed_seq_params, scale=self._scale).flatten(1)[:, None]
 
 
 def block_spec(settings: Any, *, num_layers: int) -> Any:

@@ -84,7 +84,11 @@ def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
 def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig, is_language_model: bool) -> None:
     """Everything about the run that the bridge could not know, and every switch whose default gives wrong numbers here."""
     dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
-    padded = -(-hf_config.vocab_size // config.tensor_parallel) * config.tensor_parallel
+    share = -(-hf_config.vocab_size // config.tensor_parallel)
+    if share * (config.tensor_parallel - 1) >= hf_config.vocab_size:
+        raise ConfigError(
+            f"tensor_parallel is {config.tensor_parallel}, which leaves a rank without any of the {hf_config.vocab_size} words: lower it."
+        )
     wanted = {
         "tensor_model_parallel_size": config.tensor_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,
@@ -96,11 +100,15 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        "vocab_size": padded,
+        "vocab_size": share * config.tensor_parallel,
         "share_embeddings_and_output_weights": is_language_model and bool(hf_config.tie_word_embeddings),
         # It marks split parameters only where it initialises them; without the marks the gradient norm leaves parts out.
         "perform_initialization": True,
         "use_cpu_initialization": True,
+        # Every weight is replaced before it is read.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         # The objective's reduction is the only division.
         "calculate_per_token_loss": True,
         # Packs differ in length.
@@ -123,6 +131,10 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)
     settings.finalize()
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _refuse_unsupported(settings: Any, hf_config: PretrainedConfig) -> None:
@@ -221,6 +233,7 @@ def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, m
         scalar=scalar,
         vocabulary=vocabulary,
         chunk=config.head_chunk_tokens,
+        is_compiled=config.compile_head,
         tp=membership.tp,
         cp=membership.cp,
     )

@@ -1,6 +1,6 @@
 """One micro-batch as a context-parallel rank computes it: its slice of the padded tokens, their positions, and who sees whom.
 
-T tokens of the micro-batch, S of them and of the padding on this rank, C ranks; a rank's slice is contiguous.
+T tokens of the micro-batch, S of them and of the padding on this rank; a rank's slice is contiguous.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLayout:
-    """Who sees whom: a token sees those of its own sequence up to itself."""
-
-    mask: Tensor
-    """[S, S C] bool, True where this rank's token (row) sees the token (column); padding is a sequence of its own."""
+from temper_engine_megatron.attention import AttentionLayout, attention_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +33,21 @@ class LocalMicroBatch:
         return self.tokens.shape[0]
 
 
-def local_micro_batch(micro: SequenceBatch, *, cp_size: int, cp_rank: int, token_multiple: int) -> LocalMicroBatch:
-    """This rank's slice of a micro-batch on the device, padded to a multiple of ``token_multiple`` tokens over all ranks."""
+def local_micro_batch(micro: SequenceBatch, *, cp_size: int, cp_rank: int, token_multiple: int, device: torch.device) -> LocalMicroBatch:
+    """This rank's slice of a micro-batch, padded to a multiple of ``token_multiple`` tokens over all ranks.
+
+    A micro-batch on the CPU is split without waiting for the device.
+    """
     length = micro.num_tokens
     padding = -length % token_multiple
-    sequence = torch.cat([micro.sequence_index, micro.sequence_index.new_full((padding,), micro.num_sequences)])
-    place = torch.arange(length + padding, device=micro.tokens.device)
     size = (length + padding) // cp_size
     mine = slice(cp_rank * size, (cp_rank + 1) * size)
-    mask = (sequence[mine, None] == sequence[None]) & (place[mine, None] >= place[None])
+    whole = micro.to(device)
     return LocalMicroBatch(
-        whole=micro,
-        tokens=torch.cat([micro.tokens, micro.tokens.new_zeros(padding)])[mine],
-        positions=torch.cat([micro.positions(), micro.tokens.new_zeros(padding)])[mine],
-        attention=AttentionLayout(mask=mask),
-        first=cp_rank * size,
+        whole=whole,
+        tokens=torch.cat([whole.tokens, whole.tokens.new_zeros(padding)])[mine],
+        positions=torch.cat([whole.positions(), whole.tokens.new_zeros(padding)])[mine],
+        # Padding is a sequence of its own.
+        attention=attention_layout([*micro.sequence_starts.tolist(), length + padding], mine=mine, device=device),
+        first=mine.start,
     )

@@ -10,6 +10,7 @@ from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.groups import Membership, join, leave, own_random_state
 from temper_engine_megatron.huggingface import open_tensors, read_config
 from temper_engine_megatron.model import build_chunks
+from temper_engine_megatron.numerics import check_deterministic_environment
 from temper_engine_megatron.optimizer import MegatronAdamW
 from temper_engine_megatron.parameter_map import ParameterMap
 from temper_engine_megatron.schedule_runner import ScheduleRunner
@@ -38,6 +39,8 @@ def build_parts(config: MegatronConfig) -> Parts:
     translation = Translation(hf_config)
     membership = join(config)
     try:
+        if config.deterministic:
+            check_deterministic_environment(membership.device)
         return _build(config, hf_config=hf_config, translation=translation, membership=membership)
     except BaseException:
         leave(membership)

@@ -52,9 +52,13 @@ class ScheduleRunner:
         topology = self._membership.topology
         prepared = [
             local_micro_batch(
-                micro, cp_size=topology.cp.size, cp_rank=topology.cp.rank, token_multiple=topology.plan_constraints.token_multiple
+                micro,
+                cp_size=topology.cp.size,
+                cp_rank=topology.cp.rank,
+                token_multiple=topology.plan_constraints.token_multiple,
+                device=self._membership.device,
             )
-            for micro in batch.to(self._membership.device).micro_batches()
+            for micro in batch.micro_batches()
         ]
         if not forward_only:
             self.has_local_gradients = True
@@ -67,7 +71,9 @@ class ScheduleRunner:
 
         def forward_step(micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module) -> tuple[Tensor, object]:
             local = next(micro_batches)
-            output: Tensor = chunk(input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=local.attention)
+            output: Tensor = chunk(
+                input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=None, packed_seq_params=local.attention
+            )
             return output, lambda hidden: self._finish(hidden, local, asked)
 
         iterators = [iter(prepared) for _ in chunks]

@@ -4,7 +4,10 @@ Chunks of N positions one after the other; each rank has the logits of its own s
 travel. With logits z = h W^T / temperature and p = softmax(z): d logsumexp / dz = p; d log p_y / dz = 1_y - p; dH / dz = -p (log p + H).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from temper_engine_api.projection import project
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,8 @@ class HeadShare:
     """Positions whose logits are held at once."""
     wants_entropy: bool
     """Whether the entropy is computed."""
+    is_compiled: bool = False
+    """Whether each pass over logits is one compiled kernel."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Over all shares, in place."""
@@ -81,17 +89,15 @@ class _Answers(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, chosen: Tensor, heat: Tensor, share: HeadShare
     ) -> tuple[Tensor, Tensor, Tensor]:
-        size = hidden.shape[0]
+        size, words = hidden.shape[0], weight[: share.size]
         logprobs = heat.new_zeros(chosen.shape)
         logsumexp, entropy = heat.new_zeros(size), heat.new_zeros(size)
         for rows in share.chunks(size):
-            logits = _logits(hidden[rows], weight, heat[rows], share)
-            normaliser = _normaliser(logits, share)
-            logsumexp[rows] = normaliser
-            logprobs[rows] = _at(logits, chosen[rows], share) - normaliser[:, None]
+            logits = project(hidden[rows], words)
+            logsumexp[rows], found = _normaliser_and_entropy(logits, heat[rows], share)
+            logprobs[rows] = _at(logits, chosen[rows], share) / heat[rows] - logsumexp[rows, None]
             if share.wants_entropy:
-                local = logits - normaliser[:, None]
-                entropy[rows] = -share.sum(torch.where(local > -torch.inf, local.exp() * local, 0.0).sum(1))
+                entropy[rows] = found
         ctx.save_for_backward(hidden, weight, chosen, heat, logsumexp, entropy)
         ctx.share = share  # type: ignore[attr-defined]
         return logprobs, logsumexp, entropy
@@ -102,36 +108,72 @@ class _Answers(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, chosen, heat, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         share: HeadShare = ctx.share  # type: ignore[attr-defined]
+        words = weight[: share.size]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Every log-prob pushes all of p down, the normaliser pulls it up.
         pull = grad_logsumexp - grad_logprobs.sum(1)
         for rows in share.chunks(hidden.shape[0]):
-            logs = _logits(hidden[rows], weight, heat[rows], share).sub_(logsumexp[rows, None])
-            slope = pull[rows, None].expand_as(logs)
-            if share.wants_entropy:
-                slope = slope - grad_entropy[rows, None] * torch.where(logs > -torch.inf, logs + entropy[rows, None], 0.0)
-            grad = logs.exp().mul_(slope)
-            place, is_here = _local_ids(chosen[rows], share)
-            grad.scatter_add_(1, place, grad_logprobs[rows] * is_here)
-            grad = grad.div_(heat[rows]).to(weight.dtype)
-            grad_hidden[rows] = (grad @ weight).float()
-            grad_weight += (grad.t() @ hidden[rows]).float()
+            grad = project(hidden[rows], words)
+            columns = (heat[rows, 0], logsumexp[rows], pull[rows], chosen[rows, 0] - share.first, grad_logprobs[rows, 0], entropy[rows])
+            slope = grad_entropy[rows] if share.wants_entropy else None
+            _kernel(_into_gradient, share)(grad, *columns, slope)
+            if chosen.shape[1] > 1:
+                place, is_here = _local_ids(chosen[rows, 1:], share)
+                grad.scatter_add_(1, place, (grad_logprobs[rows, 1:] * is_here / heat[rows]).to(grad.dtype))
+            grad_hidden[rows] = (grad @ words).float()
+            grad_weight[: share.size] += (grad.t() @ hidden[rows]).float()
         return share.sum(grad_hidden).to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, heat: Tensor, share: HeadShare) -> Tensor:
-    """[C, V / ranks] float32; rows that only pad the vocabulary have no probability."""
-    logits = project(hidden, weight).float() / heat
-    logits[:, share.size :] = -torch.inf
-    return logits
+@cache
+def _compiled(function: Callable[P, T]) -> Callable[P, T]:
+    # Any number of rows: micro-batches differ in it.
+    made: Callable[P, T] = torch.compile(function, dynamic=True)
+    return made
 
 
-def _normaliser(logits: Tensor, share: HeadShare) -> Tensor:
-    """[C] log of the normaliser over all shares."""
-    largest = logits.amax(1)
+def _kernel(function: Callable[P, T], share: HeadShare) -> Callable[P, T]:
+    return _compiled(function) if share.is_compiled else function
+
+
+def _normaliser_and_entropy(logits: Tensor, heat: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
+    """[C] log of the normaliser over all shares, and [C] entropy, from each share's sums about its own largest logit."""
+    own, total, weighted = _kernel(_sums, share)(logits, heat)
+    largest = own
     if share.group.size() > 1:
+        largest = own.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=share.group)
-    return share.sum((logits - largest[:, None]).exp().sum(1)).log() + largest
+        drop = own - largest
+        total, weighted = share.sum(torch.stack([total, weighted + total * drop]) * drop.exp())
+    return total.log() + largest, total.log() - weighted / total
+
+
+def _sums(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the largest tempered logit m, and the sums of exp(z - m) and of exp(z - m) (z - m)."""
+    tempered = logits.float() / heat
+    largest = tempered.amax(1, keepdim=True)
+    shifted = tempered - largest
+    weights = torch.exp(shifted)
+    return largest[:, 0], weights.sum(1), (weights * shifted).sum(1)
+
+
+def _into_gradient(
+    logits: Tensor,
+    heat: Tensor,
+    logsumexp: Tensor,
+    pull: Tensor,
+    label: Tensor,
+    grad_logprob: Tensor,
+    entropy: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Replace logits [C, V / ranks] by their gradient; labels that are elsewhere match no column."""
+    logs = logits.float() / heat[:, None] - logsumexp[:, None]
+    slope = pull[:, None] if grad_entropy is None else pull[:, None] - grad_entropy[:, None] * (logs + entropy[:, None])
+    is_label = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
+    grad = logs.exp() * slope + torch.where(is_label, grad_logprob[:, None], 0.0)
+    logits.copy_(grad / heat[:, None])
 
 
 def _local_ids(ids: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
@@ -142,6 +184,6 @@ def _local_ids(ids: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
 
 
 def _at(logits: Tensor, ids: Tensor, share: HeadShare) -> Tensor:
-    """[C, K] logits of ids from whichever rank has them."""
+    """[C, K] float32 logits of ids from whichever rank has them."""
     place, is_here = _local_ids(ids, share)
-    return share.sum(torch.where(is_here, logits.gather(1, place), 0.0))
+    return share.sum(torch.where(is_here, logits.gather(1, place).float(), 0.0))

@@ -1,0 +1,315 @@
+"""MegatronEngine on CUDA and NCCL: the conformance kit, norms over layouts, and updates beside a bare megatron-core loop and FSDPEngine.
+
+    python -m tools.gpu.engine_megatron --out FOLDER [--limit SECONDS]
+
+Run at the repository's root with engine-api, engine-fsdp, engine-megatron and megatron-bridge installed: the kit finds the engine by its
+entry point. Needs four GPUs for everything; jobs whose GPUs are not there are left out. Jobs of a phase run side by side on GPUs of their
+own, each with its own limit. Every row is appended to FOLDER/rows.jsonl as soon as it is measured; what JOB prints goes to FOLDER/JOB.txt.
+"""
+
+import argparse
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.engine import MegatronEngine
+from tools.gpu.engine_fsdp import update
+from tools.gpu.workload import (
+    MICRO_BATCH_TOKENS,
+    SHAPES,
+    SMALL,
+    ClippedPolicy,
+    Rows,
+    flops_of,
+    gemm_rate,
+    long_tail,
+    policy_batch,
+    small_batch,
+    timed,
+)
+
+KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,residency,rfc_loop"
+SHAPE = SHAPES["0.5B"]
+SHORTEST_PHASE_S = 20.0
+"""With less time left a phase is not begun."""
+LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "alone": {},
+    "tp2": {"tensor_parallel": 2},
+    "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "dp2-distopt": {"distributed_optimizer": True},
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "dp4-distopt": {"distributed_optimizer": True},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One process and its ranks."""
+
+    name: str
+    gpus: tuple[int, ...]
+    limit_s: float
+    """Then it is stopped; what it has measured stays."""
+    command: tuple[str, ...]
+    """Arguments to Python."""
+
+
+def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
+    """The conformance kit in these layouts."""
+    return Job(
+        name=f"kit-{layouts.replace(',', '-')}",
+        gpus=gpus,
+        limit_s=limit_s,
+        command=(
+            *("-m", "temper_engine_api.conformance", "--engine", "megatron", "--device", "cuda", "--layouts", layouts),
+            *("--groups", KIT_GROUPS, "-v", "--tb=short", "-p", "no:warnings"),
+        ),
+    )
+
+
+def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
+    """A job of this script on as many ranks as GPUs."""
+    command = ("-m", "tools.gpu.engine_megatron", "--ranks", kind, "--layouts", layouts, "--out")
+    return Job(name=f"{kind}-{layouts.replace(',', '-')}", gpus=gpus, limit_s=limit_s, command=command)
+
+
+PHASES: tuple[tuple[Job, ...], ...] = (
+    (ranks("norms", "alone", (0,), 70), ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70)),
+    (kit("tp2,pp2", (0, 1), 150), kit("cp2,dp2-distopt", (2, 3), 150)),
+    (ranks("speed", "alone", (0,), 110), ranks("speed", "tp2", (2, 3), 110)),
+    (ranks("speed", "pp2", (0, 1), 80), ranks("speed", "dp2-distopt", (2, 3), 80)),
+    (ranks("norms", "tp2-pp2,dp4-distopt", (0, 1, 2, 3), 45),),
+    (ranks("speed", "tp2-pp2", (0, 1, 2, 3), 70),),
+    (kit("tp2-pp2", (0, 1, 2, 3), 90),),
+)
+
+
+def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
+    """Start the jobs of a phase together and wait for all, never longer than ``left_s``."""
+    begun = time.monotonic()
+    running = []
+    for job in jobs:
+        command = [sys.executable, *job.command, *([str(rows.path.parent)] if job.command[-1] == "--out" else [])]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus)), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        with (rows.path.parent / f"{job.name}.txt").open("w") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        running.append((job, process))
+    for job, process in running:
+        try:
+            code: int | None = process.wait(timeout=max(1.0, begun + min(job.limit_s, left_s) - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+            stop(process)
+        row: dict[str, object] = {"job": "ended", "name": job.name, "seconds": round(time.monotonic() - begun, 1), "code": code}
+        if job.name.startswith("kit"):
+            row |= laws_in((rows.path.parent / f"{job.name}.txt").read_text())
+        rows.add(row)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a job, so that pytest still says what failed; then end it and its ranks."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(timeout=8)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def laws_in(text: str) -> dict[str, object]:
+    """Counts and names in what the kit printed."""
+    outcomes = re.findall(r"::(\S+) (PASSED|FAILED|ERROR)", text)
+    broken = [law for law, outcome in outcomes if outcome != "PASSED"]
+    return {"held": len(outcomes) - len(broken), "broken": broken}
+
+
+def rank_main(rank: int, world_size: int, port: int, path: str, kind: str, layouts: list[str]) -> None:
+    """One rank of a job."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    for layout in layouts:
+        RANK_JOBS[kind](Rows(path=Path(path)), rank, world_size, layout)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def started(engine: BaseEngine) -> Iterator[BaseEngine]:
+    """With its model and its objective; closed at the end."""
+    engine.init_model()
+    engine.set_loss_fn(ClippedPolicy())
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def megatron_config(architecture: Mapping[str, Scalar], layout: str, **changes: object) -> MegatronConfig:
+    """A model in a layout on CUDA."""
+    base = MegatronConfig(model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda")
+    return replace(base, **LAYOUTS[layout], **changes)  # type: ignore[arg-type]
+
+
+def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
+    """Gradient norms of five updates of a small model in float32 and bf16; the first layout also with FSDPEngine."""
+    for compute in ("fp32", "bf16"):
+        precision = PrecisionSpec(compute=compute)
+        engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(megatron_config(SMALL, layout, precision=precision))}
+        if layout == "alone":
+            optimizer = OptimizerSpec(lr=1e-3)
+            engines["fsdp"] = FSDPEngine(
+                FSDPConfig(model=ModelSpec(architecture=SMALL), optimizer=optimizer, device="cuda", precision=precision)
+            )
+        for name, engine in engines.items():
+            with started(engine):
+                packed = engine.shard_data(small_batch(), max_tokens=1024)
+                found = [update(engine, packed) for _ in range(5)]  # type: ignore[arg-type]
+            if rank == 0:
+                rows.add({"job": "norms", "who": name, "layout": layout, "world_size": world_size, "compute": compute, "norms": found})
+
+
+def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
+    """The RL update of a half-billion model by the bare loop, by the engine and by FSDPEngine, and the update of the next two again."""
+    rate = gemm_rate()
+    fields = LAYOUTS[layout]
+    tensor, pipeline = (int(str(fields.get(f"{axis}_parallel", 1))) for axis in ("tensor", "pipeline"))
+    replica = tensor * pipeline
+    measure = partial(report, rows, rank=rank, layout=layout, num_replicas=world_size // replica, gemm=rate)
+    bare(measure, lengths=long_tail(rank // replica), tensor=tensor, pipeline=pipeline)
+    architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE}
+    cases: dict[str, Callable[[], BaseEngine]] = {
+        "engine": lambda: MegatronEngine(megatron_config(architecture, layout, compile_head=True)),
+        "fsdp": lambda: FSDPEngine(
+            FSDPConfig(
+                model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda", reshard_after_forward=False
+            )
+        ),
+        "engine, eager head": lambda: MegatronEngine(megatron_config(architecture, layout)),
+    }
+    for name, make in cases.items():
+        with started(make()) as engine:
+            lengths = long_tail(engine.topology.dp.rank)
+            # The ranks of a replica draw the same tokens.
+            torch.manual_seed(engine.topology.dp.rank)
+            packed = policy_batch(lengths, world_size=engine.topology.dp.size)
+            measure(name, lambda e=engine, p=packed: update(e, p), lengths=lengths, num_replicas=engine.topology.dp.size)  # type: ignore[misc]
+
+
+def bare(measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int) -> None:
+    """The bare loop."""
+    from tools.gpu.megatron_loop import BareLoop, pack_of
+
+    torch.manual_seed(0)
+    packs = [pack_of(torch.randint(0, SHAPE["vocab_size"], (sum(sizes),), device="cuda"), sizes) for sizes in lengths]
+    loop = BareLoop(SHAPE, tensor=tensor, pipeline=pipeline, max_tokens=MICRO_BATCH_TOKENS)
+    measure("bare", lambda: loop.update(packs), lengths=lengths)
+    loop.close()
+
+
+def report(
+    rows: Rows,
+    who: str,
+    once: Callable[[], float],
+    *,
+    rank: int,
+    layout: str,
+    num_replicas: int,
+    gemm: float,
+    lengths: list[list[int]],
+) -> None:
+    """Median tokens per second and GPU of six updates, and the share of the matmul rate they use."""
+    for _ in range(3):
+        norm = once()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = timed(once, repeats=6)
+    world_size = dist.get_world_size()
+    tokens = sum(map(sum, lengths)) * num_replicas / world_size
+    per_token, attention = flops_of(SHAPE, lengths)
+    if rank == 0:
+        rows.add({
+            "job": "speed", "who": who, "layout": layout, "world_size": world_size, "tokens_per_s_and_gpu": round(tokens / seconds),
+            "mfu": round((per_token * tokens + attention * num_replicas / world_size) / seconds / gemm, 3),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
+        })  # fmt: skip
+
+
+RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {"norms": norms, "speed": speed}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Ratios to the bare loop, norms that differ from one rank's, and what did not end well."""
+    lines = []
+    base = {row["layout"]: row["tokens_per_s_and_gpu"] for row in rows if row.get("job") == "speed" and row["who"] == "bare"}
+    for row in (row for row in rows if row.get("job") == "speed"):
+        of = base.get(row["layout"])
+        ratio = f"{float(str(row['tokens_per_s_and_gpu'])) / float(str(of)):.3f}" if of else "?"
+        lines.append(f"{row['layout']:12} {row['who']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  mfu {row['mfu']}  to bare {ratio}")
+    norms_rows = [row for row in rows if row.get("job") == "norms"]
+    alone = {row["compute"]: row["norms"] for row in norms_rows if (row["who"], row["layout"]) == ("megatron", "alone")}
+    for row in norms_rows:
+        verdict = "agree" if norms_agree(row["norms"], alone.get(row["compute"]), compute=str(row["compute"])) else "DIFFER"
+        lines.append(f"norms {row['who']} {row['layout']} {row['compute']}: {verdict} {row['norms']}")
+    lines += [f"{row}" for row in rows if row.get("job") == "ended"]
+    return "\n".join(lines)
+
+
+def norms_agree(found: object, wanted: object, *, compute: str) -> bool:
+    """Of the first updates; rounding to bf16 grows with every one, so there only two are comparable."""
+    near, count = (1e-4, 3) if compute == "fp32" else (2e-2, 2)
+    if not isinstance(found, list) or not isinstance(wanted, list):
+        return False
+    return all(math.isclose(a, b, rel_tol=near) for a, b in zip(found[:count], wanted[:count], strict=True))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ranks", choices=RANK_JOBS, help="run this job on every GPU that is visible, instead of the phases")
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds for all phases together; default 520")
+    parser.add_argument("--layouts", default="alone", help="of that job")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(path=options.out / "rows.jsonl")
+    if options.ranks:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world_size = torch.cuda.device_count()
+        spawn(rank_main, args=(world_size, port, str(rows.path), options.ranks, options.layouts.split(",")), nprocs=world_size)
+        return
+    rows.add({"job": "machine", "torch": torch.__version__, "device": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()})
+    deadline = time.monotonic() + options.limit
+    for phase in PHASES:
+        jobs = tuple(job for job in phase if max(job.gpus) < torch.cuda.device_count())
+        left_s = deadline - time.monotonic()
+        if left_s < SHORTEST_PHASE_S:
+            rows.add({"job": "left out", "names": [job.name for job in jobs]})
+            continue
+        run_phase(jobs, rows, left_s=left_s)
+    print(table(rows.read()))
+
+
+if __name__ == "__main__":
+    main()
