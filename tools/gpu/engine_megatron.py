@@ -111,7 +111,10 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
     running = []
     for job in jobs:
         command = [sys.executable, *job.command, *([str(rows.path.parent)] if job.command[-1] == "--out" else [])]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus)), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))}
+        if "tp2" in job.name:
+            # What Megatron asks for with tensor parallelism: kernels start in the order in which they are launched.
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         with (rows.path.parent / f"{job.name}.txt").open("w") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         running.append((job, process))

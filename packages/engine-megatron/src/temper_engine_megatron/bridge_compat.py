@@ -28,7 +28,7 @@ PIP_LINE = "pip install --no-deps megatron-bridge==0.3.1"
 _LINES = {"megatron-core": (SpecifierSet(">=0.16.1,<0.17"), "0.16.1"), "megatron-bridge": (SpecifierSet(">=0.3.1,<0.4"), "0.3.1")}
 """By distribution: the versions that are taken, and the one that is tested."""
 
-USE_ANOTHER = "use a dense qwen2, qwen3 or llama model."
+USE_ANOTHER = "use a qwen2, qwen3, qwen3_moe or llama model."
 
 ParameterKind = Literal["plain", "qkv", "gated"]
 
@@ -119,9 +119,17 @@ def _import_bridge() -> Any:
             f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} ({error}): "
             "install what is missing, or remove the package that does not work."
         ) from error
+    _mend_core()
     # It adds a handler and a level to the root logger's children; ours stay as they are.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge
+
+
+def _mend_core() -> None:
+    """Without TransformerEngine the router asks for a name that core 0.16 then does not define."""
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _check_line(name: str, *, taken: SpecifierSet, tested: str) -> None:

@@ -20,6 +20,10 @@ class MegatronConfig(EngineConfig):
     """Chunks of layers per stage (interleaved schedule); null is one. The number of micro-batches becomes a multiple of the stages."""
     context_parallel: int = 1
     """Ranks that the tokens of a micro-batch are split over."""
+    expert_parallel: int = 1
+    """Ranks that the experts of a layer are divided over; they are taken from the data-, context- and tensor-parallel ranks."""
+    expert_tensor_parallel: int | None = None
+    """Ranks that one expert's matrices are split over; null is tensor_parallel."""
     distributed_optimizer: bool = False
     """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1), where there is an optimiser."""
     head_chunk_tokens: int = 2048
@@ -28,9 +32,16 @@ class MegatronConfig(EngineConfig):
     """Make one compiled kernel of each pass over logits; pays off on CUDA."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "head_chunk_tokens"):
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "head_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if self.expert_ranks_of_a_matrix < 1:
+            raise ConfigError(f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1; null is tensor_parallel.")
+        if self.expert_ranks_of_a_matrix != self.tensor_parallel and self.expert_parallel == 1:
+            raise ConfigError(
+                f"expert_tensor_parallel is {self.expert_tensor_parallel} and tensor_parallel {self.tensor_parallel}: "
+                "they may differ only where experts are divided too, so raise expert_parallel, or leave expert_tensor_parallel null."
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off."
@@ -45,3 +56,8 @@ class MegatronConfig(EngineConfig):
     def replica_size(self) -> int:
         """Ranks that hold one copy of the model and see the same samples."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def expert_ranks_of_a_matrix(self) -> int:
+        """Ranks that one expert's matrices are split over."""
+        return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel

@@ -63,6 +63,11 @@ def _same(this: Any, *_: object, **__: object) -> Any:
     return this
 
 
+def _on_host(numbers: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens per rank, as the all-to-all of gloo wants them; Megatron's own leaves alone what is no CUDA tensor."""
+    return numbers.numpy() if as_numpy and isinstance(numbers, Tensor) else numbers
+
+
 def _stand_ins() -> Iterator[tuple[object, str, object]]:
     cuda = torch.cuda
     yield cuda, "current_device", lambda: _CPU
@@ -88,12 +93,14 @@ def megatron_on_cpu() -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
         for owner, name, stand_in in _stand_ins():
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(patch.object(megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
         stack.enter_context(patch.object(megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)))
+        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
         # Megatron compiles small functions when it is imported; on a CPU that costs seconds at their first call.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_OnCpu())

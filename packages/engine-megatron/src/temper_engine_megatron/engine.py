@@ -24,6 +24,7 @@ from temper_engine_megatron.known_warnings import without_known_warnings
 with without_known_warnings():
     from temper_engine_megatron.groups import leave
     from temper_engine_megatron.parts import Parts, build_parts
+    from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS
     from temper_engine_megatron.state import StateOfRanks
 
 ObjectT = TypeVar("ObjectT")
@@ -44,6 +45,7 @@ class MegatronEngine(BaseEngine):
             Capability.TENSOR_PARALLEL,
             Capability.PIPELINE_PARALLEL,
             Capability.CONTEXT_PARALLEL,
+            Capability.OFFLOAD,
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
         }
@@ -65,11 +67,24 @@ class MegatronEngine(BaseEngine):
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        """Everything is always on the device; the runner sets the module's mode."""
-        return nullcontext()
+        return self._parts.residency.around(mode)
 
     def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        """Offloading is not claimed: everything stays where it is."""
+        """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
+
+        Contexts bring in what they need meanwhile, and put it back.
+
+        Raises:
+            EngineStateError: inside a mode.
+        """
+        if self._mode is not None:
+            raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
+        residency = self._parts.residency
+        for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
+            if is_meant and device == "cpu":
+                residency.park(name)
+            elif is_meant:
+                residency.bring_in(name)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics.deterministic() if self.config.deterministic else nullcontext()
@@ -103,8 +118,9 @@ class MegatronEngine(BaseEngine):
     def _zero_gradients(self) -> None:
         optimizer = self._parts.optimizer
         if optimizer is not None:
-            self._parts.runner.zero()
-            optimizer.zero()
+            with self._parts.residency.resident(PARAMETERS, GRADIENTS):
+                self._parts.runner.zero()
+                optimizer.zero()
 
     def _export_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
@@ -113,7 +129,8 @@ class MegatronEngine(BaseEngine):
         return self._parts.state.iterate_weights(dtype=self._export_dtype())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        self._parts.state.load_weights(stream)
+        with self._parts.residency.resident(OPTIMIZER):
+            self._parts.state.load_weights(stream)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         return self._trained_state().iterate_state()

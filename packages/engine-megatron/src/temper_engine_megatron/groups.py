@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,33 @@ from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 
-Sizes = tuple[int, int, int | None, int]
-"""Tensor, pipeline, virtual and context parallel."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of Megatron's groups; two engines of one process must have the same."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    virtual_pipeline: int | None
+    context_parallel: int
+    expert_parallel: int
+    expert_tensor_parallel: int
+
+    @classmethod
+    def of(cls, config: MegatronConfig) -> "Sizes":
+        """What a configuration asks."""
+        return cls(
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+            virtual_pipeline=config.virtual_pipeline,
+            context_parallel=config.context_parallel,
+            expert_parallel=config.expert_parallel,
+            expert_tensor_parallel=config.expert_ranks_of_a_matrix,
+        )
+
+    def __str__(self) -> str:
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return ", ".join(f"{name} {size}" for name, size in found.items() if size not in (1, None)) or "no model parallelism"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +93,24 @@ class Membership:
         return group
 
     @property
+    def ep(self) -> dist.ProcessGroup:
+        """Ranks that hold different experts."""
+        group: dist.ProcessGroup = self.collection.ep
+        return group
+
+    @property
+    def expert_tp(self) -> dist.ProcessGroup:
+        """Ranks that hold parts of the same expert's matrices."""
+        group: dist.ProcessGroup = self.collection.expt_tp
+        return group
+
+    @property
+    def expert_dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same experts."""
+        group: dist.ProcessGroup = self.collection.expt_dp
+        return group
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether losses and answers are made here."""
         return self.topology.pp.rank == self.topology.pp.size - 1
@@ -89,7 +132,7 @@ def join(config: MegatronConfig) -> Membership:
     """
     device = _choose_device(config.device)
     made_group = _join_default(device, timeout_s=config.collective_timeout_s)
-    sizes = (config.tensor_parallel, config.pipeline_parallel, config.virtual_pipeline, config.context_parallel)
+    sizes = Sizes.of(config)
     world_size = dist.get_world_size()
     try:
         _check(config, sizes, world_size)
@@ -122,21 +165,29 @@ def _check(config: MegatronConfig, sizes: Sizes, world_size: int) -> None:
             f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel} x context_parallel "
             f"{config.context_parallel} is {config.replica_size}, which must divide the {world_size} ranks."
         )
+    replica_of_experts = sizes.expert_tensor_parallel * sizes.expert_parallel * sizes.pipeline_parallel
+    if world_size % replica_of_experts:
+        raise ConfigError(
+            f"expert_tensor_parallel {sizes.expert_tensor_parallel} x expert_parallel {sizes.expert_parallel} x pipeline_parallel "
+            f"{sizes.pipeline_parallel} is {replica_of_experts}, which must divide the {world_size} ranks."
+        )
     if _IN_USE and sizes not in _IN_USE:
         raise ConfigError(
-            f"an engine with (tensor, pipeline, virtual, context) parallel sizes {next(iter(_IN_USE))} lives in this process, and Megatron "
-            f"has one set of process groups, so {sizes} can't be made beside it: close that engine before, or use another process."
+            f"an engine with {next(iter(_IN_USE))} lives in this process, and Megatron has one set of process groups for a process, so one "
+            f"with {sizes} can't be made beside it: give all roles the same sizes, or run them in processes of their own "
+            "(the trainer's Ray runtime), or close the first engine before."
         )
 
 
 def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
-    tensor, pipeline, virtual, context = sizes
     with megatron_on_cpu(), own_random_state():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            virtual_pipeline_model_parallel_size=virtual,
-            context_parallel_size=context,
+            tensor_model_parallel_size=sizes.tensor_parallel,
+            pipeline_model_parallel_size=sizes.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+            context_parallel_size=sizes.context_parallel,
+            expert_model_parallel_size=sizes.expert_parallel,
+            expert_tensor_parallel_size=sizes.expert_tensor_parallel,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
@@ -151,7 +202,7 @@ def own_random_state() -> Iterator[None]:
 
 
 def _topology(config: MegatronConfig, collection: Any) -> Topology:
-    tp, pp, cp, dp = (_axis(group) for group in (collection.tp, collection.pp, collection.cp, collection.dp))
+    tp, pp, cp, dp, ep = (_axis(group) for group in (collection.tp, collection.pp, collection.cp, collection.dp, collection.ep))
     stages = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
@@ -160,6 +211,7 @@ def _topology(config: MegatronConfig, collection: Any) -> Topology:
         tp=tp,
         pp=pp,
         cp=cp,
+        ep=ep,
         returns_outputs=pp.rank == pp.size - 1 and tp.rank == cp.rank == 0,
         plan_constraints=PlanConstraints(
             micro_batch_multiple=stages,

@@ -1,6 +1,6 @@
 """Hugging Face models on disk or from scratch: their configuration, and their tensors one at a time, float32."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 
 SCALAR_HEAD = "score."
+_JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What transformers joins in memory, by the parts of each expert, one above the other."""
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
@@ -32,7 +34,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     except ValueError as error:
         raise ConfigError(
             f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
-            "use a model type such as qwen2, qwen3 or llama."
+            "use a model type such as qwen2, qwen3, qwen3_moe or llama."
         ) from error
 
 
@@ -86,7 +88,20 @@ def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Te
         auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        return dict(auto.from_config(hf_config, dtype=torch.float32).state_dict())
+        return dict(_one_by_one(auto.from_config(hf_config, dtype=torch.float32).state_dict()))
+
+
+def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Experts under the names that files have; transformers joins those of a layer in memory."""
+    for name, tensor in tensors.items():
+        layer, separator, kind = name.rpartition(".experts.")
+        if not separator or kind not in _JOINED_EXPERTS:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = expert.chunk(len(_JOINED_EXPERTS[kind]))
+            for part_name, part in zip(_JOINED_EXPERTS[kind], parts, strict=True):
+                yield f"{layer}.experts.{number}.{part_name}.weight", part
 
 
 def _new_head(spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool) -> Tensor:

@@ -53,7 +53,11 @@ class PackedAttention(MegatronModule):
 def block_spec(settings: Any, *, num_layers: int) -> Any:
     """What one chunk of the decoder consists of: so many layers, and the norm that follows the last one."""
     layer = get_gpt_layer_local_spec(
-        num_experts=None, moe_grouped_gemm=False, qk_layernorm=settings.qk_layernorm, normalization=settings.normalization
+        # Grouped products of experts need TransformerEngine: each expert is one after the other.
+        num_experts=settings.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=settings.qk_layernorm,
+        normalization=settings.normalization,
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

@@ -94,6 +94,8 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
         "context_parallel_size": config.context_parallel,
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": config.expert_ranks_of_a_matrix,
         "sequence_parallel": config.sequence_parallel,
         "pipeline_model_parallel_layout": _stage_table(config, num_layers=settings.num_layers),
         "params_dtype": dtype,
@@ -127,10 +129,40 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "cross_entropy_loss_fusion": False,
         "deterministic_mode": False,
     }
+    if settings.num_moe_experts:
+        wanted |= _of_experts(settings, config, hf_config=hf_config)
     for name, value in wanted.items():
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)
     settings.finalize()
+
+
+def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig) -> dict[str, object]:
+    """What a mixture of experts needs beyond that.
+
+    Raises:
+        CapabilityError: some of its layers have none.
+        ConfigError: its experts can't be divided like that.
+    """
+    fields = hf_config.to_dict()
+    if fields.get("decoder_sparse_step", 1) != 1 or fields.get("mlp_only_layers"):
+        raise CapabilityError("models in which only some layers have experts are not supported by the Megatron engine yet.")
+    if settings.num_moe_experts % config.expert_parallel:
+        raise ConfigError(
+            f"expert_parallel is {config.expert_parallel}, which must divide the {settings.num_moe_experts} experts of a layer."
+        )
+    if config.tensor_parallel > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            "a mixture of experts with tensor_parallel above 1 would send each token to its experts once per rank: set sequence_parallel."
+        )
+    return {
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # Probabilities over all experts, of which the chosen ones are kept as they are, or over the chosen ones alone.
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", True),
+    }
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -138,8 +170,6 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def _refuse_unsupported(settings: Any, hf_config: PretrainedConfig) -> None:
-    if settings.num_moe_experts:
-        raise CapabilityError("mixture-of-experts models are not supported by the Megatron engine yet: use a dense model.")
     if settings.normalization != "RMSNorm":
         raise CapabilityError(f"{settings.normalization} is not supported by the Megatron engine yet: use a model with RMSNorm.")
     if settings.attention_dropout or settings.hidden_dropout:

@@ -5,7 +5,7 @@ only a piece of them here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,41 +56,51 @@ class MegatronAdamW:
             clip_grad=0.0,
         )
         with megatron_on_cpu():
-            # A chain of one: only experts would get an optimizer of their own.
-            (self._optimizer,) = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False).chained_optimizers
+            self._chain = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        # Experts that are divided over ranks have an optimizer of their own.
+        self._optimizers: list[Any] = self._chain.chained_optimizers
 
     @torch.no_grad()
     def step(self, *, lr: float) -> float:
         """Global norm before clipping, the same on every rank; clips and updates only where it is finite."""
         with megatron_on_cpu():
-            optimizer = self._optimizer
-            optimizer.prepare_grads()
-            norm = float(optimizer.get_grad_norm())
+            self._chain.prepare_grads()
+            norm = float(self._chain.get_grad_norm())
             if not math.isfinite(norm):
                 return norm
             if self._spec.clip_grad_norm is not None:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._spec.clip_grad_norm, norm)
-            for group in optimizer.param_groups:
+                for optimizer in self._optimizers:
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._spec.clip_grad_norm, norm)
+            for group in self._chain.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = self._spec.weight_decay * (1.0 if self._spec.decays_vectors else group["wd_mult"])
-            optimizer.step_with_ready_grads()
+            self._chain.step_with_ready_grads()
         return norm
 
     def zero(self) -> None:
         """Drop the gradients that the last step left in parameters."""
         with megatron_on_cpu():
-            self._optimizer.zero_grad()
+            self._chain.zero_grad()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Master weights and moments, as they are now; a master weight may be the parameter itself."""
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for main in group["params"]:
+                    yield main
+                    # A count is a number on the host.
+                    yield from (kept for name, kept in optimizer.optimizer.state.get(main, {}).items() if name != "step")
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> ParameterState:
         """This rank's part of a parameter's state, whole. Collective over ranks that hold the same weights, if distributed."""
         main, piece = self._main(parameter), self._piece(parameter)
-        kept = {} if main is None else self._optimizer.optimizer.state.get(main, {})
+        kept = {} if main is None else self._kept_by(parameter).get(main, {})
         parts = [main, kept.get("exp_avg"), kept.get("exp_avg_sq")]
         master, first, second = (self._whole(part, parameter, piece) for part in parts)
         count = torch.tensor(float(kept.get("step", 0.0)), device=parameter.device)
         if self._is_distributed:
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._membership.dp_cp)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._sharers(parameter))
         return ParameterState(master=master, first=first, second=second, count=int(count))
 
     @torch.no_grad()
@@ -103,7 +113,7 @@ class MegatronAdamW:
         master, first, second = (part.reshape(-1)[piece].reshape(main.shape) for part in (state.master, state.first, state.second))
         main.data.copy_(master)
         # A step of its own for each: AdamW would count a shared one once per parameter.
-        self._optimizer.optimizer.state[main] = {
+        self._kept_by(parameter)[main] = {
             "step": torch.tensor(float(state.count)),
             "exp_avg": first.to(main.device, copy=True),
             "exp_avg_sq": second.to(main.device, copy=True),
@@ -119,21 +129,34 @@ class MegatronAdamW:
 
     def _main(self, parameter: nn.Parameter) -> Any:
         """The tensor that AdamW updates for a parameter: itself, a float32 copy, or this rank's piece of one; None without a piece."""
-        optimizer = self._optimizer
         if not self._is_distributed:
             return vars(parameter).get("main_param", parameter)
+        optimizer = self._optimizer_of(parameter)
         if parameter not in optimizer.model_param_group_index_map:
             return None
         group, place = optimizer.model_param_group_index_map[parameter]
         return optimizer.optimizer.param_groups[group]["params"][place]
 
+    def _optimizer_of(self, parameter: nn.Parameter) -> Any:
+        return self._optimizers[-1 if _is_divided_expert(parameter) else 0]
+
+    def _kept_by(self, parameter: nn.Parameter) -> dict[Any, dict[str, Tensor]]:
+        """Moments and counts, by the tensors that AdamW updates."""
+        kept: dict[Any, dict[str, Tensor]] = self._optimizer_of(parameter).optimizer.state
+        return kept
+
+    def _sharers(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """Ranks that hold the same parameter."""
+        return self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
+
     def _piece(self, parameter: nn.Parameter) -> slice:
         """Which entries of the flat parameter belong to this rank."""
         if not self._is_distributed:
             return slice(0, parameter.numel())
-        if parameter not in self._optimizer.model_param_group_index_map:
+        optimizer = self._optimizer_of(parameter)
+        if parameter not in optimizer.model_param_group_index_map:
             return slice(0, 0)
-        found = self._optimizer._get_model_param_range_map(parameter)["param"]
+        found = optimizer._get_model_param_range_map(parameter)["param"]
         return slice(found.start, found.end)
 
     def _whole(self, part: Tensor | None, parameter: nn.Parameter, piece: slice) -> Tensor:
@@ -141,5 +164,11 @@ class MegatronAdamW:
         if part is not None:
             whole[piece] = part.detach().reshape(-1).float()
         if self._is_distributed:
-            dist.all_reduce(whole, group=self._membership.dp_cp)
+            dist.all_reduce(whole, group=self._sharers(parameter))
         return whole.view(parameter.shape)
+
+
+def _is_divided_expert(parameter: nn.Parameter) -> bool:
+    """Whether Megatron keeps it out of the all-reduce over all data-parallel ranks."""
+    marks: Mapping[str, Any] = vars(parameter)
+    return not marks.get("allreduce", True)

@@ -1,7 +1,7 @@
 """Between Megatron's parameters, each a part on some ranks, and full tensors under Hugging Face names.
 
 Going in, every rank cuts its own part out of full tensors, without a collective. Going out, parts are gathered over tensor-parallel
-ranks where they lie, and broadcast to the other stages; every rank meets the same names in the same order.
+ranks where they lie, and broadcast to ranks with other experts and to the other stages; every rank meets the same names in the same order.
 """
 
 import re
@@ -25,6 +25,7 @@ SCALAR_RECIPES = {
 }
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,11 @@ class _Described:
     """What the other stages must know about a parameter: everything but its numbers."""
 
     name: str
-    """Megatron's, with the layer's global number."""
+    """Megatron's, with the global numbers of layer and expert."""
     stage: int
     """Rank in the pipeline group that holds it."""
+    expert_rank: int | None
+    """Rank in the group of ranks with other experts that holds it; None where all of them do."""
     shape: tuple[int, ...]
     """Of each tensor-parallel part."""
     split_dim: int | None
@@ -65,9 +68,9 @@ class ParameterMap:
         self._tied_copy: nn.Parameter | None = None
         here = dict(self._named(chunks))
         described = [self._describe(name, parameter) for name, parameter in here.items()]
-        everywhere: list[list[_Described]] = [described] * membership.pp.size()
-        dist.all_gather_object(everywhere, described, group=membership.pp)
-        order = sorted((entry for of_stage in everywhere for entry in of_stage), key=lambda entry: _place(entry.name))
+        # Ranks with other experts repeat what is no expert.
+        of_stage = list(dict.fromkeys(_gathered(described, membership.ep)))
+        order = sorted(_gathered(of_stage, membership.pp), key=lambda entry: _place(entry.name))
         self.entries = tuple(
             MappedParameter(described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)) for entry in order
         )
@@ -83,7 +86,8 @@ class ParameterMap:
 
     def to_local(self, entry: MappedParameter, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's part out of full tensors, in the order of the recipe's names."""
-        size, rank = self._membership.tp.size(), self._membership.tp.rank()
+        group = self._splitters(entry.described)
+        size, rank = group.size(), group.rank()
         if entry.recipe.kind == "gated":
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
         full = self._translation.join_heads(tensors) if entry.recipe.kind == "qkv" else tensors[0]
@@ -95,15 +99,16 @@ class ParameterMap:
             full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])])
         return full.chunk(size, dim=described.split_dim)[rank]
 
-    def to_full(self, entry: MappedParameter, local: Tensor | None) -> dict[str, Tensor]:
+    def to_full(self, entry: MappedParameter, local: Tensor | None, *, dtype: torch.dtype) -> dict[str, Tensor]:
         """Full tensors by Hugging Face name, on every rank. Collective over tensor-parallel ranks and stages.
 
         Args:
             entry: of the map.
-            local: float32, this rank's part of the parameter or of a quantity of its shape, where ``entry.parameter`` is not None.
+            local: this rank's part of the parameter or of a quantity of its shape, where ``entry.parameter`` is not None.
+            dtype: of what the holders give.
         """
         described = entry.described
-        parts = self._gather(described, local)
+        parts = self._gather(described, local, dtype)
         if entry.recipe.kind == "gated":
             halves = [part.chunk(2) for part in parts]
             tensors: Sequence[Tensor] = [torch.cat([half[i] for half in halves]) for i in range(2)]
@@ -122,30 +127,38 @@ class ParameterMap:
         return [parameter for parameter in held if parameter is not None]
 
     def count_of(self, entry: MappedParameter, count: int) -> int:
-        """A number that the stage of an entry knows, on every stage. Collective over stages."""
-        group = self._membership.pp
-        if group.size() == 1:
-            return count
+        """A number that the holders of an entry know, on every rank. Collective over stages and ranks with other experts."""
         known = torch.tensor(count, device=self._membership.device)
-        dist.broadcast(known, src=dist.get_global_rank(group, entry.described.stage), group=group)
+        self._share(entry.described, known)
         return int(known)
 
-    def _gather(self, described: _Described, local: Tensor | None) -> list[Tensor]:
-        """Every tensor-parallel part, on every stage."""
-        membership = self._membership
-        count = 1 if described.split_dim is None else membership.tp.size()
+    def _gather(self, described: _Described, local: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+        """Every tensor-parallel part, on every rank."""
+        group = self._splitters(described)
+        count = 1 if described.split_dim is None else group.size()
         if local is None:
-            parts = [torch.empty(described.shape, device=membership.device) for _ in range(count)]
+            parts = [torch.empty(described.shape, dtype=dtype, device=self._membership.device) for _ in range(count)]
         elif count == 1:
             parts = [local.contiguous()]
         else:
             parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(count)]
-            dist.all_gather(parts, local.contiguous(), group=membership.tp)
-        if membership.pp.size() > 1:
-            source = dist.get_global_rank(membership.pp, described.stage)
-            for part in parts:
-                dist.broadcast(part, src=source, group=membership.pp)
+            dist.all_gather(parts, local.contiguous(), group=group)
+        for part in parts:
+            self._share(described, part)
         return parts
+
+    def _share(self, described: _Described, numbers: Tensor) -> None:
+        """From the ranks that hold a parameter to those with other experts, and then to the other stages; in place."""
+        membership = self._membership
+        sources = ((membership.ep, described.expert_rank), (membership.pp, described.stage))
+        for group, source in sources:
+            is_there = group is membership.pp or membership.topology.pp.rank == described.stage
+            if group.size() > 1 and source is not None and is_there:
+                dist.broadcast(numbers, src=dist.get_global_rank(group, source), group=group)
+
+    def _splitters(self, described: _Described) -> dist.ProcessGroup:
+        """Ranks that hold parts of the same matrix."""
+        return self._membership.tp if _EXPERT.search(described.name) is None else self._membership.expert_tp
 
     def _named(self, chunks: Chunks) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in chunks.bare:
@@ -153,15 +166,29 @@ class ParameterMap:
                 if name == "output_layer.weight" and not self._has_scalar_head and chunk.share_embeddings_and_output_weights:
                     self._tied_copy = parameter
                     continue
-                yield _global_name(name, chunk), parameter
+                yield self._global_name(name, chunk), parameter
+
+    def _global_name(self, name: str, chunk: PackedGPTModel) -> str:
+        match = _LAYER.match(name)
+        if match is None:
+            return name
+        number: int = chunk.decoder.layers[int(match[1])].layer_number - 1
+        rest = name[match.end() :]
+        if (expert := _EXPERT.search(rest)) is not None:
+            first = self._translation.settings.num_moe_experts // self._membership.ep.size() * self._membership.ep.rank()
+            rest = f"{rest[: expert.start()]}{first + int(expert[0])}{rest[expert.end() :]}"
+        return f"decoder.layers.{number}.{rest}"
 
     def _describe(self, name: str, parameter: nn.Parameter) -> _Described:
         marks: Mapping[str, Any] = vars(parameter)
-        is_split = bool(marks.get("tensor_model_parallel")) and self._membership.tp.size() > 1
+        is_expert = _EXPERT.search(name) is not None
+        splitters = self._membership.expert_tp if is_expert else self._membership.tp
+        is_split = bool(marks.get("tensor_model_parallel")) and splitters.size() > 1
         is_head = name == "output_layer.weight" and not self._has_scalar_head
         return _Described(
             name=name,
             stage=self._membership.topology.pp.rank,
+            expert_rank=self._membership.ep.rank() if is_expert else None,
             shape=tuple(parameter.shape),
             split_dim=int(marks["partition_dim"]) if is_split else None,
             is_embedding=is_head or name == EMBEDDING,
@@ -175,7 +202,7 @@ class ParameterMap:
     def _full_shape(self, described: _Described) -> tuple[int, ...]:
         shape = list(described.shape)
         if described.split_dim is not None:
-            shape[described.split_dim] *= self._membership.tp.size()
+            shape[described.split_dim] *= self._splitters(described).size()
         if described.is_embedding:
             shape[0] = self._vocabulary
         return tuple(shape)
@@ -192,12 +219,10 @@ class ParameterMap:
             yield name, (count, *rest)
 
 
-def _global_name(name: str, chunk: PackedGPTModel) -> str:
-    match = _LAYER.match(name)
-    if match is None:
-        return name
-    number: int = chunk.decoder.layers[int(match[1])].layer_number - 1
-    return f"decoder.layers.{number}.{name[match.end() :]}"
+def _gathered(mine: list[_Described], group: dist.ProcessGroup) -> list[_Described]:
+    everywhere: list[list[_Described]] = [mine] * group.size()
+    dist.all_gather_object(everywhere, mine, group=group)
+    return [entry for of_rank in everywhere for entry in of_rank]
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.errors import CapabilityError
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.groups import Membership, join, leave, own_random_state
 from temper_engine_megatron.huggingface import open_tensors, read_config
-from temper_engine_megatron.model import build_chunks
+from temper_engine_megatron.model import Chunks, build_chunks
 from temper_engine_megatron.numerics import check_deterministic_environment
 from temper_engine_megatron.optimizer import MegatronAdamW
 from temper_engine_megatron.parameter_map import ParameterMap
+from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Residency
 from temper_engine_megatron.schedule_runner import ScheduleRunner
 from temper_engine_megatron.state import StateOfRanks
 
@@ -31,6 +34,8 @@ class Parts:
     """None where the configuration has none."""
     state: StateOfRanks
     """Weights and training state by Hugging Face name."""
+    residency: Residency
+    """Where the tensors of all these lie."""
 
 
 def build_parts(config: MegatronConfig) -> Parts:
@@ -75,4 +80,27 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
         runner=ScheduleRunner(chunks, membership=membership),
         optimizer=optimizer,
         state=state,
+        residency=_residency(config, chunks, optimizer),
     )
+
+
+def _residency(config: MegatronConfig, chunks: Chunks, optimizer: MegatronAdamW | None) -> Residency:
+    if config.residency.optimizer_on_cpu:
+        raise CapabilityError(
+            "residency.optimizer_on_cpu is not supported by the Megatron engine: use residency.offload_optimizer, "
+            "which keeps optimiser states in host memory between updates."
+        )
+
+    def parameters() -> list[Tensor]:
+        return [parameter.data for chunk in chunks.bare for parameter in chunk.parameters()]
+
+    def gradients() -> list[Tensor]:
+        return [vars(p)["main_grad"] for chunk in chunks.bare for p in chunk.parameters() if "main_grad" in vars(p)]
+
+    def states() -> list[Tensor]:
+        # Float32 parameters are their own masters, and move as parameters.
+        places = {tensor.untyped_storage().data_ptr() for tensor in parameters()}
+        found = [] if optimizer is None else optimizer.tensors()
+        return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in places]
+
+    return Residency({PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: states}, spec=config.residency)

@@ -6,7 +6,7 @@ What arrives is kept as this rank's parts until the whole stream has been checke
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
 from temper_engine_megatron.optimizer import MegatronAdamW, ParameterState
@@ -27,8 +27,9 @@ class StateOfRanks:
     def iterate_weights(self, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
         """Full tensors in this dtype, one parameter at a time. Collective."""
         for entry in self._map.entries:
-            local = None if entry.parameter is None else self._master(entry.parameter)
-            for name, tensor in self._map.to_full(entry, local).items():
+            # In the compute dtype a parameter is its master weight, rounded.
+            local = None if entry.parameter is None else entry.parameter.detach()
+            for name, tensor in self._map.to_full(entry, local, dtype=dtype).items():
                 yield NamedWeight(name, tensor.to(dtype, copy=True))
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
@@ -55,7 +56,7 @@ class StateOfRanks:
         for entry in self._map.entries:
             kept = None if entry.parameter is None else optimizer.read(entry.parameter)
             parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
-            masters, firsts, seconds = (self._map.to_full(entry, part) for part in parts)
+            masters, firsts, seconds = (self._map.to_full(entry, part, dtype=torch.float32) for part in parts)
             count = self._map.count_of(entry, 0 if kept is None else kept.count)
             for name, master in masters.items():
                 yield TrainingState(
@@ -91,9 +92,6 @@ class StateOfRanks:
                 parameter.data.copy_(local)
             else:
                 self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
-
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach().float() if self._optimizer is None else self._optimizer.read(parameter).master
 
     def _require_optimizer(self) -> MegatronAdamW:
         assert self._optimizer is not None, "the engine asks only where there is one"

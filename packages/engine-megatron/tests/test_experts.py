@@ -1,0 +1,142 @@
+"""Mixtures of experts: the numbers of transformers however experts are divided, and weights that come back bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+
+from temper_engine_api.conformance.measure import Split, measure_outputs, measure_update, measure_updates, weights_of
+from temper_engine_api.conformance.models import TinyModel
+from temper_engine_api.conformance.probes import TokenProbe
+from temper_engine_api.conformance.rank import TRAINS
+from temper_engine_api.conformance.subject import Subject
+from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.layout import Layout
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import ModelSpec
+from temper_engine_megatron.engine import MegatronEngine
+
+EXPERTS = TinyModel(
+    name="qwen3-moe",
+    architecture={
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+)
+AS_THEY_ARE = replace(EXPERTS, name="qwen3-moe-as-they-are", architecture={**EXPERTS.architecture, "norm_topk_prob": False})
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout(name="alone", world_size=1),
+        Layout(name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="tp2-sp-ep2",
+            world_size=2,
+            fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+        ),
+        Layout(name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}),
+        Layout(name="cp2-ep2", world_size=2, fields={"context_parallel": 2, "expert_parallel": 2}),
+    )
+}
+FOUR = Split(name="four", min_micro_batches=4)
+
+
+@pytest.fixture
+def subject_in(fleet):
+    def at(name):
+        layout = LAYOUTS[name]
+        return Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=layout, all_layouts=(layout,), fleet=fleet)
+
+    return at
+
+
+def one_by_one(tensors):
+    """Experts under the names in files: transformers joins a layer's, each with its gate above its up-projection."""
+    found = {}
+    for name, tensor in tensors.items():
+        for number in range(8 if ".experts." in name else 0):
+            stem = f"{name.partition('.experts.')[0]}.experts.{number}"
+            if name.endswith("down_proj"):
+                found[f"{stem}.down_proj.weight"] = tensor[number]
+            else:
+                found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = tensor[number, :24], tensor[number, 24:]
+        if ".experts." not in name:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "tp2-sp"])
+def test_gradients_are_those_of_transformers(subject_in, reference, layout):
+    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS)
+    expected = reference.update(recipe, TokenProbe(), batch)
+    updates = subject_in(layout).run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR)
+    assert_all_close(updates[0].gradients, one_by_one(expected.gradients), GRADIENT, what="gradient")
+    for update in updates:
+        assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+
+
+@pytest.mark.parametrize("model", [EXPERTS, AS_THEY_ARE], ids=lambda model: model.name)
+def test_log_probs_are_those_of_transformers(subject_in, reference, model):
+    recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
+    outputs = subject_in("ep2").run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
+    assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2", "tp2-sp"])
+def test_weights_come_back_bit_for_bit_under_the_names_in_files(subject_in, reference, layout):
+    recipe = reference.recipe(EXPERTS)
+    exported = subject_in(layout).run(exported_weights, recipe=recipe)
+    assert_all_equal(exported[0], load_file(f"{recipe.model_path}/model.safetensors"), what="weights")
+    assert list(exported[0]) == list(exported[1])
+
+
+def exported_weights(rank, *, recipe):
+    """Full tensors by name."""
+    return weights_of(rank.kept_engine(recipe))
+
+
+def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, reference):
+    # Clipped by one norm over all experts, and with moments of pieces that each rank keeps.
+    recipe = reference.recipe(EXPERTS, optimizer=TRAINS)
+    batches = [reference.batch(seed=seed, model=EXPERTS) for seed in range(2)]
+    alone, divided = (
+        subject_in(name).run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches)[0] for name in ("alone", "ep2")
+    )
+    for update, want in zip(divided, alone, strict=True):
+        assert_all_close(update.masters, want.masters, UPDATE, what="master weights")
+        assert {entry.update_count for entry in update.state.values()} == {entry.update_count for entry in want.state.values()}
+
+
+def with_experts(config, **changes):
+    architecture = {**config.model.architecture, **EXPERTS.architecture, "head_dim": 8, **changes}
+    return replace(config, model=ModelSpec(architecture=architecture))
+
+
+def test_a_mixture_from_scratch_has_the_names_of_files(config, start):
+    engine = start(model=with_experts(config).model)
+    with engine.export_weights() as stream:
+        names = {name for name, _ in stream}
+    assert {f"model.layers.1.mlp.experts.{i}.up_proj.weight" for i in range(8)} < names
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"decoder_sparse_step": 2}, CapabilityError, "only some layers have experts"),
+        ({"mlp_only_layers": (0,)}, CapabilityError, "only some layers have experts"),
+    ],
+)
+def test_mixtures_that_are_not_supported_are_refused(config, changes, error, match):
+    with pytest.raises(error, match=match):
+        MegatronEngine(with_experts(config, **changes)).init_model()
+
+
+def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):
+    with pytest.raises(ConfigError, match="raise expert_parallel"):
+        replace(config, tensor_parallel=2, expert_tensor_parallel=1)
