@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
+from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
-from tools.gpu.engine_fsdp import update
 from tools.gpu.workload import (
     MICRO_BATCH_TOKENS,
     SHAPES,
@@ -174,6 +175,14 @@ def megatron_config(architecture: Mapping[str, Scalar], layout: str, **changes: 
     return replace(base, **LAYOUTS[layout], **changes)  # type: ignore[arg-type]
 
 
+def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[Query, ...] = ()) -> float:
+    """One update that also returns these outputs; the gradient norm."""
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False, outputs=outputs)
+    return engine.optimizer_step()
+
+
 def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     """Gradient norms of five updates of a small model in float32 and bf16; the first layout also with FSDPEngine."""
     for compute in ("fp32", "bf16"):
@@ -187,7 +196,7 @@ def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
         for name, engine in engines.items():
             with started(engine):
                 packed = engine.shard_data(small_batch(), max_tokens=1024)
-                found = [update(engine, packed) for _ in range(5)]  # type: ignore[arg-type]
+                found = [update(engine, packed) for _ in range(5)]
             if rank == 0:
                 rows.add({"job": "norms", "who": name, "layout": layout, "world_size": world_size, "compute": compute, "norms": found})
 
@@ -216,7 +225,7 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
             # The ranks of a replica draw the same tokens.
             torch.manual_seed(engine.topology.dp.rank)
             packed = policy_batch(lengths, world_size=engine.topology.dp.size)
-            measure(name, lambda e=engine, p=packed: update(e, p), lengths=lengths, num_replicas=engine.topology.dp.size)  # type: ignore[misc]
+            measure(name, lambda e=engine, p=packed: update(e, p, (Query.ENTROPY,)), lengths=lengths, num_replicas=engine.topology.dp.size)  # type: ignore[misc]
 
 
 def bare(measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int) -> None:
