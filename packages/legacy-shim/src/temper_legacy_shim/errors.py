@@ -5,6 +5,7 @@ ShimError
 ├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a file of it is missing
 ├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others; names file and key
 │   └── UnsafeFileError             a file asks for something that no checkpoint needs; names the global
+├── ScriptError(ValueError)         a launch script is no bash, or can't be followed without executing it; names the line
 ├── OutputError(RuntimeError)       the output exists, is in use, or can't be written
 └── VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
 """
@@ -36,3 +37,7 @@ class OutputError(ShimError, RuntimeError):
 
 class VerificationError(ShimError, RuntimeError):
     """What was written is not what was read, or a receipt does not hold."""
+
+
+class ScriptError(ShimError, ValueError):
+    """A launch script is no bash, or asks for more than a reader that executes nothing can follow; names the line."""

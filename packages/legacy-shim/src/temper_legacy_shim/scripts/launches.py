@@ -1,0 +1,195 @@
+"""Which of a script's commands start an old trainer, with which entry, config and overrides."""
+
+import re
+from dataclasses import dataclass
+
+from temper_legacy_shim.scripts.state import Event
+from temper_legacy_shim.scripts.tree import Span
+from temper_legacy_shim.scripts.values import Field, Text
+from temper_legacy_shim.scripts.wrappers import started
+
+_PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
+_TORCHRUN = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed)")
+_RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
+_OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.-]*=")
+_DOTTED = re.compile(r"(?:\+\+?|~)?[A-Za-z_]\w*(?:[./][\w@-]+)+=")
+_OLD_MODULE = re.compile(r"(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)")
+_FLAGS = frozenset(
+    ("--standalone", "--no-python", "--no_python", "--multi_gpu", "--multi-gpu", "--use_deepspeed", "--use_fsdp", "--cpu", "--quiet")
+)
+_HYDRA_VALUES = {
+    "--config-path": "config_path",
+    "-cp": "config_path",
+    "--config-name": "config_name",
+    "-cn": "config_name",
+    "--config-dir": "config_dir",
+    "-cd": "config_dir",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One argument of the old trainer."""
+
+    text: Text
+    """``key=value`` as the trainer gets it."""
+    source: str
+    """As the script wrote it."""
+    at: int
+    """Where; -1 where it was not written as one word."""
+    key: str
+    """With its ``+`` or ``~``; empty for what is no override, such as ``"$@"``."""
+
+    def value(self) -> Text:
+        """What follows ``key=``."""
+        return self.text.after(self.key + "=") or Text()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command that starts an old trainer."""
+
+    entry: str
+    """Module or file."""
+    config_name: str | None
+    config_path: str | None
+    overrides: tuple[Override, ...]
+    """In the order in which the trainer gets them."""
+    open_arguments: tuple[Override, ...]
+    """What only a run would know, such as ``"$@"``."""
+    processes: dict[str, Text]
+    """``nproc_per_node`` and ``nnodes``, where a launcher says them."""
+    command: tuple[Field, ...]
+    """All arguments, wrappers included."""
+    environment: tuple[tuple[str, Text], ...]
+    span: Span
+    item: Span
+    is_inner: bool
+
+
+def find_launches(events: list[Event]) -> list[Launch]:
+    """The old trainers among commands, in the order in which they would start."""
+    found = (_launch(event) for event in events)
+    return [launch for launch in found if launch is not None]
+
+
+def _launch(event: Event) -> Launch | None:
+    command = started(event.fields)
+    place = _entry(command)
+    if place is None:
+        return None
+    entry, at, processes = place
+    config: dict[str, str] = {}
+    overrides: list[Override] = []
+    open_arguments: list[Override] = []
+    rest = command[at:]
+    while rest:
+        field, rest = rest[0], rest[1:]
+        shown = field.text.shown()
+        option, separator, value = shown.partition("=")
+        if option in _HYDRA_VALUES:
+            if separator:
+                config[_HYDRA_VALUES[option]] = value
+            elif rest:
+                config[_HYDRA_VALUES[option]] = rest[0].text.shown()
+                rest = rest[1:]
+            continue
+        match = _OVERRIDE.match(_known_start(field.text))
+        key = match[0][:-1] if match else ""
+        found = Override(text=field.text, source=field.source, at=field.at, key=key)
+        (overrides if key or (field.text.is_known and shown) else open_arguments).append(found)
+    if not _is_old(entry, overrides, config):
+        return None
+    return Launch(
+        entry=entry,
+        config_name=config.get("config_name"),
+        config_path=config.get("config_path") or config.get("config_dir"),
+        overrides=tuple(overrides),
+        open_arguments=tuple(open_arguments),
+        processes=processes,
+        command=event.fields,
+        environment=event.environment,
+        span=event.span,
+        item=event.item,
+        is_inner=event.is_inner,
+    )
+
+
+def _known_start(text: Text) -> str:
+    """The known characters before the first unknown one."""
+    out = []
+    for piece in text.pieces:
+        if not piece.is_known:
+            break
+        out.append(piece.value)
+    return "".join(out)
+
+
+def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bool:
+    num_dotted = sum(_DOTTED.match(override.key + "=") is not None for override in overrides)
+    if _OLD_MODULE.fullmatch(entry):
+        return True
+    return num_dotted >= 2 or (bool(config) and num_dotted >= 1)
+
+
+def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
+    """The module or file that Python runs, where its arguments begin, and the launcher's numbers of processes."""
+    first = _name(command[0]) if command else ""
+    if _TORCHRUN.fullmatch(first):
+        return _launcher_entry(command, 2 if first.endswith("accelerate") and _name_at(command, 1) == "launch" else 1)
+    if not _PYTHON.fullmatch(first):
+        return None
+    at = 1
+    while at < len(command):
+        word = _name_at(command, at)
+        if word == "-m" and at + 1 < len(command):
+            module = command[at + 1].text.shown()
+            if module in _RUN_MODULES:
+                return _launcher_entry(command, at + 2)
+            return module, at + 2, {}
+        if word == "-c" or not word:
+            return None
+        if word in ("-W", "-X"):
+            at += 2
+        elif word.startswith("-"):
+            at += 1
+        else:
+            return (word, at + 1, {}) if "=" not in word else None
+    return None
+
+
+def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, Text]] | None:
+    processes: dict[str, Text] = {}
+    while at < len(command):
+        text = command[at].text
+        word = text.shown()
+        if word in ("-m", "--module"):
+            return (command[at + 1].text.shown(), at + 2, processes) if at + 1 < len(command) else None
+        if not word.startswith("-"):
+            return word, at + 1, processes
+        option, separator, _ = word.partition("=")
+        name = option.lstrip("-").replace("-", "_")
+        if separator:
+            processes[name] = text.after(option + "=") or Text()
+            at += 1
+        elif option in _FLAGS or at + 1 >= len(command) or _name_at(command, at + 1).startswith("-"):
+            at += 1
+        else:
+            processes[name] = command[at + 1].text
+            at += 2
+    return None
+
+
+def _name(field: Field) -> str:
+    """The program; of ``$ENV/bin/python`` the known end."""
+    known = field.text.known
+    if known is not None:
+        return known
+    last = field.text.pieces[-1]
+    if last.is_known:
+        return last.value.rpartition("/")[2]
+    return "python" if "PYTHON" in last.value.upper() else ""
+
+
+def _name_at(command: list[Field], at: int) -> str:
+    return command[at].text.shown() if at < len(command) else ""

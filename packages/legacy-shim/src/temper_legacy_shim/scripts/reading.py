@@ -1,0 +1,134 @@
+"""Read a script: the commands it would run by default, and what else it could run where its text does not decide."""
+
+from dataclasses import dataclass
+
+from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.evaluator import run_script
+from temper_legacy_shim.scripts.launches import Launch, find_launches
+from temper_legacy_shim.scripts.parser import parse
+from temper_legacy_shim.scripts.state import Decision, Event, Reading
+from temper_legacy_shim.scripts.tree import Program
+
+MAX_PASSES = 40
+MAX_BYTES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What a script would run if one condition were otherwise."""
+
+    decision: Decision
+    """As it is in the main reading."""
+    taken: int
+    """What was chosen here instead."""
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptReading:
+    """What a script would do."""
+
+    text: str
+    launches: tuple[Launch, ...]
+    """Old trainers that it starts, in order."""
+    events: tuple[Event, ...]
+    """All commands that are not the shell's own."""
+    decisions: tuple[Decision, ...]
+    alternatives: tuple[Alternative, ...]
+    """Only those that launch something else."""
+    notes: dict[str, int]
+    """What a person should know, with lines."""
+    free: dict[str, bool]
+    """Variables that the script reads and never assigns; whether one is read without a default."""
+    num_arguments: int
+    """Positional parameters that it reads."""
+
+
+def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptReading:
+    """Read a script without executing any of it.
+
+    Args:
+        text: the script.
+        settings: variables to take as set in the environment; digits are positional parameters.
+
+    Raises:
+        ScriptError: it is no bash, or builds more than a launch command.
+    """
+    if len(text) > MAX_BYTES:
+        raise ScriptError(f"the script has {len(text)} characters: a launch script has fewer than {MAX_BYTES}.")
+    try:
+        return _read(text, settings or {})
+    except RecursionError as error:
+        raise ScriptError("line 1: expansions or commands lie too deep inside each other: write the script flatter.") from error
+
+
+def _read(text: str, settings: dict[str, str]) -> ScriptReading:
+    program = parse(text)
+    main = _pass(program, text, settings, ())
+    passes = 1
+    if not find_launches(main.events):
+        main, passes = _first_that_launches(program, text, settings, main)
+    launches = tuple(find_launches(main.events))
+    alternatives = _alternatives(program, text, settings, main, launches, MAX_PASSES - passes)
+    return ScriptReading(
+        text=text,
+        launches=launches,
+        events=tuple(main.events),
+        decisions=tuple(main.decisions),
+        alternatives=alternatives,
+        notes=main.notes,
+        free=main.free,
+        num_arguments=main.num_arguments,
+    )
+
+
+def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[int, ...]) -> Reading:
+    reading = Reading(text, choices, settings)
+    run_script(program, reading)
+    return reading
+
+
+def _first_that_launches(program: Program, text: str, settings: dict[str, str], main: Reading) -> tuple[Reading, int]:
+    """Guards that end a script (no arguments, a missing file) are taken to pass: change decisions until something is launched."""
+    waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1
+    while waiting and passes < MAX_PASSES:
+        current = waiting.pop(0)
+        taken = [decision.taken for decision in current.decisions]
+        for place in reversed(range(len(taken))):
+            for other in range(current.decisions[place].num_choices):
+                choices = (*taken[:place], other)
+                if other == taken[place] or passes >= MAX_PASSES:
+                    continue
+                found = _pass(program, text, settings, choices)
+                passes += 1
+                if find_launches(found.events):
+                    return found, passes
+                path = tuple(decision.taken for decision in found.decisions)
+                if path not in seen and len(path) > place + 1:
+                    seen.add(path)
+                    waiting.append(found)
+    return main, passes
+
+
+def _alternatives(
+    program: Program, text: str, settings: dict[str, str], main: Reading, launches: tuple[Launch, ...], passes: int
+) -> tuple[Alternative, ...]:
+    """The script read again with each decision turned, where that changes what is launched."""
+    taken = [decision.taken for decision in main.decisions]
+    usual, out = [_signature(launch) for launch in launches], []
+    for place, decision in enumerate(main.decisions):
+        for other in range(decision.num_choices):
+            if other == decision.taken or passes <= 0:
+                continue
+            passes -= 1
+            found = _pass(program, text, settings, (*taken[:place], other))
+            others = tuple(find_launches(found.events))
+            if others and [_signature(launch) for launch in others] != usual:
+                out.append(Alternative(decision=decision, taken=other, launches=others))
+    if passes <= 0 and main.decisions:
+        main.note(f"more than {MAX_PASSES} ways through the script: not every branch was read", 0)
+    return tuple(out)
+
+
+def _signature(launch: Launch) -> tuple[object, ...]:
+    return launch.entry, launch.config_name, tuple(override.text.shown() for override in launch.overrides)
