@@ -4,22 +4,30 @@ Nothing of the script's own commands runs: ``PATH`` holds a few filters and bash
 where this machine allows it.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 FILTERS = ("basename", "dirname", "tr", "cut", "seq", "sed", "expr", "head", "tail", "wc", "rev", "cat", "bash", "sh")
 NOBODY = "65534"
-# A stub drains its pipe, so that what writes to it is not killed; folders and limits of this machine are no matter of the script.
+# Stubs that end pipes drain them, so that what writes to them is not killed; `srun bash -c ...` runs
+# that bash; folders and limits of this machine are no matter of the script.
 _STUBS = """
 command_not_found_handle() {
     printf '%s\\0' "$#" "$@" >> "$STUB_RECORD"
-    if [ -p /dev/stdin ]; then cat > /dev/null; fi
+    case "$1" in tee|grep|awk|sort) cat > /dev/null ;; esac
+    while [ "$#" -gt 1 ]; do
+        shift
+        if [ "$1" = bash ]; then "$@"; return; fi
+    done
     return 0
 }
+exec() { if [ "$#" -gt 0 ]; then "$@"; exit; fi; }
 ulimit() { :; }
 cd() { :; }
 """
@@ -35,9 +43,14 @@ class Run:
     """It took too long."""
 
 
-def run_in_bash(text: str, folder: Path, *, environment: dict[str, str], arguments: list[str], limit_s: float = 10) -> Run:
+def run_in_bash(text: str, *, environment: dict[str, str], arguments: list[str], limit_s: float = 20) -> Run:
     """Run a script with stubs; see above."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stubs-", ignore_cleanup_errors=True) as name:
+        # Open to whoever runs the script, unlike pytest's own folders.
+        return _run(text, Path(name), environment=environment, arguments=arguments, limit_s=limit_s)
+
+
+def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: list[str], limit_s: float) -> Run:
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name in FILTERS:
@@ -62,10 +75,8 @@ def run_in_bash(text: str, folder: Path, *, environment: dict[str, str], argumen
     except subprocess.TimeoutExpired:
         was_stopped = True
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        except ProcessLookupError:
-            pass
         process.wait()
     return Run(_recorded(record.read_bytes().decode(errors="surrogateescape")), was_stopped)
 
@@ -75,7 +86,7 @@ def _confined() -> tuple[str, ...]:
     """What takes away the network and root's rights, where this machine has it."""
     prefix: tuple[str, ...] = ()
     for each in (("unshare", "--net"), ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")):
-        if shutil.which(each[0]) and subprocess.run([*prefix, *each, "true"], capture_output=True).returncode == 0:
+        if shutil.which(each[0]) and subprocess.run([*prefix, *each, "true"], capture_output=True, check=False).returncode == 0:
             prefix = (*prefix, *each)
     return tuple(shutil.which(word) or word if word in ("unshare", "setpriv") else word for word in prefix)
 

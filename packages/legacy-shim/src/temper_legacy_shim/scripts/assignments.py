@@ -41,13 +41,15 @@ def _assign_array(shell: Shell, assignment: Assignment) -> None:
     elements: dict[int | str, Field] = {}
     if assignment.is_appending and before is not None:
         elements.update(before.elements or ({} if before.text is None else {0: Field(before.text, before.text.raw())}))
+    following = max((key for key in elements if isinstance(key, int)), default=-1) + 1
     pending: list[tuple[Word, Word]] = []
     for element in assignment.value:
         if element.key is not None:
             pending.append((element.key, element.word))
             continue
         for field in expansion.expand_words(shell, [element.word]):
-            elements[len(elements) if not elements else max(int(key) for key in elements if isinstance(key, int)) + 1] = field
+            elements[following] = field
+            following += 1
     variable = shell.variable(assignment.name)
     shell_variable = Variable(elements=elements, is_associative=is_associative, is_exported=variable.is_exported)
     for scope in reversed(shell.scopes):

@@ -145,7 +145,7 @@ def _set_attributes(variable: Variable, flags: str, *, is_export: bool) -> None:
     variable.is_associative = variable.is_associative or "A" in flags
 
 
-def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None) -> None:
+def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None, *, separators: str | None = None) -> None:
     """``read`` of text that the script holds itself; at the end of the input, or of unknown input, it fails."""
     names = [text for field in fields if not (text := field.text.shown()).startswith("-")]
     options = "".join(text[1:] for field in fields if (text := field.text.shown()).startswith("-"))
@@ -164,18 +164,25 @@ def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None) -> No
         variable = shell.variable(names[-1] if names else "MAPFILE")
         variable.elements = {number: Field(literal(line), literal(line).raw()) for number, line in enumerate(lines)}
         return
+    between = expansion.separator_characters(shell) if separators is None else separators
     line, _, rest = (known, "", "") if "d" in options else known.partition("\n")
     if shell.stdin is stdin:
         shell.stdin = literal(rest)
     if "a" in options and names:
-        words = line.split()
+        words = _split(line, between)
         shell.variable(names[-1]).elements = {number: Field(literal(word), literal(word).raw()) for number, word in enumerate(words)}
         return
-    _assign_words(shell, names or ["REPLY"], line)
+    _assign_words(shell, names or ["REPLY"], line, between)
 
 
-def _assign_words(shell: Shell, names: list[str], line: str) -> None:
-    separators = expansion.separator_characters(shell)
+def _split(line: str, separators: str) -> list[str]:
+    if not separators.strip(" \t\n"):
+        return line.split() if separators else [line]
+    words = re.split(f"[{re.escape(separators)}]", line)
+    return words[:-1] if words[-1] == "" else words
+
+
+def _assign_words(shell: Shell, names: list[str], line: str, separators: str) -> None:
     only = separators.strip(" \t\n")
     rest = line if not separators else line.strip(" \t\n" if not only else "")
     for number, each in enumerate(names):

@@ -6,7 +6,7 @@ from temper_legacy_shim.scripts.assignments import assign, assignment_text
 from temper_legacy_shim.scripts.parser import parse
 from temper_legacy_shim.scripts.state import Event, Exit, Jump, Return, Shell
 from temper_legacy_shim.scripts.tree import Assignment, Redirect, Simple, Span, Word
-from temper_legacy_shim.scripts.values import Field, Text, literal, unknown
+from temper_legacy_shim.scripts.values import Field, Text, Variable, literal, unknown
 
 MAX_EVENTS = 10_000
 """Commands that a script would run."""
@@ -114,7 +114,9 @@ def _run_builtin(
         case "command":
             shell.status = None
         case "read" | "mapfile" | "readarray":
-            builtins.read(shell, name, fields[1:], stdin if stdin is not None else shell.stdin)
+            separators = dict(environment).get("IFS")
+            given = stdin if stdin is not None else shell.stdin
+            builtins.read(shell, name, fields[1:], given, separators=None if separators is None else separators.known)
         case "declare" | "typeset" | "local" | "export" | "readonly":
             builtins.declare(shell, name, fields[1:])
             for assignment in declared:
@@ -159,9 +161,17 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
     )
     inner = wrappers.inner_script(fields, stdin)
     if inner is not None:
-        child = shell.fork()
-        child.functions, child.captured = {}, None
-        run_inner(child, inner, span=span, is_shell=True)
+        run_inner(_started_shell(shell, environment), inner, span=span, is_shell=True)
+
+
+def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> Shell:
+    """Another bash: it knows what was exported, and no functions."""
+    child = shell.fork()
+    child.functions, child.captured = {}, None
+    exported = {name: variable for scope in child.scopes for name, variable in scope.items() if variable.is_exported}
+    exported |= {name: Variable(text, is_exported=True) for name, text in environment}
+    child.scopes = [exported]
+    return child
 
 
 def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -> None:
@@ -169,6 +179,8 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
     reading = shell.reading
     if shell.forks > 50:
         raise ScriptError("eval inside eval, more than 50 levels deep.")
+    reading.steps += len(text.shown()) // 20
+    reading.step()
     try:
         program = parse("".join(piece.value if piece.is_known else (piece.source or piece.value) for piece in text.pieces))
     except ScriptError as error:

@@ -226,13 +226,17 @@ def _run_case(shell: Shell, command: Case) -> None:
     while 0 < chosen <= len(command.branches):
         _, body, operator = command.branches[chosen - 1]
         run(shell, body)
-        if operator != ";&":
+        if operator == ";&":
+            chosen += 1
+        elif operator == ";;&" and (subject.is_known or subject.is_unset):
+            chosen = _matching_branch(shell, command, subject.if_unset(), after=chosen) or 0
+        else:
             return
-        chosen += 1
 
 
-def _matching_branch(shell: Shell, command: Case, subject: str) -> int | None:
-    for number, (patterns, _, _) in enumerate(command.branches, 1):
+def _matching_branch(shell: Shell, command: Case, subject: str, *, after: int = 0) -> int | None:
+    """The number of the first branch after this one that fits; 0 for none, None where that is not known."""
+    for number, (patterns, _, _) in enumerate(command.branches[after:], after + 1):
         for pattern in patterns:
             pieces, is_known, is_unset = expansion.expand_pattern(shell, pattern)
             if not (is_known or is_unset):

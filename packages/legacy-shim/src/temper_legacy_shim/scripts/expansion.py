@@ -47,13 +47,10 @@ def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -
     if word is None:
         return Text()
     pieces: list[Piece] = []
-    is_first = True
-    for fragment in fragments(shell, _with_tilde(word), in_quotes=False):
+    for fragment in fragments(shell, with_tilde(word), in_quotes=False):
         if fragment.is_break:
             pieces.append(Piece(" "))
         pieces.extend(fragment.pieces)
-        is_first = False
-    del is_first
     text = limited(tuple(piece for piece in pieces if piece.value or piece.source))
     return text if source is None else sourced(text, source)
 
@@ -133,7 +130,7 @@ def separator_characters(shell: Shell) -> str:
 def _fields(shell: Shell, word: Word, *, is_whole: bool) -> list[Field]:
     """Arguments of one word."""
     builder = _Splitter(separator_characters(shell))
-    parts = fragments(shell, _with_tilde(word), in_quotes=False)
+    parts = fragments(shell, with_tilde(word), in_quotes=False)
     for fragment in parts:
         builder.add(fragment)
     builder.end()
@@ -172,6 +169,8 @@ class _Splitter:
             self._exists = self._exists or fragment.is_quoted or any(piece.value for piece in fragment.pieces)
             return
         for piece in self._opened(fragment.pieces):
+            if piece.is_known and any(char in self.separators for char in piece.value):
+                self._origin = None
             self._split(piece)
 
     def _opened(self, pieces: tuple[Piece, ...]) -> list[Piece]:
@@ -281,7 +280,7 @@ def _without_last_newlines(text: Text) -> Text:
     return Text(tuple(pieces))
 
 
-def _with_tilde(word: Word) -> Word:
+def with_tilde(word: Word) -> Word:
     """``~`` and ``~/...`` at the beginning as ``${HOME}``."""
     first = word.parts[0] if word.parts else None
     if isinstance(first, Literal) and not first.is_quoted and (first.text == "~" or first.text.startswith("~/")):

@@ -66,7 +66,10 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     if not part.operator or (shell.positional is None and part.name in ("@", "*")):
         return listed
     if part.operator == ":":
-        return sliced(shell, part, listed)
+        variable = shell.find(part.name)
+        keys = [] if variable is None else list(_elements_of(variable))
+        indices = [key if isinstance(key, int) else place for place, key in enumerate(keys)]
+        return sliced(shell, part, listed, indices)
     return [_transformed_field(shell, part, field) for field in listed]
 
 
@@ -198,7 +201,8 @@ def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes
 
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
     """The word of a default: one value with the parameter's source, or fragments where it splits."""
-    parts = expansion.fragments(shell, part.operands[0], in_quotes=in_quotes)
+    word = part.operands[0] if in_quotes else expansion.with_tilde(part.operands[0])
+    parts = expansion.fragments(shell, word, in_quotes=in_quotes)
     separators = expansion.separator_characters(shell)
     is_split = any(
         fragment.is_break

@@ -16,7 +16,7 @@ from temper_legacy_shim.scripts.values import Field, Piece, Text, Variable, lite
 if TYPE_CHECKING:
     from temper_legacy_shim.scripts.conditions import Truth
 
-MAX_STEPS = 100_000
+MAX_STEPS = 10_000
 MAX_FORKS = 60
 AMBIENT = frozenset(
     (

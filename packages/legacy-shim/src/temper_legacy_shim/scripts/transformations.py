@@ -120,12 +120,14 @@ def _part_of(shell: Shell, part: Parameter, known: str) -> Text:
     return literal(known[start : max(end, start)])
 
 
-def sliced(shell: Shell, part: Parameter, listed: list[Field]) -> list[Field]:
-    """``${x[@]:offset:length}``."""
+def sliced(shell: Shell, part: Parameter, listed: list[Field], indices: list[int]) -> list[Field]:
+    """``${x[@]:offset:length}``; the offset is an index, also where elements before it are missing."""
     bounds = _bounds(shell, part.operands)
     if bounds is None:
         return [Field(unknown(part.source), f'"{part.source}"')]
     if part.name in ("@", "*"):
         listed = [Field(unknown("$0"), '"$0"'), *listed]
-    start = bounds[0] if bounds[0] >= 0 else max(len(listed) + bounds[0], 0)
-    return listed[start:] if len(bounds) < 2 else listed[start : start + max(bounds[1], 0)]
+    keys = list(range(len(listed))) if part.name in ("@", "*") else indices
+    start = bounds[0] if bounds[0] >= 0 else max([*keys, -1]) + 1 + bounds[0]
+    found = [field for key, field in zip(keys, listed, strict=True) if key >= start] if start >= 0 else []
+    return found if len(bounds) < 2 else found[: max(bounds[1], 0)]

@@ -1,0 +1,126 @@
+"""Any text, and any text that looks like a script: our own error type or a reading, in bounded time, and the same reading twice."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.reading import read_script
+
+LIMIT_S = 60
+"""A reading takes milliseconds; a machine that seven others share may be slow, and a hang has no end."""
+
+_NAMES = st.sampled_from(["A", "B", "x", "LIST", "@", "#", "1", "?", "HOME"])
+_PLAIN = ["a", "1", "0", "-1", "a b", "*", "[a-z]", "{a,b}", "{1..3}", "~", "key=value", "a.b=c", "'q'", "$'\\n'", "\\", "#", "${", "$(("]
+_EXPANDED = [
+    "$A",
+    '"$A"',
+    "${B:-x}",
+    "${LIST[@]}",
+    "$((A+1))",
+    "$(echo a)",
+    "`echo b`",
+    '"${A//a/b}"',
+    "${#A}",
+    "${A%%*}",
+    "${!A}",
+    "${A:1:2}",
+]
+_SMALL = st.sampled_from([*_PLAIN, *_EXPANDED])
+_STARTING = ["python3 -m verl.trainer.main_ppo data.a=1 trainer.b=$A", 'bash -c "$A"', 'eval "$B"', "f", "shift", "set -- a b"]
+_LAUNCHES = st.sampled_from([*_STARTING, "exit", "return", "break"])
+
+
+def _compound(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    several = st.lists(inner, min_size=1, max_size=3).map("\n".join)
+    return st.one_of(
+        st.builds("if {}; then\n{}\nelse\n{}\nfi".format, inner, several, several),
+        st.builds("for {} in {} {}; do\n{}\ndone".format, st.sampled_from(["A", "x"]), _SMALL, _SMALL, several),
+        st.builds("while {}; do\n{}\ndone".format, inner, several),
+        st.builds("case {} in\n{}) {} ;;\n*) {} ;;\nesac".format, _SMALL, _SMALL, inner, inner),
+        st.builds("f() {{\n{}\n}}".format, several),
+        st.builds("( {} )".format, inner),
+        st.builds("{} | {} && {} || {} &".format, inner, inner, inner, inner),
+        st.builds("A=$({})".format, inner),
+        st.builds("cat <<EOF\n{}\nEOF".format, inner),
+        st.builds("for ((i = 0; i < {}; i++)); do\n{}\ndone".format, _SMALL, several),
+    )
+
+
+_COMMANDS = st.recursive(
+    st.one_of(
+        st.builds("{}={}{}".format, st.sampled_from(["A", "B", "x"]), _SMALL, _SMALL),
+        st.builds("LIST+=({} {})".format, _SMALL, _SMALL),
+        st.builds("[ {} = {} ]".format, _SMALL, _SMALL),
+        st.builds("[[ {} == {} && -n {} ]]".format, _SMALL, _SMALL, _SMALL),
+        st.builds("echo {} ${{{}}}".format, _SMALL, _NAMES),
+        st.builds("(( {} ))".format, _SMALL),
+        _LAUNCHES,
+    ),
+    _compound,
+    max_leaves=12,
+)
+_SCRIPTS = st.lists(_COMMANDS, max_size=6).map("\n".join)
+_CHARACTERS = st.text(alphabet="ab1 \n\t$(){}[]\"'`\\|&;<>#=+-*/%!?@:,.~^", max_size=120)
+
+
+def _read(text: str) -> object:
+    started = time.monotonic()
+    try:
+        reading = read_script(text)
+    except ScriptError as error:
+        return str(error)
+    finally:
+        assert time.monotonic() - started < LIMIT_S
+    return [[field.text.shown() for field in event.fields] for event in reading.events], reading.notes, len(reading.alternatives)
+
+
+def _check(text: str) -> None:
+    assert _read(text) == _read(text)
+
+
+@given(_SCRIPTS)
+@settings(max_examples=50)
+def test_what_looks_like_a_script_is_read_or_refused(text: str) -> None:
+    _check(text)
+
+
+@given(_CHARACTERS)
+@settings(max_examples=150)
+def test_any_characters_are_read_or_refused(text: str) -> None:
+    _check(text)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@given(st.one_of(_SCRIPTS, _CHARACTERS))
+@settings(max_examples=30_000)
+def test_many_texts_are_read_or_refused(text: str) -> None:
+    _check(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f() { f; f; }\nf",
+        "while true; do :; done",
+        "x=aaaaaaaaaaaaaaaa\nfor i in {1..60}; do x=$x$x; done",
+        "x='$x$x'\nfor i in {1..60}; do eval \"x=$x\"; done",
+        "for i in {1..100}; do for j in {1..100}; do for k in {1..100}; do echo; done; done; done",
+        "$" + "(" * 300,
+        "echo " + "{a,b}" * 40,
+        "a=(" + "$(echo 1) " * 3000 + ")",
+        "[[ " + "a" * 5000 + " == " + "*a" * 50 + "b ]]",
+        "[[ " + "a" * 400 + " =~ (a+)+b ]]",
+        "echo ${x/" + "*" * 50 + "/y}",
+        "echo $((" + "(" * 200 + "1" + ")" * 200 + "))",
+        "x=x\necho $((x))",
+        "if " * 200 + "true" + "; then :; fi" * 200,
+        'bash -c "$0"; eval "eval \'eval x\'"',
+        "f() { eval f; }\nf",
+    ],
+)
+def test_what_would_never_end_is_refused_or_cut_short(text: str) -> None:
+    _check(text)
