@@ -15,13 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO
 
 import torch
 
+from temper_engine_fsdp.layouts import LAYOUTS
 from tools.gpu.fsdp_jobs import update
 from tools.gpu.fsdp_table import table
 from tools.gpu.workload import Rows
@@ -54,8 +57,16 @@ def _speeds(shape: str, *, gpus: int) -> tuple[Task, Task]:
 
 # Without the settings of the repository, which turn warnings of other versions of torch into errors.
 _PYTEST = ("-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "--import-mode=importlib")
-_KIT = (*_PYTEST, "-p", "temper_engine_api.conformance.plugin", "--pyargs", "temper_engine_api.conformance")
-_KIT_ON_FSDP = (*_KIT, "--engine", "temper_engine_fsdp.engine:FSDPEngine", "--findings", "{out}/kit.json")
+_ON_FSDP = ("-p", "temper_engine_api.conformance.plugin", "--pyargs", "temper_engine_api.conformance", "--engine", "fsdp")
+_KIT = (*_PYTEST, *_ON_FSDP, "--findings")
+FOUR_RANK_LAYOUTS = tuple(layout.name for layout in LAYOUTS if layout.world_size == 4)
+"""Run on the host's cores, which the GPUs leave free."""
+
+
+def _layout(name: str) -> Task:
+    groups = "gradient,update,adapter,checkpoint,weights"
+    command = (*_KIT, f"{{out}}/layouts/{name}.json", "--layouts", name, "--groups", groups)
+    return Task(name=f"kit, {name}", gpus=0, command=command)
 
 
 WAVES: Mapping[str, Wave] = {
@@ -63,11 +74,16 @@ WAVES: Mapping[str, Wave] = {
     "four-0.5B": Wave(limit_s=100, tasks=_speeds("0.5B", gpus=4)),
     "four-1.5B": Wave(limit_s=120, tasks=_speeds("1.5B", gpus=4)),
     "two-0.5B": Wave(limit_s=60, tasks=_speeds("0.5B", gpus=2)),
-    "strategies": Wave(limit_s=90, tasks=(Task(name="strategies", gpus=4),)),
     "checks": Wave(
-        limit_s=120,
+        limit_s=250,
         tasks=(
-            Task(name="kit", gpus=2, command=(*_KIT_ON_FSDP, "--device", "cuda", "--world-sizes", "1,2", "--groups", "gradient,logprob")),
+            *(_layout(name) for name in FOUR_RANK_LAYOUTS),
+            Task(name="strategies", gpus=4),
+            Task(
+                name="kit",
+                gpus=2,
+                command=(*_KIT, "{out}/kit.json", "--device", "cuda", "--world-sizes", "1,2", "--groups", "gradient,logprob,update"),
+            ),
             Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),
             Task(name="background"),
         ),
@@ -89,7 +105,9 @@ class Running:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the task runs)
         cores = (os.cpu_count() or 1) // options.gpus
         # Ranks whose host threads compete for the cores wait for each other in every step.
-        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, min(cores, 8))), "PYTHONUNBUFFERED": "1"}
+        threads = max(1, min(cores, 8)) if task.gpus else 1
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(options.entry_points), os.environ.get("PYTHONPATH", "")])
         if not options.rehearse:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         command = [part.format(out=options.out) for part in task.command]
@@ -117,6 +135,16 @@ class Running:
                 "job": self.task.name, "world_size": self.task.gpus, "seconds": round(time.monotonic() - self.begun, 1),
                 "status": "killed at its limit" if is_late else status, "says": " | ".join(lines[-1:]), "ok": status == 0,
             })  # fmt: skip
+
+
+def write_entry_points(folder: Path) -> None:
+    """What finds the engine by its name where it is not installed: the entry points of its pyproject.toml."""
+    project = tomllib.loads(Path("packages/engine-fsdp/pyproject.toml").read_text())["project"]
+    about = folder / f"{project['name'].replace('-', '_')}-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    groups = ((group, "\n".join(f"{name} = {place}" for name, place in found.items())) for group, found in project["entry-points"].items())
+    (about / "entry_points.txt").write_text("\n".join(f"[{group}]\n{lines}" for group, lines in groups) + "\n")
 
 
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
@@ -154,6 +182,17 @@ def main() -> None:
     options.rows = Rows(path=options.out / "rows.jsonl")
     options.rows.path.touch()
     options.gpus = 4 if options.rehearse else torch.cuda.device_count()
+    (options.out / "layouts").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:
+        options.entry_points = Path(folder)
+        if not entry_points(group="temper.engines", name="fsdp"):
+            write_entry_points(options.entry_points)
+        run_jobs(options)
+    print(table(options.rows.read()))
+
+
+def run_jobs(options: argparse.Namespace) -> None:
+    """One wave after the other, as long as there is time."""
     deadline = time.monotonic() + options.budget_s
     for job in options.jobs.split(","):
         left = deadline - time.monotonic()
@@ -164,7 +203,6 @@ def main() -> None:
         run_wave(WAVES[job], limit_s=min(WAVES[job].limit_s * (5 if options.rehearse else 1), left), options=options)
         print(f"{job}: {time.monotonic() - begun:.0f} s", flush=True)
         (options.out / "table.txt").write_text(table(options.rows.read()))
-    print(table(options.rows.read()))
 
 
 if __name__ == "__main__":
