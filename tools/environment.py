@@ -24,7 +24,7 @@ PACKAGES = ("engine-api", "engine-fsdp", "engine-megatron", "trainer", "legacy-s
 EXTRAS = {
     "engine-api": "[conformance]",
     "engine-fsdp": "[lora]",
-    "legacy-shim": "[checkpoint,workers]",
+    "legacy-shim": "[checkpoint,workers,workers-megatron]",
     "trainer": "[fsdp,ray,math,datasets]",
 }
 

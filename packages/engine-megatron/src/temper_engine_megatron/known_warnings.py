@@ -11,13 +11,16 @@ _KNOWN = (
     r"The \w+ GroupedMLP will be deprecated",
     # The bridge's own default.
     r"full scope is deprecated. Use empty cuda_graph_scope",
+    # torch has new names for what Megatron-Core calls.
+    r"`torch.distributed.\w+` is deprecated",
 )
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """For the length of an import or of building a model; all other warnings are shown."""
+    """For the length of an import, of building a model or of an update; all other warnings are shown."""
     with warnings.catch_warnings():
         for message in _KNOWN:
-            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+            for category in (UserWarning, FutureWarning):
+                warnings.filterwarnings("ignore", message=message, category=category)
         yield

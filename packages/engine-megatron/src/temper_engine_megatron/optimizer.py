@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from temper_engine_api.specs import OptimizerSpec
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.groups import Membership
+from temper_engine_megatron.known_warnings import without_known_warnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ class MegatronAdamW:
             use_distributed_optimizer=is_distributed,
             clip_grad=0.0,
         )
-        with megatron_on_cpu():
+        # Pieces of parameters that remember where they come from make torch warn whenever their gradient is looked at.
+        with megatron_on_cpu(), torch.no_grad():
             self._chain = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         # Experts that are divided over ranks have an optimizer of their own.
         self._optimizers: list[Any] = self._chain.chained_optimizers
@@ -63,7 +65,7 @@ class MegatronAdamW:
     @torch.no_grad()
     def step(self, *, lr: float) -> float:
         """Global norm before clipping, the same on every rank; clips and updates only where it is finite."""
-        with megatron_on_cpu():
+        with without_known_warnings(), megatron_on_cpu():
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
             if not math.isfinite(norm):

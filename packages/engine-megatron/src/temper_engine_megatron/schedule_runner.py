@@ -20,6 +20,7 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.heads import Head
+from temper_engine_megatron.known_warnings import without_known_warnings
 from temper_engine_megatron.model import Chunks
 from temper_engine_megatron.packing import LocalMicroBatch, local_micro_batch
 
@@ -113,7 +114,7 @@ class ScheduleRunner:
 
     def reduce(self) -> None:
         """Sum what lies on this rank with the others', once: over data and context parallel, tied embeddings, sequence-parallel norms."""
-        with megatron_on_cpu(), torch.no_grad():
+        with without_known_warnings(), megatron_on_cpu(), torch.no_grad():
             finalize_model_grads(list(self._chunks.wrapped), None, pg_collection=self._membership.collection)
         self.has_local_gradients = False
 

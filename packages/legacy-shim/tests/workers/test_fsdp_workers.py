@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from temper_engine_api.errors import BatchError, CapabilityError, ConfigError, EngineStateError
+from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import RECORDS, LegacyWorkerWarning
-from temper_legacy_shim.workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, MegatronPPOActor, megatron_workers
+from temper_legacy_shim.workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker
 
 MakeData = Callable[..., DataProto]
 
@@ -200,13 +200,6 @@ def test_wrong_roles_keywords_and_calls_out_of_order_get_a_sentence(actor_config
         worker.update_actor(make_data())
     with pytest.raises(BatchError, match="divide into 3 equal chunks"):
         make_data(4).chunk(3)
-
-
-def test_megatron_classes_say_in_one_sentence_that_they_are_not_alive(actor_config: dict[str, Any]) -> None:
-    with pytest.warns(LegacyWorkerWarning), pytest.raises(CapabilityError, match="not alive in this release"):
-        megatron_workers.ActorRolloutRefWorker(actor_config, "actor")
-    with pytest.warns(LegacyWorkerWarning), pytest.raises(CapabilityError, match="MegatronPPOActor is not alive"):
-        MegatronPPOActor(None, None, None, None, None, None)
 
 
 def test_every_old_class_has_a_record() -> None:

@@ -42,12 +42,15 @@ def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:
     return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
 
 
-def rows_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def rows_by_tokens(lengths: Sequence[int], *, max_tokens: int, multiple: int = 1) -> list[list[int]]:
     """Rows of each micro-batch, so that their costs are even; ``max_tokens`` decides the number, and is no hard cap.
+
+    The number is raised to a multiple of ``multiple``, as interleaved pipelines want it.
 
     The most expensive micro-batches come in the middle, the cheapest at both ends.
     """
     number = min(len(lengths), -(-sum(lengths) // max_tokens))
+    number += -number % multiple
     costs = [QUADRATIC_FROM * n + n * n for n in lengths]
     parts = [sorted(row for row, _ in part.rows) for part in _even_split(costs, number).parts]
     parts.sort(key=lambda rows: (sum(costs[row] for row in rows), rows[0] if rows else 0), reverse=True)

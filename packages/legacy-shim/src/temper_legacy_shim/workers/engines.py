@@ -5,6 +5,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,10 +13,9 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
+from temper_engine_api.registry import engine_class
+from temper_engine_api.specs import EngineConfig, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
-from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.engine import FSDPEngine
 from temper_legacy_shim.workers.updates import set_rate
 
 NEVER = 10**9
@@ -64,10 +64,31 @@ class Adopted:
             self._versions = _versions(self._module)
 
 
+class ConfigureEngine(Protocol):
+    """How the engine of an adopted model is configured."""
+
+    def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> EngineConfig:
+        """The configuration, of the class that its engine takes."""
+
+
 def adopt(
-    module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None, model_type: ModelType
+    module: nn.Module | BaseEngine,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    grad_clip: float | None,
+    model_type: ModelType,
+    engine_name: str,
+    configure: ConfigureEngine,
 ) -> Adopted:
     """An engine for what an old constructor was given. Collective.
+
+    Args:
+        module: an initialised engine, or a plain Hugging Face model.
+        optimizer: of that model.
+        grad_clip: largest gradient norm.
+        model_type: the head.
+        engine_name: of the engine that a model is put behind.
+        configure: its configuration.
 
     Raises:
         ConfigError: a module or an optimiser that an engine can't take over; says what to pass.
@@ -85,13 +106,12 @@ def adopt(
         )
     folder = tempfile.mkdtemp(prefix="temper-adopted-")
     module.save_pretrained(folder)
-    engine = FSDPEngine(
-        FSDPConfig(
-            model=ModelSpec(path=folder, model_type=model_type),
-            optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
-            precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
-        )
+    config = configure(
+        model=ModelSpec(path=folder, model_type=model_type),
+        optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
+        precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
     )
+    engine = engine_class(engine_name)(config)
     engine.init_model()
     return Adopted(engine, module=module, optimizer=optimizer, folder=folder)
 

@@ -8,12 +8,14 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import Query
+from temper_engine_api.outputs import Outputs
 from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
+from temper_legacy_shim.workers.replica import from_replica
 from temper_legacy_shim.workers.rows import read_rows, row_lengths
-from temper_legacy_shim.workers.updates import matched
+from temper_legacy_shim.workers.updates import scheduled
 
 
 def answer(
@@ -23,21 +25,21 @@ def answer(
     rows = read_rows(data, temperature=temperature)
     packed = pack_rank(
         rows.sequences,
-        plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, matched(micro_batches, engine=engine)))),)),
+        plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, scheduled(micro_batches, engine=engine)))),)),
         rank=0,
         denominators=count_denominators(rows.sequences),
     )
     with engine.eval_mode():
         result = engine.forward_backward_batch(packed, forward_only=True, outputs=queries)
-    assert result.outputs is not None, "every rank of the FSDP engine returns outputs"
-    ordered = result.outputs.in_order_of(rows.sequences.sample_ids)
+    outputs: Outputs = from_replica(engine, result.outputs)
+    ordered = outputs.in_order_of(rows.sequences.sample_ids)
     return {query: rows.grid(ordered.columns[query]) for query in queries}
 
 
-def forward_split(data: DataProto, *, sequence_parallel_size: int) -> list[list[int]]:
+def forward_split(data: DataProto, *, ranks_per_sequence: int) -> list[list[int]]:
     """Micro-batches of a forward pass, as the batch's settings ask."""
     if data.meta_info["use_dynamic_bsz"]:
-        budget = _number(data, "max_token_len") * sequence_parallel_size
+        budget = _number(data, "max_token_len") * ranks_per_sequence
         return rows_by_tokens(row_lengths(data), max_tokens=budget)
     return rows_by_count(len(data), size=_number(data, "micro_batch_size"))
 

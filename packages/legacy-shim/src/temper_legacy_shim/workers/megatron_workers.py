@@ -1,71 +1,215 @@
-"""The old Megatron worker classes: their names and signatures, and one clear sentence until engine-megatron can carry them on."""
+"""The old Megatron classes on the Megatron engine: its actor and critic, and the roles around them, alone or as Ray actors."""
 
-from typing import NoReturn
+import torch
+from torch import Tensor, nn
 
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.specs import EngineConfig
+from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
+from temper_legacy_shim.workers.megatron_configs import engine_config
+from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCritic
+from temper_legacy_shim.workers.megatron_schedule import OldMegatronSchedule
+from temper_legacy_shim.workers.on_engine import Numerics
+from temper_legacy_shim.workers.ppo_actor import PPOActor
+from temper_legacy_shim.workers.ppo_critic import PPOCritic
+from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker
+from temper_legacy_shim.workers.settings import block, known
 
-_REPLACEMENT = "temper_trainer.runtime.worker:TrainingWorker"
-_HOW = "with model_engine=megatron, once your release of temper-engine-megatron offers it"
+_WORKER = "temper_trainer.runtime.worker:TrainingWorker"
+_ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
 
-def _refuse(name: str) -> NoReturn:
-    raise CapabilityError(
-        f"{name} is not alive in this release: the deprecated workers run on FSDP alone. Use the FSDP class of the same name, or run "
-        "`temper-train model_engine=megatron` where temper-engine-megatron is installed."
-    )
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead=_ENGINE,
+    how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
+)
+class MegatronPPOActor(MegatronActor):
+    """The old Megatron actor on an engine; see docs/migration/workers.md.
+
+    Args:
+        config: the old actor config, its sizes already divided by the number of data-parallel ranks.
+        model_config: not read; the engine knows its model.
+        hf_config: not read either.
+        tf_config: not read either.
+        actor_module: an initialised Megatron engine, or a plain Hugging Face model, which an engine of the layout in ``config.megatron``
+            trains, and which gets the weights back. Megatron's own chunks are refused.
+        actor_optimizer: torch.optim.AdamW over the model's parameters; None with an engine, which brings its own, and for a frozen policy.
+        mtp_config: refused where it enables anything.
+        numerics: legacy computes as the old class did, quirks included; temper as Temper's own objective does.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        model_config: object,
+        hf_config: object,
+        tf_config: object,
+        actor_module: nn.Module | BaseEngine,
+        actor_optimizer: torch.optim.Optimizer | None = None,
+        mtp_config: object = None,
+        *,
+        numerics: Numerics = "legacy",
+    ) -> None:
+        if mtp_config is not None and vars(mtp_config).get("enable"):
+            raise CapabilityError("mtp_config enables multi-token prediction, which no engine trains: pass None.")
+        super().__init__(config, actor_module, actor_optimizer, numerics=numerics)
 
 
-@deprecated_class(since="0.1", removed_in="0.3", instead=_REPLACEMENT, how=_HOW)
-class ActorRolloutRefWorker:
-    """The old Megatron worker of actor, rollout and reference policy."""
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead=_ENGINE,
+    how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
+)
+class MegatronPPOCritic(MegatronCritic):
+    """The old Megatron critic on an engine; arguments as those of ``MegatronPPOActor``, critic_optimizer_config is not read."""
+
+    def __init__(
+        self,
+        config: object,
+        model_config: object,
+        hf_config: object,
+        tf_config: object,
+        critic_module: nn.Module | BaseEngine,
+        critic_optimizer: torch.optim.Optimizer | None = None,
+        critic_optimizer_config: object = None,
+        *,
+        numerics: Numerics = "legacy",
+    ) -> None:
+        super().__init__(config, critic_module, critic_optimizer, numerics=numerics)
+
+
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead=_WORKER,
+    how="one for each role, with model_engine=megatron; sampling is temper_trainer.rollout.hf.HfSampler's",
+)
+class ActorRolloutRefWorker(PolicyWorker):
+    """The old Megatron worker of actor, rollout and reference policy; arguments as those of its FSDP sibling."""
+
+    engine_name = "megatron"
 
     def __init__(self, config: object, role: str, **kwargs: object) -> None:
-        _refuse("megatron_workers.ActorRolloutRefWorker")
+        super().__init__(config, role, kwargs)
+
+    def save_checkpoint(
+        self, checkpoint_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """The actor's state as a step directory below ``checkpoint_path``. Collective."""
+        self._save(checkpoint_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        """The last complete step below ``checkpoint_path``. Collective; user files are never deleted."""
+        self._load(checkpoint_path, hdfs_path, del_local_after_load)
+
+    def load_pretrained_model(self, checkpoint_path: str, del_local_after_load: bool = True) -> None:
+        """Nothing, as before: ``init_model`` has loaded the model."""
+
+    def async_calls_finalize_fn_exec(self, blocking: bool = False) -> None:
+        """Wait for a save in the background. Collective."""
+        self._trained()[0].engine.finish_saving()
+
+    def _old_rates(self, optim: Values) -> OldRates:
+        rates: OldMegatronSchedule = known(OldMegatronSchedule, optim)
+        return rates
+
+    def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
+        return MegatronActor(sizes, engine, None, numerics=self.numerics)
+
+    def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
+        assert isinstance(actor, MegatronActor)
+        return actor.update_policy(actor.make_minibatch_iterator(data))
+
+    def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+        assert isinstance(policy, MegatronActor)
+        logprobs, entropies, _ = policy.compute_log_prob(data, calculate_entropy)
+        return {"log_probs": logprobs, **({"entropys": entropies} if calculate_entropy else {})}
+
+    def _engine_config(self, role: str) -> EngineConfig:
+        if role in self._engines:
+            return self._engines[role]
+        own = block(self.config, role)
+        model = {**block(self.config, "model"), **(block(own, "model") if role == "ref" else {})}
+        if role == "ref":
+            model |= {"lora": {}}
+        return engine_config(
+            model,
+            # The reference policy's layout is the actor's where it says nothing else, and must be where both live in one process.
+            megatron={**block(block(self.config, "actor"), "megatron"), **block(own, "megatron")},
+            optim=block(own, "optim") if role == "actor" and self._is_actor else None,
+            role={**block(self.config, "actor"), **own},
+            model_type="language_model",
+            keeps_old_schedule=self.numerics == "legacy",
+        )
 
 
-@deprecated_class(since="0.1", removed_in="0.3", instead=_REPLACEMENT, how=_HOW)
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead=_WORKER,
+    how="temper_trainer.weight_sync.publish.Publisher moves weights to the sampler",
+)
 class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The same with weights by call."""
+    """The old worker whose sampler is given weights by call."""
+
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        """The sampler has the actor's weights afterwards. Collective."""
+        await self.rollout_mode()
 
 
-@deprecated_class(since="0.1", removed_in="0.3", instead=_REPLACEMENT, how=_HOW)
-class CriticWorker:
-    """The old Megatron worker of the critic."""
+@deprecated_class(
+    since="0.1",
+    removed_in="0.3",
+    instead="temper_trainer.runtime.worker:CriticWorker",
+    how="with model_engine=megatron and model_type value_model",
+)
+class CriticWorker(ValueWorker):
+    """The old Megatron worker of the critic; config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's."""
 
-    def __init__(self, config: object) -> None:
-        _refuse("megatron_workers.CriticWorker")
+    engine_name = "megatron"
 
+    def __init__(self, config: object, **kwargs: object) -> None:
+        super().__init__(config, kwargs)
 
-@deprecated_class(since="0.1", removed_in="0.3", instead=_REPLACEMENT, how=_HOW)
-class MegatronPPOActor:
-    """The old Megatron actor."""
-
-    def __init__(
-        self,
-        config: object,
-        model_config: object,
-        hf_config: object,
-        tf_config: object,
-        actor_module: object,
-        actor_optimizer: object,
-        mtp_config: object = None,
+    def save_checkpoint(
+        self, checkpoint_path: str, hdfs_path: str | None = None, global_steps: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        _refuse("MegatronPPOActor")
+        """The critic's state as a step directory below ``checkpoint_path``. Collective."""
+        self._save(checkpoint_path, hdfs_path, global_steps, max_ckpt_to_keep)
 
+    def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        """The last complete step below ``checkpoint_path``. Collective; user files are never deleted."""
+        self._load(checkpoint_path, hdfs_path, del_local_after_load)
 
-@deprecated_class(since="0.1", removed_in="0.3", instead=_REPLACEMENT, how=_HOW)
-class MegatronPPOCritic:
-    """The old Megatron critic."""
+    def _old_rates(self, optim: Values) -> OldRates:
+        rates: OldMegatronSchedule = known(OldMegatronSchedule, optim)
+        return rates
 
-    def __init__(
-        self,
-        config: object,
-        model_config: object,
-        hf_config: object,
-        tf_config: object,
-        critic_module: object,
-        critic_optimizer: object,
-        critic_optimizer_config: object,
-    ) -> None:
-        _refuse("MegatronPPOCritic")
+    def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
+        return MegatronCritic(sizes, engine, None, numerics=self.numerics)
+
+    def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
+        assert isinstance(critic, MegatronCritic)
+        return critic.update_critic(critic.make_minibatch_iterator(data))
+
+    def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
+        total, per_rank = self.config.get("ppo_micro_batch_size"), self.config.get("ppo_micro_batch_size_per_gpu")
+        return {
+            "micro_batch_size": total // num_ranks if isinstance(total, int) else per_rank,
+            "max_token_len": self.config.get("forward_max_token_len_per_gpu", 32768),
+        }
+
+    def _engine_config(self) -> EngineConfig:
+        return engine_config(
+            block(self.config, "model"),
+            megatron=block(self.config, "megatron"),
+            optim=block(self.config, "optim"),
+            role=self.config,
+            model_type="value_model",
+            keeps_old_schedule=self.numerics == "legacy",
+        )

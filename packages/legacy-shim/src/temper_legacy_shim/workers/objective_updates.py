@@ -3,7 +3,7 @@
 The mini-batches are those of the old classes; how each is split over ranks and micro-batches no longer matters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from temper_engine_api.batch import Denominators, SequenceBatch
@@ -14,8 +14,9 @@ from temper_engine_api.objective import Aggregation, AggregationMode, Objective
 from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.workers.replica import of_replicas
 from temper_legacy_shim.workers.rows import read_rows
-from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched, passes
+from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, scheduled
 from temper_trainer.algorithms.policy_loss import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 
@@ -32,17 +33,19 @@ _MODES = {
 _ESTIMATORS = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def update_actor_with_objective(actor: "PPOActor", data: DataProto, *, temperature: float) -> dict[str, object]:
-    """Every mini-batch of every pass by the clipped policy objective."""
-    assert data.batch is not None
+def update_actor_with_objective(actor: "PPOActor", mini_batches: Iterable[DataProto], *, temperature: float) -> dict[str, object]:
+    """One update of each mini-batch by the clipped policy objective."""
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
     if actor.settings.use_kl_loss:
         columns["ref_log_prob"] = "ref_logprobs"
-    if "rollout_is_weights" in data.batch:
-        raise ConfigError("rollout_is_weights is in the batch, which numerics temper can't apply: leave it out, or use numerics legacy.")
-    objective = _policy_objective(actor, width=data.batch.column("responses").shape[1])
     metrics: dict[str, object] = {}
-    for mini_batch, _ in passes(data, split=actor.split, engine=actor.engine):
+    for mini_batch in mini_batches:
+        assert mini_batch.batch is not None
+        if "rollout_is_weights" in mini_batch.batch:
+            raise ConfigError(
+                "rollout_is_weights is in the batch, which numerics temper can't apply: leave it out, or use numerics legacy."
+            )
+        objective = _policy_objective(actor, width=mini_batch.batch.column("responses").shape[1])
         found = _update(
             actor.engine, mini_batch, objective=objective, split=actor.split, columns=columns, temperature=temperature, step=actor
         )
@@ -51,14 +54,14 @@ def update_actor_with_objective(actor: "PPOActor", data: DataProto, *, temperatu
     return metrics
 
 
-def update_critic_with_objective(critic: "PPOCritic", data: DataProto) -> dict[str, object]:
-    """Every mini-batch of every pass by the value objective."""
-    assert data.batch is not None
-    width = data.batch.column("responses").shape[1]
+def update_critic_with_objective(critic: "PPOCritic", mini_batches: Iterable[DataProto]) -> dict[str, object]:
+    """One update of each mini-batch by the value objective."""
     settings = critic.settings
-    objective = ValueObjective(clip=settings.cliprange_value, aggregation=_aggregation(settings.loss_agg_mode, width=width))
     metrics: dict[str, object] = {}
-    for mini_batch, _ in passes(data, split=critic.split, engine=critic.engine):
+    for mini_batch in mini_batches:
+        assert mini_batch.batch is not None
+        width = mini_batch.batch.column("responses").shape[1]
+        objective = ValueObjective(clip=settings.cliprange_value, aggregation=_aggregation(settings.loss_agg_mode, width=width))
         found = _update(
             critic.engine,
             mini_batch,
@@ -113,7 +116,7 @@ def _update(
     """One optimiser update; metrics merged over ranks, the same on each."""
     sequences = read_rows(mini_batch, temperature=temperature, columns=tuple(columns)).sequences
     sequences = sequences.with_columns({new: sequences.columns[old] for old, new in columns.items()})
-    micro_batches = matched(split.micro_batches(mini_batch), engine=engine)
+    micro_batches = scheduled(split.micro_batches(mini_batch), engine=engine)
     packed = pack_rank(
         sequences,
         plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, micro_batches))),)),
@@ -125,12 +128,12 @@ def _update(
     with engine.train_mode():
         result = engine.forward_backward_batch(packed, forward_only=False)
     norm = step._optimizer_step()
-    gathered: list[Mapping[str, Metric]] = list(engine.gather_objects(result.metrics))
+    gathered: list[Mapping[str, Metric]] = list(of_replicas(engine, result.metrics))
     return {"grad_norm": norm, **{name: metric.result for name, metric in merge_metrics(gathered).items()}}
 
 
 def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators:
-    counts = engine.gather_objects(count_denominators(sequences))
+    counts = of_replicas(engine, count_denominators(sequences))
     return Denominators(
         tokens=sum(count.tokens for count in counts),
         sequences=sum(count.sequences for count in counts),

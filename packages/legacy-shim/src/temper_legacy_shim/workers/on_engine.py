@@ -2,14 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, ConfigError
+from temper_engine_api.specs import ModelType
+from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.workers.engines import Adopted
+from temper_legacy_shim.workers.engines import Adopted, adopt
 from temper_legacy_shim.workers.settings import known, plain
 from temper_legacy_shim.workers.updates import SplitSettings
 
@@ -19,6 +22,8 @@ Numerics = Literal["legacy", "temper"]
 class OnEngine(ABC):
     """A deprecated model class whose passes run on an engine."""
 
+    model_type: ClassVar[ModelType]
+    """The head that it trains."""
     _adopted: Adopted
     """The engine, and what it was made from; set by the class after its configuration."""
 
@@ -34,10 +39,19 @@ class OnEngine(ABC):
     def configure(self, values: Mapping[str, object]) -> None:
         """Take a config's values for the updates to come; what the engine was built with stays."""
 
+    def _adopt(self, module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None) -> Adopted:
+        """An engine for what the constructor was given. Collective."""
+        return adopt(module, optimizer, grad_clip=grad_clip, model_type=self.model_type, engine_name="fsdp", configure=FSDPConfig)
+
     @property
     def engine(self) -> BaseEngine:
         """What trains."""
         return self._adopted.engine
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that share one sequence; each brings its tokens to a budget."""
+        return self.engine.topology.sp.size * self.engine.topology.cp.size
 
     @property
     def split(self) -> SplitSettings:

@@ -17,7 +17,6 @@ from temper_legacy_shim.numerics.masked import aggregate
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
-from temper_legacy_shim.workers.engines import adopt
 from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
@@ -56,17 +55,25 @@ class ActorSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Micro:
+class MicroBatch:
     """One micro-batch of an update."""
 
     data: DataProto
+    """Its rows; one that is not trained where there are none."""
     rows: Rows
+    """The same laid end to end."""
     scale: float
+    """Factor of its loss in the update's."""
     is_only_update: bool
+    """Whether its update is the only one of the call."""
+    is_empty: bool
+    """Whether this rank only keeps the others company."""
 
 
 class PPOActor(OnEngine):
     """What the deprecated class does, without its warning, for the workers of this package."""
+
+    model_type = "language_model"
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class PPOActor(OnEngine):
         numerics: Numerics = "legacy",
     ) -> None:
         super().__init__(config, numerics=numerics)
-        self._adopted = adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip, model_type="language_model")
+        self._adopted = self._adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip)
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
 
@@ -98,8 +105,8 @@ class PPOActor(OnEngine):
         Returns:
             log_probs [B, W], and where asked entropys and sum_pi_squared [B, W]; 0 at padding.
         """
-        temperature = _temperature(data)
-        micro_batches = forward_split(data, sequence_parallel_size=self.engine.topology.sp.size)
+        temperature = temperature_of(data)
+        micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
             queries = [Query.LOGPROB, Query.ENTROPY] if calculate_entropy else [Query.LOGPROB]
             squares = self.settings.calculate_sum_pi_squared
@@ -129,7 +136,8 @@ class PPOActor(OnEngine):
         """
         with self._adopted.trained():
             if self.numerics == "temper":
-                return update_actor_with_objective(self, data, temperature=_temperature(data))
+                parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
+                return update_actor_with_objective(self, parts, temperature=temperature_of(data))
             return self._update_as_before(data)
 
     def _update_as_before(self, data: DataProto) -> dict[str, object]:
@@ -141,29 +149,35 @@ class PPOActor(OnEngine):
             with self.engine.train_mode():
                 for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
                     part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
-                    micro = _Micro(
+                    micro = MicroBatch(
                         data=part,
-                        rows=read_rows(part, temperature=_temperature(data)),
+                        rows=read_rows(part, temperature=temperature_of(data)),
                         scale=split.scale(len(chosen)),
                         is_only_update=is_only,
+                        is_empty=not chosen,
                     )
-                    self._train(micro, metrics=metrics, totals=totals, is_empty=not chosen)
+                    self._train(micro, metrics=metrics, totals=totals)
             append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
         self.engine.optimizer_zero_grad()
         return {**totals, **metrics}
 
-    def _train(self, micro: _Micro, *, metrics: dict[str, object], totals: dict[str, float], is_empty: bool) -> None:
+    def _train(self, micro: MicroBatch, *, metrics: dict[str, object], totals: dict[str, float]) -> None:
         found: dict[str, float] = {}
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
             return self._loss(micro, predictions, metrics=found, totals=totals) * micro.scale, ctx
 
-        needs = {Query.LOGPROB, Query.ENTROPY} if self.settings.wants_entropy else {Query.LOGPROB}
+        needs = {Query.LOGPROB, Query.ENTROPY} if self._needs_entropy else {Query.LOGPROB}
         self.engine.set_loss_fn(loss_of, needs=needs)
-        self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if is_empty else micro.rows.sequences)
+        self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences)
         append_metrics(metrics, found)
 
-    def _loss(self, micro: _Micro, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
+    @property
+    def _needs_entropy(self) -> bool:
+        """Whether an update asks the head for it."""
+        return self.settings.wants_entropy
+
+    def _loss(self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
         settings = self.settings
         logprobs = micro.rows.grid(predictions[Query.LOGPROB.value])
         inputs = self._inputs(micro, logprobs)
@@ -186,7 +200,7 @@ class PPOActor(OnEngine):
             metrics["actor/kl_coef"] = settings.kl_loss_coef
         return loss
 
-    def _inputs(self, micro: _Micro, logprobs: Tensor) -> PolicyInputs:
+    def _inputs(self, micro: MicroBatch, logprobs: Tensor) -> PolicyInputs:
         takes_current = micro.is_only_update and not self.settings.use_rollout_log_probs
         return PolicyInputs(
             logprobs=logprobs,
@@ -241,7 +255,12 @@ class DataParallelPPOActor(PPOActor):
             )
 
 
-def _temperature(data: DataProto) -> float:
+def temperature_of(data: DataProto) -> float:
+    """What the responses were sampled with.
+
+    Raises:
+        BatchError: meta_info does not say it.
+    """
     value = data.meta_info.get("temperature")
     if not isinstance(value, int | float) or not value > 0:
         raise BatchError(f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the responses were sampled with.")

@@ -12,7 +12,6 @@ from temper_engine_api.objective import Query
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.value_losses import value_loss
-from temper_legacy_shim.workers.engines import adopt
 from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
@@ -36,6 +35,8 @@ class CriticSettings:
 class PPOCritic(OnEngine):
     """What the deprecated class does, without its warning, for the workers of this package."""
 
+    model_type = "value_model"
+
     def __init__(
         self,
         config: object,
@@ -45,7 +46,7 @@ class PPOCritic(OnEngine):
         numerics: Numerics = "legacy",
     ) -> None:
         super().__init__(config, numerics=numerics)
-        self._adopted = adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip, model_type="value_model")
+        self._adopted = self._adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip)
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
 
@@ -59,7 +60,7 @@ class PPOCritic(OnEngine):
 
         Where response_mask is in the batch they are 0 outside it, else at padding alone.
         """
-        micro_batches = forward_split(data, sequence_parallel_size=self.engine.topology.sp.size)
+        micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
             found = answer(self.engine, data, queries=[Query.VALUE], temperature=1.0, micro_batches=micro_batches)
         values = found[Query.VALUE]
@@ -77,7 +78,7 @@ class PPOCritic(OnEngine):
         """
         with self._adopted.trained():
             if self.numerics == "temper":
-                return update_critic_with_objective(self, data)
+                return update_critic_with_objective(self, (part for part, _ in passes(data, split=self.split, engine=self.engine)))
             return self._update_as_before(data)
 
     def _update_as_before(self, data: DataProto) -> dict[str, object]:

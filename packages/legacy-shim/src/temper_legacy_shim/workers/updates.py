@@ -28,6 +28,8 @@ class SplitSettings:
     """Passes over the batch."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sequence; each brings its tokens to the budget."""
+    micro_batch_multiple: int = 1
+    """What the number of dynamic micro-batches is raised to a multiple of."""
 
     def __post_init__(self) -> None:
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
@@ -39,7 +41,7 @@ class SplitSettings:
         """Rows of each micro-batch."""
         if self.use_dynamic_bsz:
             budget = self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size
-            return rows_by_tokens(row_lengths(mini_batch), max_tokens=budget)
+            return rows_by_tokens(row_lengths(mini_batch), max_tokens=budget, multiple=self.micro_batch_multiple)
         assert self.ppo_micro_batch_size_per_gpu is not None
         return rows_by_count(len(mini_batch), size=self.ppo_micro_batch_size_per_gpu)
 
@@ -71,6 +73,14 @@ def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[l
     """The micro-batches, with empty ones at the end where another rank has more: passes are collective."""
     most = max(engine.gather_objects(len(micro_batches)))
     return [*micro_batches, *([] for _ in range(most - len(micro_batches)))]
+
+
+def scheduled(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
+    """As ``matched``, and as many as the engine's schedule takes in one pass."""
+    found, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
+    wanted = max(len(found), constraints.min_micro_batches)
+    wanted += -wanted % constraints.micro_batch_multiple
+    return [*found, *([] for _ in range(wanted - len(found)))]
 
 
 def append_metrics(metrics: dict[str, object], found: Mapping[str, float]) -> None:

@@ -1,0 +1,201 @@
+"""From an old Megatron worker's config blocks to the configuration of the Megatron engine."""
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, cast
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import LoraSpec, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
+from temper_legacy_shim.workers.engines import NEVER, ConfigureEngine
+from temper_legacy_shim.workers.megatron_schedule import OldMegatronSchedule
+from temper_legacy_shim.workers.settings import block, known
+
+if TYPE_CHECKING:
+    from temper_engine_megatron.config import MegatronConfig
+
+Values = Mapping[str, object]
+
+_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's names of what an adapter may lie beside, and Hugging Face's."""
+
+_NO_OVERRIDE: Values = {
+    "recompute_granularity": None,
+    "recompute_modules": ["core_attn"],
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "attention_backend": "flash",
+}
+"""The old defaults of ``override_transformer_config``: they asked for nothing that changes a number."""
+
+
+def engine_config(
+    model: Values, *, megatron: Values, optim: Values | None, role: Values, model_type: ModelType, keeps_old_schedule: bool
+) -> "MegatronConfig":
+    """The engine of one role.
+
+    Args:
+        model: ``model`` block: path, trust_remote_code, LoRA.
+        megatron: ``megatron`` block: sizes of the layout, precision, offloading, overrides.
+        optim: ``optim`` block; None for a frozen model.
+        role: the role's own block, for its strategy.
+        model_type: the head.
+        keeps_old_schedule: the worker sets every learning rate itself, so that the engine's schedule is constant.
+
+    Raises:
+        ConfigError: a setting that this release can't carry on; names it.
+    """
+    if role.get("strategy", "megatron") != "megatron":
+        raise ConfigError(f"strategy is {role.get('strategy')!r}, but the Megatron workers take megatron.")
+    _refuse_unsupported(megatron, optim=optim)
+    schedule = ScheduleSpec() if optim is None or keeps_old_schedule else known(OldMegatronSchedule, optim).as_spec()
+    configure = _Configure(
+        megatron,
+        schedule=schedule,
+        residency=ResidencySpec(
+            offload_parameters=bool(megatron.get("param_offload", False)),
+            offload_optimizer=optim is not None and bool(megatron.get("optimizer_offload", False)),
+        ),
+        lora=_lora(model),
+    )
+    return configure(
+        model=ModelSpec(path=str(model["path"]), model_type=model_type, trust_remote_code=bool(model.get("trust_remote_code", False))),
+        optimizer=None if optim is None else _optimizer(optim),
+        precision=PrecisionSpec(compute=_compute_dtype(megatron)),
+    )
+
+
+def adopted_config(megatron: Values) -> ConfigureEngine:
+    """The layout of a ``megatron`` block around a model that the caller brings."""
+    _refuse_unsupported(megatron, optim=None)
+    return _Configure(megatron, schedule=ScheduleSpec(), residency=ResidencySpec(), lora=LoraSpec())
+
+
+class _Configure:
+    """A layout that waits for its model."""
+
+    def __init__(self, megatron: Values, *, schedule: ScheduleSpec, residency: ResidencySpec, lora: LoraSpec) -> None:
+        self._megatron = megatron
+        self._schedule, self._residency, self._lora = schedule, residency, lora
+
+    def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> "MegatronConfig":
+        """With a model."""
+        values, tensor = self._megatron, _size(self._megatron, "tensor_model_parallel_size")
+        return _config_class()(
+            model=model,
+            optimizer=optimizer,
+            schedule=self._schedule,
+            precision=precision,
+            residency=self._residency,
+            lora=self._lora,
+            tensor_parallel=tensor,
+            # As before: without tensor-parallel ranks the old default of True had no effect.
+            sequence_parallel=tensor > 1 and bool(values.get("sequence_parallel", True)),
+            pipeline_parallel=_size(values, "pipeline_model_parallel_size"),
+            virtual_pipeline=None if values.get("virtual_pipeline_model_parallel_size") is None else _size(values, _VIRTUAL),
+            context_parallel=_size(values, "context_parallel_size"),
+            distributed_optimizer=optimizer is not None and bool(values.get("use_distributed_optimizer", True)),
+        )
+
+
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def _config_class() -> "type[MegatronConfig]":
+    try:
+        from temper_engine_megatron.config import MegatronConfig
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the deprecated Megatron workers run on temper-engine-megatron, which is not installed: "
+            "pip install 'temper-legacy-shim[workers-megatron]'"
+        ) from error
+    return MegatronConfig
+
+
+def _refuse_unsupported(megatron: Values, *, optim: Values | None) -> None:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if megatron.get(name) not in (None, 1):
+            raise ConfigError(f"megatron.{name} is {megatron[name]}, which the deprecated workers do not carry on: set it to 1.")
+    if megatron.get("use_dist_checkpointing"):
+        raise ConfigError(
+            "megatron.use_dist_checkpointing is set, which began from a checkpoint in Megatron's layout: convert that one with "
+            "`temper-migrate checkpoint DIR --to hf --out NEW`, and set model.path to NEW."
+        )
+    overrides = dict(block(megatron, "override_transformer_config"))
+    others = {name for name, value in overrides.items() if value is not None and value != _NO_OVERRIDE.get(name)}
+    for where in ("override_ddp_config", "override_mcore_model_config"):
+        others |= {f"{where}.{name}" for name in block(megatron, where)}
+    if others:
+        raise ConfigError(f"megatron overrides {', '.join(sorted(others))}, which the deprecated workers do not carry on: remove them.")
+    if optim is not None and (optim.get("optimizer", "adam") not in ("adam", "AdamW") or optim.get("override_optimizer_config")):
+        raise ConfigError(
+            f"optim.optimizer is {optim.get('optimizer')!r} with override_optimizer_config {optim.get('override_optimizer_config')!r}: the "
+            "deprecated workers carry on adam without further options."
+        )
+    if megatron.get("grad_offload"):
+        warnings.warn("megatron.grad_offload has no effect: gradients stay where the engine computes.", UserWarning, stacklevel=2)
+
+
+def _optimizer(optim: Values) -> OptimizerSpec:
+    given = known(OptimizerSpec, {name: optim.get(name) for name in ("lr", "weight_decay")})
+    clip = optim.get("clip_grad", 1.0)
+    return OptimizerSpec(
+        lr=given.lr,
+        weight_decay=given.weight_decay,
+        # Megatron takes 0 for "never"; betas never reached its optimizer, whose own are these.
+        betas=(0.9, 0.999),
+        clip_grad_norm=float(cast("float", clip)) or None if clip is not None else None,
+        max_consecutive_skips=NEVER,
+    )
+
+
+def _compute_dtype(megatron: Values) -> Literal["bf16", "fp32"]:
+    name = str(megatron.get("dtype", "bfloat16"))
+    if name not in ("bf16", "bfloat16", "fp32", "float32"):
+        raise ConfigError(f"megatron.dtype is {name}: the deprecated workers know bfloat16 and float32.")
+    return "fp32" if name in ("fp32", "float32") else "bf16"
+
+
+def _lora(model: Values) -> LoraSpec:
+    given = block(model, "lora")
+    rank = given.get("rank", 0)
+    if not isinstance(rank, int) or rank <= 0:
+        return LoraSpec()
+    if given.get("adapter_path") is not None:
+        raise ConfigError(
+            f"model.lora.adapter_path is {given['adapter_path']!r}: convert it with `temper-migrate checkpoint DIR --to peft --out NEW`, "
+            "and call engine.load_adapter() after init_model()."
+        )
+    if given.get("type", "lora") not in ("lora", "canonical_lora"):
+        raise ConfigError(f"model.lora.type is {given['type']!r}, but the deprecated workers carry on lora and canonical_lora.")
+    return LoraSpec(
+        rank=rank,
+        alpha=float(cast("float", given.get("alpha", 32))),
+        dropout=float(cast("float", given.get("dropout", 0.0))),
+        target_modules=_hf_modules(given.get("target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])),
+        exclude_modules=_hf_modules(given.get("exclude_modules") or []),
+    )
+
+
+def _hf_modules(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list) or any(name not in _MODULES for name in names):
+        raise ConfigError(f"model.lora names the modules {names}, but the deprecated workers know {', '.join(_MODULES)}.")
+    return tuple(dict.fromkeys(hf for name in names for hf in _MODULES[name]))
+
+
+def _size(values: Values, name: str) -> int:
+    value = values.get(name)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"megatron.{name} is {value!r}, but must be a whole number.")
+    return value

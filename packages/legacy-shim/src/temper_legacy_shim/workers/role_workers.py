@@ -1,0 +1,297 @@
+"""What the old workers of both backends do: roles around an actor or a critic on an engine, alone or as Ray actors."""
+
+import resource
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.registry import engine_class, engine_config_class
+from temper_engine_api.specs import EngineConfig
+from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.workers import checkpoints
+from temper_legacy_shim.workers.old_configs import per_rank_sizes
+from temper_legacy_shim.workers.old_rollout import OldRollout
+from temper_legacy_shim.workers.on_engine import Numerics
+from temper_legacy_shim.workers.ppo_actor import PPOActor
+from temper_legacy_shim.workers.ppo_critic import PPOCritic
+from temper_legacy_shim.workers.settings import block, plain
+from temper_legacy_shim.workers.updates import set_rate
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+Values = Mapping[str, object]
+
+
+class OldRates(Protocol):
+    """Old learning rates as a pure function of completed scheduler steps."""
+
+    def rate(self, step: int) -> float:
+        """Of the updates after so many steps."""
+
+
+class Rates:
+    """Learning rates of a trained role: the old schedule's with old numerics, else the engine's own."""
+
+    def __init__(self, engine: BaseEngine, *, old: OldRates | None) -> None:
+        self._engine = engine
+        self._old = old
+
+    def begin(self) -> float:
+        """The rate of the updates of one call."""
+        if self._old is not None:
+            set_rate(self._engine, self._old.rate(self._engine.num_schedule_steps))
+        return self._engine.current_lr
+
+    def end(self) -> None:
+        """One scheduler step a call, skipped updates or not, as before."""
+        self._engine.num_schedule_steps += 1
+
+
+class RoleWorker(ABC):
+    """What both kinds share: an engine each, learning rates, checkpoints, and the calls that profile."""
+
+    engine_name: ClassVar[str]
+    """As in ``model_engine``."""
+
+    def __init__(self, config: object, kwargs: Values) -> None:
+        self.config = plain(config)
+        self.numerics, self._engines = self._options(kwargs)
+
+    @abstractmethod
+    def _old_rates(self, optim: Values) -> OldRates:
+        """The schedule of an old ``optim`` block."""
+
+    def _rates_of(self, engine: BaseEngine, *, optim: Values, role: str) -> Rates:
+        keeps = self.numerics == "legacy" and role not in self._engines
+        return Rates(engine, old=self._old_rates(optim) if keeps else None)
+
+    def _open_engine(self, config: EngineConfig) -> BaseEngine:
+        engine: BaseEngine = engine_class(self.engine_name)(config)
+        engine.init_model()
+        return engine
+
+    def _options(self, kwargs: Values) -> tuple[Numerics, dict[str, EngineConfig]]:
+        if unknown := kwargs.keys() - {"numerics", "engines"}:
+            raise ConfigError(f"keywords {sorted(unknown)} have no effect on this worker: remove them; numerics and engines are taken.")
+        numerics = kwargs.get("numerics", "legacy")
+        if numerics != "legacy" and numerics != "temper":
+            raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
+        engines = kwargs.get("engines") or {}
+        expected = engine_config_class(self.engine_name) if engines else EngineConfig
+        if not isinstance(engines, Mapping) or not all(isinstance(config, expected) for config in engines.values()):
+            raise ConfigError(f"engines must map roles to {expected.__name__}, but is {engines!r}.")
+        return ("temper" if numerics == "temper" else "legacy"), dict(engines)
+
+    def start_profile(self, **kwargs: object) -> None:
+        """Refused: use torch.profiler around your own calls."""
+        raise ConfigError("start_profile() is gone: wrap the call in torch.profiler.profile() instead.")
+
+    def stop_profile(self) -> None:
+        """Refused, see start_profile."""
+        raise ConfigError("stop_profile() is gone: wrap the call in torch.profiler.profile() instead.")
+
+    def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
+        """Refused: torch.cuda.memory does it."""
+        raise ConfigError("dump_memory_snapshot() is gone: call torch.cuda.memory._dump_snapshot(FILE) instead.")
+
+
+class PolicyWorker(RoleWorker):
+    """Actor, rollout and reference policy; see ``fsdp_workers.ActorRolloutRefWorker``."""
+
+    def __init__(self, config: object, role: str, kwargs: Values) -> None:
+        if role not in ROLES:
+            raise ConfigError(f"role is {role!r}, but must be one of {', '.join(ROLES)}.")
+        super().__init__(config, kwargs)
+        self.role = role
+        self._is_actor, self._is_ref = "actor" in role, role in ("ref", "actor_rollout_ref")
+        self._is_rollout = "rollout" in role
+        self.actor: PPOActor | None = None
+        self.ref_policy: PPOActor | None = None
+        self.rollout: OldRollout | None = None
+
+    @abstractmethod
+    def _engine_config(self, role: str) -> EngineConfig:
+        """Of the actor's or the reference policy's engine."""
+
+    @abstractmethod
+    def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
+        """The old class around an engine."""
+
+    @abstractmethod
+    def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
+        """Train on rows; old metrics."""
+
+    @abstractmethod
+    def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+        """log_probs, and entropys where asked."""
+
+    def init_model(self) -> None:
+        """Build what the role needs. Collective."""
+        if self._is_actor:
+            self._init_actor()
+        if self._is_rollout:
+            spec = self._engine_config("actor")
+            self.rollout = OldRollout(block(self.config, "rollout"), model=spec.model, compute=spec.precision.compute)
+            if self.actor is not None:
+                self.rollout.take_weights(self.actor.engine)
+        has_adapter = self.actor is not None and self.actor.engine.config.lora.rank > 0
+        if self._is_ref and not has_adapter:
+            self.ref_policy = self._new_policy(block(self.config, "ref"), self._open_engine(self._engine_config("ref")))
+
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Train on this rank's rows; ``meta_info["metrics"]`` of what is returned holds the old metrics."""
+        actor, rates = self._trained()
+        lr, begin = rates.begin(), time.perf_counter()
+        metrics = self._update(actor, data.to("cpu"))
+        rates.end()
+        return DataProto(meta_info={"metrics": {**metrics, **_machine(time.perf_counter() - begin), "actor/lr": lr}})
+
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """old_log_probs and entropys [B, W]; with ``meta_info["is_lora"]`` ref_log_prob, from the model without its adapter."""
+        actor, _ = self._trained()
+        is_reference = bool(data.meta_info.pop("is_lora", False))
+        asked = self._asked(data, "ref" if is_reference else "rollout")
+        with actor.engine.adapter_disabled() if is_reference else nullcontext():
+            found = self._answers(actor, asked, calculate_entropy=not is_reference)
+        found["ref_log_prob" if is_reference else "old_log_probs"] = found.pop("log_probs")
+        return DataProto.from_dict(tensors=found, meta_info={"temperature": asked.meta_info["temperature"]})
+
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """ref_log_prob [B, W] of the reference policy: its own model, or the actor without its adapter."""
+        if self.ref_policy is None:
+            if self.actor is None or self.actor.engine.config.lora.rank == 0:
+                raise EngineStateError(f"role {self.role!r} has no reference policy: use ref or actor_rollout_ref, and call init_model().")
+            data.meta_info["is_lora"] = True
+            return self.compute_log_prob(data)
+        found = self._answers(self.ref_policy, self._asked(data, "ref"), calculate_entropy=False)
+        return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response for each row, from the actor's present weights."""
+        if self.rollout is None:
+            raise EngineStateError(f"role {self.role!r} has no rollout, or init_model() was not called.")
+        if self.actor is not None:
+            self.rollout.take_weights(self.actor.engine)
+        return self.rollout.generate(prompts)
+
+    async def rollout_mode(self) -> None:
+        """The sampler has the actor's weights afterwards."""
+        if self.rollout is not None and self.actor is not None:
+            self.rollout.take_weights(self.actor.engine)
+
+    async def trainer_mode(self) -> None:
+        """Nothing to do: engine and sampler hold weights of their own."""
+
+    def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
+        checkpoints.save(self._trained()[0].engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
+
+    def _load(self, folder: str | None, hdfs_path: str | None, delete_download: bool) -> None:
+        checkpoints.load(self._trained()[0].engine, folder, hdfs_path, delete_download=delete_download)
+
+    def _init_actor(self) -> None:
+        engine = self._open_engine(self._engine_config("actor"))
+        actor = block(self.config, "actor")
+        rollout_n = block(self.config, "rollout").get("n", 1)
+        sizes = per_rank_sizes(actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor")
+        self.actor = self._new_policy(sizes, engine)
+        self._rates = self._rates_of(engine, optim=block(actor, "optim"), role="actor")
+
+    def _asked(self, data: DataProto, role: str) -> DataProto:
+        """The batch with the settings of a forward pass, from the role's own block."""
+        own, rollout = block(self.config, role), block(self.config, "rollout")
+        ranks = self._any_engine().topology.dp.size
+        size = own.get("log_prob_micro_batch_size_per_gpu")
+        total = own.get("log_prob_micro_batch_size")
+        settings = {
+            "micro_batch_size": total // ranks if isinstance(total, int) else size,
+            "max_token_len": own.get("log_prob_max_token_len_per_gpu", 16384),
+            "use_dynamic_bsz": bool(own.get("log_prob_use_dynamic_bsz", False)),
+            "temperature": rollout.get("temperature", 1.0),
+        }
+        return DataProto(data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings})
+
+    def _any_engine(self) -> BaseEngine:
+        policy = self.actor or self.ref_policy
+        assert policy is not None
+        return policy.engine
+
+    def _trained(self) -> tuple[PPOActor, Rates]:
+        if self.actor is None:
+            raise EngineStateError(f"role {self.role!r} has no actor, or init_model() was not called.")
+        return self.actor, self._rates
+
+
+class ValueWorker(RoleWorker):
+    """The critic; see ``fsdp_workers.CriticWorker``."""
+
+    def __init__(self, config: object, kwargs: Values) -> None:
+        super().__init__(config, kwargs)
+        self.critic: PPOCritic | None = None
+
+    @abstractmethod
+    def _engine_config(self) -> EngineConfig:
+        """Of the critic's engine."""
+
+    @abstractmethod
+    def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
+        """The old class around an engine."""
+
+    @abstractmethod
+    def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
+        """Train on rows; old metrics."""
+
+    @abstractmethod
+    def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
+        """micro_batch_size and max_token_len of a pass over so many data-parallel ranks."""
+
+    def init_model(self) -> None:
+        """Build the value model. Collective."""
+        engine = self._open_engine(self._engines.get("critic") or self._engine_config())
+        rollout_n = self.config.get("rollout_n", 1)
+        sizes = per_rank_sizes(self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic")
+        self.critic = self._new_critic(sizes, engine)
+        self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
+
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Values [B, W]."""
+        critic = self._critic()
+        settings = {
+            **self._forward_sizes(critic.engine.topology.dp.size),
+            "use_dynamic_bsz": bool(self.config.get("use_dynamic_bsz", False)),
+        }
+        asked = DataProto(data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings})
+        return DataProto.from_dict(tensors={"values": critic.compute_values(asked)})
+
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Train on this rank's rows; ``meta_info["metrics"]`` of what is returned holds the old metrics."""
+        critic = self._critic()
+        lr, begin = self._rates.begin(), time.perf_counter()
+        metrics = self._update(critic, data.to("cpu"))
+        self._rates.end()
+        return DataProto(meta_info={"metrics": {**metrics, **_machine(time.perf_counter() - begin), "critic/lr": lr}})
+
+    def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
+        checkpoints.save(self._critic().engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
+
+    def _load(self, folder: str | None, hdfs_path: str | None, delete_download: bool) -> None:
+        checkpoints.load(self._critic().engine, folder, hdfs_path, delete_download=delete_download)
+
+    def _critic(self) -> PPOCritic:
+        if self.critic is None:
+            raise EngineStateError("the critic has no model: call init_model() before.")
+        return self.critic
+
+
+def _machine(seconds: float) -> dict[str, float]:
+    """Memory and time of an update by the old names; the share of peak speed is left out, since no peak is known here."""
+    numbers = {"timing_s/update": seconds, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if torch.cuda.is_available():
+        numbers["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        numbers["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+    return numbers
