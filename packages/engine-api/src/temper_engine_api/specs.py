@@ -124,3 +124,8 @@ class EngineConfig:
     """Refuse kernels whose result depends on timing."""
     collective_timeout_s: float = 600.0
     """Longest wait of a collective before the run stops."""
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model and see the same samples; an engine's ranks are a multiple of it."""
+        return 1

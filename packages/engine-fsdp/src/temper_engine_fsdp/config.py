@@ -68,6 +68,11 @@ class FSDPConfig(EngineConfig):
         if self.strategy == "fsdp1":
             self._check_fsdp1()
 
+    @property
+    def replica_size(self) -> int:
+        """Ranks that share one pack."""
+        return self.sequence_parallel
+
     def _check_fsdp1(self) -> None:
         if self.reshard_after_forward is not True:
             raise ConfigError(f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always reshards: leave it true.")

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
@@ -12,17 +13,19 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.checkpoint.saved_state import SavedState, holds_files
 from temper_engine_api.engine import BaseEngine, MicroLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
-from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
 from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import Parts, build_parts
+from temper_engine_fsdp.portable_files import open_files
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_fsdp.telemetry import memory_metrics
@@ -203,10 +206,26 @@ class FSDPEngine(BaseEngine):
 
     def _read_state(self, directory: str) -> None:
         parts, membership = self._parts, self._parts.membership
-        if parts.adapter is not None:
-            parts.adapter.expect_weights(persistence.holds(directory, parts.parameters.keys()), directory=directory)
-        persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
+        if holds_files(directory):
+            self._read_foreign(open_files(directory))
+        else:
+            if parts.adapter is not None:
+                parts.adapter.expect_weights(persistence.holds(directory, parts.parameters.keys()), directory=directory)
+            persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
         persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
+
+    def _read_foreign(self, saved: SavedState) -> None:
+        """What an engine that keeps its state in files has saved."""
+        parts = self._parts
+        if parts.adapter is not None:
+            parts.adapter.expect_weights(bool(parts.parameters.keys() & saved.weights.keys()), directory=saved.directory)
+        expected = weights.describe_weights(parts.kept, {}, dtype=torch.float32)
+        check_saved(expected, saved.entries(), directory=saved.directory)
+        if parts.optimizer is None:
+            own = (NamedWeight(name, buffer) for name, buffer in parts.buffers.items())
+            weights.load_weights(parts.kept, parts.buffers, chain(saved.iterate_weights(), own))
+        else:
+            self._load_state(saved.iterate_state())
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)

@@ -16,7 +16,7 @@ from temper_engine_api.errors import EngineStateError
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
-from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
 from temper_engine_megatron import numerics, persistence
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.known_warnings import without_known_warnings
@@ -145,7 +145,11 @@ class MegatronEngine(BaseEngine):
 
     def _write_state(self, directory: str) -> list[str]:
         rank, device = self.topology.global_rank, self._parts.membership.device
-        files = persistence.write_state(self._iterate_state(), directory=directory, is_writer=rank == 0)
+        if self._parts.optimizer is None:
+            stream = map(persistence.of_weight, self._parts.state.iterate_weights(dtype=torch.float32))
+        else:
+            stream = map(persistence.of_state, self._iterate_state())
+        files = persistence.write_state(stream, directory=directory, is_writer=rank == 0)
         files.append(persistence.write_random_state(directory=directory, rank=rank, device=device))
         if rank == 0:
             files.append(persistence.write_description(self._parts.hf_config.to_dict(), directory=directory))
@@ -153,7 +157,12 @@ class MegatronEngine(BaseEngine):
 
     def _read_state(self, directory: str) -> None:
         rank, device = self.topology.global_rank, self._parts.membership.device
-        self._load_state(persistence.read_state(directory=directory, expected=self._parts.state.expected()))
+        saved = persistence.open_state(directory)
+        check_saved(self._parts.state.expected(), saved.entries(), directory=directory)
+        if self._parts.optimizer is None:
+            self._parts.state.load_weights(saved.iterate_weights())
+        else:
+            self._load_state(saved.iterate_state())
         persistence.read_random_state(directory=directory, rank=rank, device=device)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """The engine's part of a checkpoint: the portable training state as safetensors, and each rank's random-number state.
 
-The state is written full and by Hugging Face name, so that any layout reads it; rank 0 writes, every rank takes part. Random-number states
-belong to ranks: one that finds none of its own (more ranks than before) goes on with the stream it has.
+The state is written full and by Hugging Face name, so that any layout reads it; rank 0 writes, every rank takes part. What an engine on
+torch's distributed checkpoint wrote is read too. Random-number states belong to ranks: one that finds none of its own (more ranks than
+before) goes on with the stream it has.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,29 +14,40 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from temper_engine_api.checkpoint.saved_state import COUNT, FILES_FOLDER, FIRST, SECOND, SavedState, holds_dcp, holds_files, open_dcp
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
-from temper_engine_api.weights import TrainingState, WeightEntry, check_saved
+from temper_engine_api.weights import NamedWeight, TrainingState
 
 FILE_BYTES = 2 << 30
-STATE_FOLDER = "state"
 RANDOM_FOLDER = "random"
-_PARTS = ("master", "first_moment", "second_moment")
-_COUNT = "update_count"
+
+Held = dict[str, Tensor]
+"""What belongs to one name, by the names in the file."""
 
 
-def write_state(stream: Iterable[TrainingState], *, directory: str, is_writer: bool) -> list[str]:
+def of_state(state: TrainingState) -> Held:
+    """A parameter with its moments."""
+    kinds = {"master": state.master, FIRST: state.first_moment, SECOND: state.second_moment, COUNT: torch.tensor(state.update_count)}
+    return {f"{kind}.{state.name}": tensor.cpu() for kind, tensor in kinds.items()}
+
+
+def of_weight(weight: NamedWeight) -> Held:
+    """A parameter that is not trained."""
+    return {f"master.{weight.name}": weight.tensor.cpu()}
+
+
+def write_state(stream: Iterable[Held], *, directory: str, is_writer: bool) -> list[str]:
     """Write a stream of state, about FILE_BYTES a file; relative paths. Every rank consumes the stream, one writes.
 
     Raises:
         CheckpointError: a file can't be written.
     """
     written: list[str] = []
-    held: dict[str, Tensor] = {}
-    for state in stream:
+    held: Held = {}
+    for parts in stream:
         if not is_writer:
             continue
-        held |= {f"{part}.{state.name}": getattr(state, part).cpu() for part in _PARTS}
-        held[f"{_COUNT}.{state.name}"] = torch.tensor(state.update_count)
+        held |= parts
         if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
             written.append(_write_file(held, directory=directory, number=len(written)))
             held = {}
@@ -44,39 +56,44 @@ def write_state(stream: Iterable[TrainingState], *, directory: str, is_writer: b
     return written
 
 
-def read_state(*, directory: str, expected: Iterable[WeightEntry]) -> Iterator[TrainingState]:
-    """What ``write_state`` wrote, one parameter at a time.
+def open_state(directory: str) -> SavedState:
+    """What ``write_state`` wrote, or another engine as torch's distributed checkpoint.
 
     Raises:
-        CheckpointError: another model made it; nothing is given out then.
+        DamagedCheckpointError: neither is there.
     """
-    files = sorted(Path(directory, STATE_FOLDER).glob("*.safetensors"))
-    if not files:
-        raise DamagedCheckpointError(f"{directory} holds no training state of the Megatron engine ({STATE_FOLDER}/*.safetensors).")
-    saved = [entry for path in files for entry in _masters_in(path)]
-    check_saved(expected, saved, directory=directory)
-    for path in files:
+    if holds_files(directory):
+        return _open_files(directory)
+    if holds_dcp(directory):
+        return open_dcp(directory)
+    raise DamagedCheckpointError(
+        f"{directory} holds no training state: expected {FILES_FOLDER}/*.safetensors, or dcp/.metadata of an engine on torch's distributed "
+        "checkpoint."
+    )
+
+
+def _open_files(directory: str) -> SavedState:
+    places: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(directory, FILES_FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for entry in _masters_in(path):
-                yield TrainingState(
-                    name=entry.name,
-                    master=file.get_tensor(f"master.{entry.name}"),
-                    first_moment=file.get_tensor(f"first_moment.{entry.name}"),
-                    second_moment=file.get_tensor(f"second_moment.{entry.name}"),
-                    update_count=int(file.get_tensor(f"{_COUNT}.{entry.name}")),
-                )
+            tensors: list[str] = file.keys()
+            places |= dict.fromkeys(tensors, path)
+            masters = [name for name in tensors if name.startswith("master.")]
+            shapes |= {name.removeprefix("master."): tuple(file.get_slice(name).get_shape()) for name in masters}
+
+    def read(kind: str, name: str) -> Tensor:
+        key = f"{'master' if kind == 'weight' else kind}.{name}"
+        with safe_open(places[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    has_moments = all(f"{kind}.{name}" in places for name in shapes for kind in (FIRST, SECOND, COUNT))
+    return SavedState(directory=directory, weights=shapes, has_moments=has_moments, read=read)
 
 
-def _masters_in(path: Path) -> list[WeightEntry]:
-    with safe_open(path, framework="pt") as file:
-        tensors: list[str] = file.keys()
-        names = [name.removeprefix("master.") for name in tensors if name.startswith("master.")]
-        shapes = {name: tuple(file.get_slice(f"master.{name}").get_shape()) for name in names}
-    return [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in shapes.items()]
-
-
-def _write_file(tensors: dict[str, Tensor], *, directory: str, number: int) -> str:
-    relative = f"{STATE_FOLDER}/part-{number:05d}.safetensors"
+def _write_file(tensors: Held, *, directory: str, number: int) -> str:
+    relative = f"{FILES_FOLDER}/part-{number:05d}.safetensors"
     path = Path(directory, relative)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,18 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
         (["ref=frozen", "task=sft"], "ref is set in task sft", "remove it (ref=none)"),
         (["actor.num_workers=2"], "actor.num_workers is 2", "runtime.kind is inline"),
+        (
+            [
+                "model_engine=megatron",
+                "actor.engine.tensor_parallel=2",
+                "actor.engine.context_parallel=3",
+                "actor.num_workers=4",
+                "runtime.kind=ray",
+            ],
+            "actor.num_workers is 4",
+            "over 6 ranks: set actor.num_workers to a multiple of 6",
+        ),
+        (["actor.engine.sequence_parallel=2"], "actor.num_workers is 1", "over 2 ranks"),
         (["sampling.temperature=0"], "sampling.temperature is 0", "task rl"),
         (["batching.max_tokens=1000"], "batching.max_tokens is 1000", "data.max_prompt_tokens (1024) and sampling.max_tokens (512)"),
         (["batching.num_mini_batches=65"], "batching.num_mini_batches is 65", "batching.prompts_per_step is 64"),

@@ -108,7 +108,7 @@ def test_interpolation_of_a_missing_key_names_both() -> None:
 
 
 def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
-    config = load([*RL, "model_engine=megatron", "actor.engine.tensor_parallel=2"]).config
+    config = load([*RL, "model_engine=megatron", "actor.engine.tensor_parallel=2", "actor.num_workers=2", "runtime.kind=ray"]).config
     assert type(config.actor.engine).__name__ == "MegatronConfig"
     assert config.actor.engine.tensor_parallel == 2
 

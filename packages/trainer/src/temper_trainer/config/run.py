@@ -213,6 +213,12 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     for name, role in roles.items():
         if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
             found.append(f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray.")
+        if role is not None and role.num_workers % role.engine.replica_size:
+            found.append(
+                f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine spreads one copy of the model over "
+                f"{role.engine.replica_size} ranks: set {name}.num_workers to a multiple of {role.engine.replica_size}, or lower the sizes "
+                "of the layout."
+            )
     if config.actor.engine.model.model_type != "language_model":
         found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a language_model.")
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":

@@ -1,0 +1,118 @@
+"""A checkpoint of one engine continued by the other: weights, moments, counts and schedule bit for bit, the next loss to rounding."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
+from temper_engine_api.conformance.measure import Update, merged, state_of
+from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, VALUE
+from temper_engine_api.conformance.rank import TRAINS
+from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, UPDATE, assert_all_close, assert_close, assert_same_state
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.layout import plain_layout
+from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.specs import ScheduleSpec
+
+pytest.importorskip("temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp")
+
+ALONE, TWO = plain_layout(1), plain_layout(2)
+MEGATRON = {layout.name: layout for layout in conformance_layouts("megatron")}
+SCHEDULE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
+WAYS = [
+    pytest.param("fsdp", TWO, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2"),
+    pytest.param("megatron", MEGATRON["tp2"], "fsdp", TWO, id="tp2-to-fsdp"),
+    pytest.param("fsdp", ALONE, "megatron", MEGATRON["dp2-distopt"], id="fsdp-to-distopt"),
+    pytest.param("megatron", MEGATRON["pp2-vpp2"], "fsdp", ALONE, id="vpp2-to-fsdp", marks=pytest.mark.nightly),
+    pytest.param("megatron", MEGATRON["cp2"], "fsdp", TWO, id="cp2-to-fsdp", marks=pytest.mark.nightly),
+]
+
+
+def train_all(rank, *, recipe, batches) -> list[Update]:
+    """Without a stop."""
+    return train(rank.engine(recipe), batches)
+
+
+def state_after_loading(rank, *, recipe, folder):
+    """As it was saved, and what the schedule counts."""
+    engine = rank.engine(recipe)
+    engine.load_checkpoint(str(folder))
+    return state_of(engine), engine.num_schedule_steps, engine.current_lr
+
+
+@pytest.mark.parametrize(("first", "before", "second", "after"), WAYS)
+def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+    recipe = reference.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
+    batches = [reference.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
+
+    def run(job, engine, layout, **arguments):
+        return fleet.run(job, engine=engine, layout=layout, arguments={"recipe": recipe, **arguments})
+
+    whole = run(train_all, first, before, batches=batches)
+    run(train_and_save, first, before, batches=batches[:2], folder=tmp_path, step=2)
+    state, steps, lr = run(state_after_loading, second, after, folder=tmp_path)[0]
+    assert_same_state(state, whole[0][1].state)
+    assert (steps, lr) == (2, whole[0][1].next_lr)
+    resumed = run(load_and_train, second, after, batches=batches[2:], folder=tmp_path)
+    assert_close(
+        merged([rank[-1] for rank in resumed])["loss"], merged([rank[2] for rank in whole])["loss"], LOSS, what="loss", at_least=LOSS_TERMS
+    )
+    assert_close(resumed[0][-1].grad_norm, whole[0][2].grad_norm, UPDATE, what="gradient norm")
+    assert_all_close(resumed[0][-1].masters, whole[0][2].masters, UPDATE, what="weights after the next update")
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "megatron"), ("megatron", "fsdp")])
+def test_a_frozen_model_takes_the_weights_alone(fleet, reference, tmp_path, first, second):
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=None)
+    exported = [
+        fleet.run(
+            weights_around_a_save, engine=engine, layout=ALONE, arguments={"recipe": recipe, "folder": tmp_path, "saves": engine == first}
+        )
+        for engine in (first, second)
+    ]
+    assert exported[0][0].keys() == exported[1][0].keys()
+    assert all(torch.equal(exported[0][0][name], tensor) for name, tensor in exported[1][0].items())
+
+
+def weights_around_a_save(rank, *, recipe, folder, saves):
+    """Weights that are no longer those on the disk of the model, saved; or as loaded."""
+    engine = rank.engine(recipe)
+    if saves:
+        with engine.export_weights() as stream:
+            engine.load_weights([weight._replace(tensor=weight.tensor + 0.25) for weight in stream])
+        engine.save_checkpoint(str(folder), global_step=1)
+    else:
+        engine.load_checkpoint(str(folder))
+    with engine.export_weights() as stream:
+        return dict(stream)
+
+
+def test_another_model_is_refused_before_the_first_tensor_is_read(fleet, reference, tmp_path):
+    saved, other = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), reference.recipe(VALUE, optimizer=TRAINS)
+    batches = [reference.batch()]
+    path = fleet.run(
+        train_and_save, engine="fsdp", layout=ALONE, arguments={"recipe": saved, "batches": batches, "folder": tmp_path, "step": 1}
+    )[0]
+    sentence = fleet.run(refusal, engine="megatron", layout=ALONE, arguments={"recipe": other, "path": path})[0]
+    assert "is that of another model or optimizer" in sentence
+    assert "score.weight" in sentence
+
+
+def refusal(rank, *, recipe, path):
+    """What the engine says, whose weights are then what they were."""
+    engine = rank.engine(recipe)
+    before = state_of(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(path)
+    assert_same_state(state_of(engine), before)
+    return str(caught.value)
+
+
+def test_weights_without_moments_do_not_resume_a_training(start, tmp_path):
+    engine = start()
+    part = tmp_path / "part"
+    engine.write_part(str(part))
+    (file,) = (part / "state").glob("*.safetensors")
+    save_file({name: tensor for name, tensor in load_file(file).items() if name.startswith("master.")}, file)
+    with pytest.raises(CheckpointError, match="holds weights without moments of adamw"):
+        engine.read_part(str(part))

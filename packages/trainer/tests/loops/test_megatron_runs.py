@@ -1,0 +1,69 @@
+"""Whole small runs on the Megatron engine: the FSDP engine's numbers to rounding, and each goes on from the other's checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_trainer.loops import RunResult
+
+pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Megatron uses CUDA wherever torch sees it: start with CUDA_VISIBLE_DEVICES="
+)
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+MEGATRON = ("model_engine=megatron",)
+FSDP_ALONE = "actor.engine.fast_float32_matmul"
+PPO = (
+    "algorithm=ppo",
+    "batching.num_mini_batches=2",
+    "ref=frozen",
+    "algorithm.kl_loss_coef=0.01",
+    "run.total_steps=2",
+    "data.eval=null",
+    "run.save_model=false",
+)
+CLOSE = {"rel": 2e-4, "abs": 2e-5}
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected) > 0
+    for row, want in zip(found, expected, strict=True):
+        assert row.keys() == want.keys()
+        for name, value in want.items():
+            assert row[name] == pytest.approx(value, **CLOSE), name
+
+
+def test_ppo_with_critic_and_reference_trains_as_on_fsdp(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "fsdp", *PPO)
+    run(tmp_path / "megatron", *PPO, *MEGATRON)
+    for phase in ("warm_start", "rl"):
+        assert_same(rows(tmp_path / "megatron", phase=phase), rows(tmp_path / "fsdp", phase=phase))
+
+
+def test_a_run_goes_on_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path: Path) -> None:
+    schedule = ("actor.engine.schedule.kind=linear", "actor.engine.schedule.total_steps=6", "data.eval=null", "run.save_model=false")
+    run(tmp_path / "whole", *schedule, "run.total_steps=4")
+    run(tmp_path / "fsdp", *schedule, "run.total_steps=2")
+    saved = tmp_path / "fsdp" / "checkpoints"
+    run(tmp_path / "megatron", *schedule, *MEGATRON, "run.total_steps=3", f"run.resume={last_of(saved)}")
+    back = tmp_path / "megatron" / "checkpoints"
+    run(tmp_path / "back", *schedule, "run.total_steps=4", f"run.resume={last_of(back)}")
+    found = [row for name in ("fsdp", "megatron", "back") for row in rows(tmp_path / name)]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert_same(found, rows(tmp_path / "whole"))
+
+
+def last_of(folder: Path) -> Path:
+    return max(folder.glob("step_*"))
+
+
+@pytest.mark.nightly
+def test_sft_trains_as_on_fsdp_and_leaves_the_same_model(run: Run, rows: Rows, tmp_path: Path) -> None:
+    sft = ("task=sft", "warm_start=null", "run.total_steps=4", "data.eval=null")
+    run(tmp_path / "fsdp", *sft)
+    run(tmp_path / "megatron", *sft, *MEGATRON)
+    assert_same(rows(tmp_path / "megatron", phase="sft"), rows(tmp_path / "fsdp", phase="sft"))
