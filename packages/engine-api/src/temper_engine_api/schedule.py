@@ -2,6 +2,7 @@
 
 import math
 
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ScheduleSpec
 
 
@@ -15,7 +16,12 @@ def learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
         step: completed steps, >= 0.
         peak: the optimiser's rate.
         spec: the schedule.
+
+    Raises:
+        ConfigError: its length is still to be filled in.
     """
+    if spec.total_steps == 0:
+        raise ConfigError("schedule.total_steps is 0, the length of a run, which only a trainer knows: give the number of steps.")
     warmup = spec.num_warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -82,7 +82,8 @@ class ScheduleSpec:
     warmup_ratio: float = 0.0
     """The same as a share of total_steps, rounded up; only one of the two is set."""
     total_steps: int | None = None
-    """Steps until min_lr_ratio is reached, warm-up included; needed by linear, cosine and wsd, and by warmup_ratio."""
+    """Steps until min_lr_ratio is reached, warm-up included; needed by linear, cosine and wsd, and by warmup_ratio. 0 stands for the
+    length of the run, which a trainer fills in before the engine is made."""
     decay_steps: int | None = None
     """Length of the fall at the end of wsd, Hu et al. 2024, arXiv:2404.06395; needed by it, and by nothing else."""
     min_lr_ratio: float = 0.0
@@ -123,7 +124,7 @@ class ScheduleSpec:
                 f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd needs the length of its fall, "
                 "and no other kind has one."
             )
-        if self.total_steps is None:
+        if not self.total_steps:
             return
         fall, rise = self.decay_steps or 0, self.num_warmup_steps
         if fall < 0 or self.total_steps <= rise or self.total_steps < rise + fall or (self.kind == "wsd" and fall < 1):

@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from temper_legacy_shim import cli_checkpoint
+from temper_legacy_shim import cli_checkpoint, cli_config
 from temper_legacy_shim.errors import ShimError
 
 EXIT_FAILED = 1
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli_checkpoint.register(app)
+cli_config.register(app)
 
 
 @app.callback()

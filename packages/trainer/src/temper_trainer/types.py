@@ -1,5 +1,6 @@
 """The data of an RL step: what the rooms hand to each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class Prompt:
     """Reference answer as it stands in the source."""
     source: str = ""
     """Which source it came from."""
+    extra: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """Fields of the row that the source's extra_keys name, for reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,3 +120,26 @@ def test_a_missing_datasets_library_is_one_sentence(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs the Hugging Face datasets library: pip install 'temper-trainer\[datasets\]'\."):
         load_rows(SourceConfig(kind="datasets", paths=("any",)))
+
+
+def test_fields_within_fields_are_found_in_both_kinds_of_file(tmp_path: Path) -> None:
+    record = {"prompt": "1 + 1?", "reward_model": {"ground_truth": "2", "style": "rule"}, "data_source": "sums", "extra_info": {"index": 7}}
+    write_lines(tmp_path / "a.jsonl", json.dumps(record))
+    parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    for kind in ("jsonl", "parquet"):
+        source = SourceConfig(
+            kind=kind,  # type: ignore[arg-type]
+            paths=(str(tmp_path / f"a.{kind}"),),
+            prompt_key="prompt",
+            answer_key="reward_model.ground_truth",
+            extra_keys=("data_source", "extra_info.index", "nothing"),
+        )
+        (row,) = load_rows(source)
+        assert row.answer == "2"
+        assert row.extra == {"data_source": "sums", "extra_info.index": 7, "nothing": None}
+
+
+def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", json.dumps({"question": "1?", "a.b": "named", "a": {"b": "within"}}))
+    (row,) = load_rows(replace(source, answer_key="a.b"))
+    assert row.answer == "named"

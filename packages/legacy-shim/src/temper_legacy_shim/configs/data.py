@@ -47,6 +47,8 @@ def build_rl_data(draft: Draft) -> None:
             f"{source}.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True
         )
         draft.put(f"{source}.answer_key", "reward_model.ground_truth", rule="answer-key", old=["data.reward_model_key"])
+        source_key = draft.text("data.reward_fn_key") or "data_source"
+        draft.put(f"{source}.extra_keys", [source_key, "extra_info"], rule="reward-columns", old=["data.reward_fn_key"])
     _rows(draft)
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", rule="prompt-length", expected="number")
     _overlong(draft)

@@ -24,6 +24,8 @@ class Draft:
     """Whether the old workers' numerics are asked for."""
     cluster: Cluster | None
     """Where the configuration does not say it."""
+    config_name: str = ""
+    """Hydra's, which may be a file of the user's own that nobody gave us."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """By new key, in the order in which they were put."""
     findings: list[Finding] = field(default_factory=list)

@@ -1,8 +1,60 @@
 """Offline generation: prompts in, completions out."""
 
+from temper_legacy_shim.configs.data import put_source
 from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.roles import world_size
+from temper_legacy_shim.configs.run_length import build_runtime
 
 
 def build_generation(draft: Draft) -> None:
-    """Task generate."""
-    draft.find("person", "generation", "generation is not translated yet.")
+    """Task generate, from either old tree."""
+    draft.put("task", "generate", rule="generation")
+    path = "actor_rollout_ref.model.path" if draft.text("actor_rollout_ref.model.path") else "model.path"
+    if draft.text(path):
+        draft.put("actor.engine.model.path", draft.text(path), rule="model-path", old=[path], verbatim=True)
+    else:
+        draft.find("person", "model-path", "model.path is not set: say which model completes.", "model.path")
+    files = "data.path" if draft.text("data.path") else "data.train_files"
+    if not put_source(draft, new="data.train", old=files):
+        draft.find("person", "data-files", "data.path is not set: say where the prompts are.", "data.path")
+    draft.put("data.train.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True)
+    draft.put("data.train.answer_key", "reward_model.ground_truth", rule="answer-key")
+    _sampling(draft, "actor_rollout_ref.rollout" if draft.old.is_set("actor_rollout_ref.rollout") else "rollout")
+    _output(draft)
+    build_runtime(draft)
+
+
+def _sampling(draft: Draft, block: str) -> None:
+    draft.copy("sampling.temperature", f"{block}.temperature", rule="temperature", expected="number")
+    draft.copy("sampling.top_p", f"{block}.top_p", rule="top-p", expected="number")
+    draft.put("sampling.top_k", max(0, draft.integer(f"{block}.top_k") or 0), rule="top-k", old=[f"{block}.top_k"])
+    length = f"{block}.response_length" if draft.old.has(f"{block}.response_length") else "data.max_response_length"
+    draft.copy("sampling.max_tokens", length, rule="response-length", expected="number")
+    prompt = f"{block}.prompt_length" if draft.old.has(f"{block}.prompt_length") else "data.max_prompt_length"
+    draft.copy("data.max_prompt_tokens", prompt, rule="prompt-length", expected="number")
+    count = "data.n_samples" if draft.old.has("data.n_samples") else f"{block}.n"
+    draft.put("generate.num_completions", max(1, draft.integer(count) or 1), rule="gen-samples", old=[count], verbatim=True)
+    name = draft.text(f"{block}.name") or "vllm"
+    if name == "hf":
+        draft.put("rollout", "hf", rule="rollout-name", old=[f"{block}.name"], group=True)
+        return
+    draft.put("rollout", "vllm", rule="rollout-name", old=[f"{block}.name"], group=True)
+    size = draft.integer(f"{block}.tensor_model_parallel_size") or 1
+    draft.put("rollout.vllm.tensor_parallel_size", size, rule="rollout-tp", old=[f"{block}.tensor_model_parallel_size"], verbatim=True)
+    draft.copy("rollout.vllm.gpu_memory_utilization", f"{block}.gpu_memory_utilization", rule="rollout-memory", expected="number")
+    draft.put("rollout.dtype", "bf16", rule="rollout-dtype", old=[f"{block}.dtype"])
+    world = world_size(draft)
+    if world is not None and world // size > 1:
+        draft.put("rollout.num_replicas", world // size, rule="rollout-replicas", old=["trainer.nnodes", "trainer.n_gpus_per_node"])
+
+
+def _output(draft: Draft) -> None:
+    key = "data.output_path"
+    path = draft.text(key)
+    if not path:
+        return
+    name = path.rpartition("/")[2].rpartition(".")[0] or "completions"
+    draft.put("generate.file", f"{name}.jsonl", rule="gen-output", old=[key])
+    folder = path.rpartition("/")[0]
+    draft.put("run.dir", f"{folder}/{name}" if folder else f"runs/{name}", rule="gen-output", old=[key])
+    draft.find("note", "gen-output", f"{key} was a parquet file; completions are lines of JSON in the run's folder.", key)

@@ -4,12 +4,15 @@ from temper_legacy_shim.configs.batches import build_batches, explain_unused
 from temper_legacy_shim.configs.data import build_rl_data
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.lora import build_lora
+from temper_legacy_shim.configs.numerics import build_numerics
 from temper_legacy_shim.configs.rewards import build_reward
 from temper_legacy_shim.configs.rl_algorithm import build_algorithm, has_ref_role
 from temper_legacy_shim.configs.rl_facts import needs_critic
 from temper_legacy_shim.configs.roles import ACTOR, CRITIC, REF, build_role, is_megatron
 from temper_legacy_shim.configs.rollout import build_rollout
 from temper_legacy_shim.configs.run_length import build_run
+from temper_legacy_shim.configs.selection import build_selection
+from temper_legacy_shim.configs.turns import build_staleness, build_teachers, build_turns
 
 
 def build_ppo(draft: Draft) -> None:
@@ -34,5 +37,10 @@ def build_ppo(draft: Draft) -> None:
     else:
         draft.say("actor_rollout_ref.ref", "there is no reference model of its own")
     build_rollout(draft)
+    build_selection(draft)
+    build_turns(draft)
+    build_staleness(draft)
+    build_teachers(draft)
     build_reward(draft)
     build_run(draft)
+    build_numerics(draft)

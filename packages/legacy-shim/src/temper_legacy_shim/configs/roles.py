@@ -20,16 +20,12 @@ class OldRole:
     """Its sharding blocks, the first one that is there counts."""
     is_trained: bool
     """Whether it has an optimiser."""
-
-    @property
-    def megatron(self) -> str:
-        """Its Megatron block."""
-        return f"{self.block}.megatron"
-
-    @property
-    def optim(self) -> str:
-        """Its optimiser block."""
-        return f"{self.block}.optim"
+    megatron: str = ""
+    """Its Megatron block."""
+    optim: str = ""
+    """Its optimiser block."""
+    ulysses: str = ""
+    """A further key of the ranks that share a sequence."""
 
     @property
     def engine(self) -> str:
@@ -38,23 +34,42 @@ class OldRole:
 
 
 _HYBRID = "actor_rollout_ref"
-ACTOR = OldRole(name="actor", block=f"{_HYBRID}.actor", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.actor.fsdp_config",), is_trained=True)
-REF = OldRole(name="ref", block=f"{_HYBRID}.ref", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.ref.fsdp_config",), is_trained=False)
-CRITIC = OldRole(name="critic", block="critic", model="critic.model", fsdp=("critic.fsdp", "critic.model.fsdp_config"), is_trained=True)
-ROLES = {"actor": ACTOR, "critic": CRITIC, "ref": REF}
+
+
+def _of_ppo(name: str, block: str, *, model: str, fsdp: tuple[str, ...], is_trained: bool) -> OldRole:
+    return OldRole(
+        name=name, block=block, model=model, fsdp=fsdp, is_trained=is_trained, megatron=f"{block}.megatron", optim=f"{block}.optim"
+    )
+
+
+ACTOR = _of_ppo("actor", f"{_HYBRID}.actor", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.actor.fsdp_config",), is_trained=True)
+REF = _of_ppo("ref", f"{_HYBRID}.ref", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.ref.fsdp_config",), is_trained=False)
+CRITIC = _of_ppo("critic", "critic", model="critic.model", fsdp=("critic.fsdp", "critic.model.fsdp_config"), is_trained=True)
+SFT = OldRole(name="actor", block="engine", model="model", fsdp=("engine",), is_trained=True, megatron="engine", optim="optim")
+COLUMNS = OldRole(
+    name="actor",
+    block="model",
+    model="model",
+    fsdp=("model.fsdp_config",),
+    is_trained=True,
+    optim="optim",
+    ulysses="ulysses_sequence_parallel_size",
+)
+
+
+CLUSTER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def world_size(draft: Draft) -> int | None:
     """Processes of the run: nodes times GPUs of each; None where it is not known."""
     if draft.cluster is not None:
         return max(1, draft.cluster.nodes * draft.cluster.gpus_per_node)
+    if draft.old.family.startswith("sft") and not draft.old.is_set(*CLUSTER_KEYS):
+        return None  # torchrun's numbers, which no configuration has
     nodes, gpus = draft.integer("trainer.nnodes"), draft.integer("trainer.n_gpus_per_node")
     if nodes is None and gpus is None:
         return None
     return max(1, (nodes or 1) * (gpus or 1))
-
-
-CLUSTER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def is_megatron(draft: Draft) -> bool:
@@ -64,9 +79,15 @@ def is_megatron(draft: Draft) -> bool:
 
 def sequence_parallel(draft: Draft, role: OldRole) -> int:
     """Ranks that shared a sequence (Ulysses), as the release read it."""
-    keys = (f"{role.block}.ulysses_sequence_parallel_size", *(f"{block}.ulysses_sequence_parallel_size" for block in role.fsdp))
+    keys = ulysses_keys(role)
     found = [draft.integer(key) or 1 for key in keys if draft.old.has(key)]
     return max(found, default=1)
+
+
+def ulysses_keys(role: OldRole) -> list[str]:
+    """Where the old trees say how many ranks share a sequence."""
+    own = [role.ulysses] if role.ulysses else []
+    return [*own, f"{role.block}.ulysses_sequence_parallel_size", *(f"{block}.ulysses_sequence_parallel_size" for block in role.fsdp)]
 
 
 def data_parallel(draft: Draft, role: OldRole) -> int | None:
@@ -100,9 +121,10 @@ def build_role(draft: Draft, role: OldRole) -> None:
 def _model(draft: Draft, role: OldRole) -> None:
     engine = role.engine
     if role.name != "ref":  # the group ref=frozen takes the actor's
-        path = draft.text(f"{role.model}.path")
+        key = next((key for key in (f"{role.model}.path", f"{role.model}.partial_pretrain") if draft.text(key)), f"{role.model}.path")
+        path = draft.text(key)
         if path:
-            draft.put(f"{engine}.model.path", path, rule="model-path", old=[f"{role.model}.path"], verbatim=True)
+            draft.put(f"{engine}.model.path", path, rule="model-path", old=[key], verbatim=True)
         elif role.name == "actor":
             draft.find("person", "model-path", f"{role.model}.path is not set: say which model is trained.", f"{role.model}.path")
         trust = draft.switch(f"{role.model}.trust_remote_code")
@@ -140,30 +162,34 @@ def _clip(draft: Draft, role: OldRole) -> None:
         )
 
 
+_STYLES = ("warmup_style", "lr_scheduler_type", "lr_scheduler", "lr_decay_style")
+_RATIOS = ("lr_warmup_steps_ratio", "warmup_steps_ratio")
+
+
 def _schedule(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.schedule", role.optim
-    style_key = next(
-        (key for key in (f"{optim}.warmup_style", f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style") if _is_said(draft, key)), ""
-    )
+    style_key = next((key for key in (f"{optim}.{name}" for name in _STYLES) if _is_said(draft, key)), "")
     kind = draft.text(style_key) or "constant"
     ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
     if ours is None:
         draft.find("person", "schedule-kind", f"{style_key} is {kind}: a schedule that is not known; say which one follows.", style_key)
         ours = "constant"
-    warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(f"{optim}.lr_warmup_steps_ratio")
+    ratio_key = next((f"{optim}.{name}" for name in _RATIOS if _is_said(draft, f"{optim}.{name}")), f"{optim}.{_RATIOS[0]}")
+    warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
     draft.put(f"{engine}.kind", ours, rule="schedule-kind", old=[style_key] if style_key else [])
     if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
         if warmup > 0:
             draft.put(f"{engine}.warmup_steps", int(warmup), rule="warmup", old=[f"{optim}.lr_warmup_steps"], verbatim=True)
-        draft.say(f"{optim}.lr_warmup_steps_ratio", "lr_warmup_steps is set and wins over the ratio")
+        draft.say(ratio_key, "lr_warmup_steps is set and wins over the ratio")
     elif ratio:
-        draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[f"{optim}.lr_warmup_steps_ratio"], verbatim=True)
+        draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True)
     if ours != "constant":
         floor = draft.number(f"{optim}.min_lr_ratio") or 0.0
         draft.put(f"{engine}.min_lr_ratio", float(floor), rule="min-lr", old=[f"{optim}.min_lr_ratio"])
     if ours != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
-    draft.put(f"{engine}.advance", "rl_step", rule="schedule-advance")
+    if role.block not in ("engine", "model"):  # supervised steps are updates
+        draft.put(f"{engine}.advance", "rl_step", rule="schedule-advance")
 
 
 def _is_said(draft: Draft, key: str) -> bool:
@@ -200,10 +226,13 @@ def _block(draft: Draft, role: OldRole) -> str:
     return next((block for block in role.fsdp if draft.old.has(block)), role.fsdp[0])
 
 
+_OFFLOADS = ("param_offload", "offload_policy", "cpu_offload", "offload_params")
+
+
 def _residency(draft: Draft, role: OldRole) -> None:
     block = role.megatron if is_megatron(draft) else _block(draft, role)
     engine = f"{role.engine}.residency"
-    old = [f"{block}.param_offload", f"{block}.offload_policy", f"{role.block}.param_offload"]
+    old = [f"{block}.{name}" for name in _OFFLOADS] + [f"{role.block}.param_offload"]
     offloads = any(draft.switch(key) for key in old)
     draft.put(f"{engine}.offload_parameters", offloads, rule="param-offload", old=old)
     if not role.is_trained:
@@ -242,8 +271,7 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
     if size is not None and size > 0:
         draft.put(f"{engine}.fsdp_size", size, rule="fsdp-size", old=[f"{block}.fsdp_size"], verbatim=True)
     sharing = sequence_parallel(draft, role)
-    old = [f"{role.block}.ulysses_sequence_parallel_size", *(f"{name}.ulysses_sequence_parallel_size" for name in role.fsdp)]
-    draft.put(f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=old)
+    draft.put(f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=ulysses_keys(role))
     reshard, prefetch = draft.old.get(f"{block}.reshard_after_forward"), draft.switch(f"{block}.forward_prefetch")
     if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
         draft.put(f"{engine}.reshard_after_forward", reshard, rule="reshard", old=[f"{block}.reshard_after_forward"], verbatim=True)

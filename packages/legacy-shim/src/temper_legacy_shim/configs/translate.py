@@ -63,7 +63,7 @@ def translate(
     launch = launch_of(entry, config_name=config_name, overrides=tokens, given=given)
     source = _source(tokens, launch=launch, version=version, given=given)
     old = _compose(tokens, launch=launch, version=source.version, given=given)
-    draft = Draft(old=old, numerics=numerics, cluster=cluster)
+    draft = Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name)
     if launch.foreign:
         draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
     find_images(draft)

@@ -20,9 +20,11 @@ class SourceConfig:
     split: str = "train"
     """datasets: the split; arithmetic: train, or test (problems never trained on)."""
     prompt_key: str = "question"
-    """Field with the prompt: a string, or a list of chat messages."""
+    """Field with the prompt: a string, or a list of chat messages. A field within a field is OUTER.INNER, here and below."""
     answer_key: str = "answer"
     """Field with the reference answer."""
+    extra_keys: tuple[str, ...] = ()
+    """Further fields that a reward function may look at: they are in the prompt's ``extra``, by these names."""
     messages_key: str | None = None
     """task sft: field with a whole conversation, a list of chat messages, in place of prompt_key and answer_key."""
     chosen_key: str = "chosen"

@@ -66,6 +66,21 @@ REMOVED = (
     RemovedKey(key="critic.optim.lr", replacement="critic.engine.optimizer.lr"),
     RemovedKey(key="critic.model.path", replacement="critic.engine.model.path"),
     RemovedKey(key="critic.ppo_mini_batch_size", replacement="batching.num_mini_batches, which all roles share"),
+    RemovedKey(key="critic.ppo_micro_batch_size_per_gpu", replacement="batching.max_tokens"),
+    RemovedKey(key="critic.ppo_micro_batch_size", replacement="batching.max_tokens"),
+    RemovedKey(key="critic.cliprange_value", replacement="algorithm.value_clip"),
+    RemovedKey(key="critic.optim", replacement="critic.engine.optimizer and critic.engine.schedule"),
+    RemovedKey(key="critic.model", replacement="critic.engine.model and critic.engine"),
+    RemovedKey(key="critic.fsdp", replacement="critic.engine"),
+    RemovedKey(key="critic.megatron", replacement="critic.engine"),
+    RemovedKey(key="critic.strategy", replacement="critic.engine.strategy (fsdp is fsdp1)"),
+    RemovedKey(key="algorithm.kl_ctrl", replacement="algorithm.kl_reward_coef, kl_target and kl_horizon"),
+    RemovedKey(key="algorithm.filter_groups", replacement="algorithm.dynamic_sampling"),
+    RemovedKey(key="algorithm.use_pf_ppo", replacement="algorithm.reweight"),
+    RemovedKey(key="data.custom_cls", replacement="data.train.paths: write the rows of your data set class to a file"),
+    RemovedKey(key="data.micro_batch_size_per_gpu", replacement="batching.max_tokens"),
+    RemovedKey(key="data.micro_batch_size", replacement="batching.max_tokens"),
+    RemovedKey(key="data.max_length", replacement="data.max_prompt_tokens, and batching.max_tokens for whole demonstrations"),
     RemovedKey(key="reward_model.enable", replacement="reward.function; reward models are not in this release"),
     RemovedKey(key="custom_reward_function.path", replacement="reward.function=package.module:function"),
     RemovedKey(key="trainer.total_epochs", replacement="run.total_steps: epochs * prompts / batching.prompts_per_step"),
@@ -80,7 +95,19 @@ REMOVED = (
     RemovedKey(key="trainer.use_legacy_worker_impl", replacement="use_legacy_worker_impl, at the top level"),
 )
 
-BLOCKS = ("actor_rollout_ref", "reward_model", "custom_reward_function", "trainer")
+BLOCKS = (
+    "actor_rollout_ref",
+    "reward_model",
+    "custom_reward_function",
+    "trainer",
+    "optim",
+    "engine",
+    "model",
+    "ray_init",
+    "ray_kwargs",
+    "global_profiler",
+    "async_training",
+)
 """Blocks that are gone as a whole."""
 
 
@@ -97,6 +124,6 @@ def removal_of(key: str) -> str | None:
 
 def _hint(key: str) -> str:
     return (
-        f"`temper-migrate explain {key}` (says more), `temper-migrate config FILE` (translates a whole file) and `temper-migrate script "
-        "FILE` (a launch script) will come with temper-legacy-shim; its present release is a placeholder."
+        f"`temper-migrate explain {key}` says more; `temper-migrate config FILE` translates a whole file or old overrides, and "
+        "`temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
     )

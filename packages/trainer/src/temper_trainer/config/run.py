@@ -29,6 +29,8 @@ class RunConfig:
     """Of data order, sampling and everything random but the model's first weights."""
     total_steps: int = 100
     """RL steps, or SFT updates."""
+    total_epochs: int | None = None
+    """Passes over the training problems, in place of total_steps: as many whole steps as each holds, counted when they have been read."""
     resume: str = "never"
     """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory."""
     save_every: int = 0
@@ -56,6 +58,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_range("run.total_steps", self.total_steps, at_least=1)
+        check_range("run.total_epochs", self.total_epochs, at_least=1)
         check_range("run.save_every", self.save_every, at_least=0)
         check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
         check_range("run.eval_every", self.eval_every, at_least=0)

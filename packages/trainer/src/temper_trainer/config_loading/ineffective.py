@@ -91,6 +91,11 @@ RULES = (
         reason="with an algorithm.advantage other than gae: remove it, or use gae",
     ),
     Rule(
+        keys=("run.total_steps",),
+        applies=lambda config: config.run.total_epochs is not None,
+        reason="with run.total_epochs, which says how long the run is: remove one of them",
+    ),
+    Rule(
         keys=("rollout.canary_tolerance",),
         applies=lambda config: not config.rollout.canary,
         reason="with rollout.canary false: remove it, or turn the canary on",

@@ -23,6 +23,7 @@ from temper_trainer.config_loading.unknown_keys import check_keys
 WITHOUT_INFLUENCE = (
     "run.dir",
     "run.total_steps",
+    "run.total_epochs",
     "run.resume",
     "run.save_every",
     "run.max_ckpt_to_keep",

@@ -26,14 +26,23 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
     length = config.data.max_prompt_tokens + config.sampling.max_tokens
     lines.append(f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}")
     lines.append(f"an update: {per_update:,.6g} completions")
-    lines.append(f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates")
+    if config.run.total_epochs is None:
+        lines.append(f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates")
+    else:
+        lines.append(_epochs_line(config.run.total_epochs))
     lines.append(f"a sample: at most {config.data.max_prompt_tokens:,} + {config.sampling.max_tokens:,} = {length:,} tokens")
     return lines
 
 
 def _sft_sizes(config: TrainerConfig) -> list[str]:
     size, steps = config.batching.prompts_per_step, config.run.total_steps
+    if config.run.total_epochs is not None:
+        return [_epochs_line(config.run.total_epochs)]
     return [f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"]
+
+
+def _epochs_line(epochs: int) -> str:
+    return f"a run: {epochs:,} passes over the problems, as many whole steps as they hold"
 
 
 def _role_line(name: str, role: RoleConfig, *, engine: str) -> str:

@@ -89,7 +89,7 @@ def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: Dat
         if not ids:
             raise DataError(f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to complete.")
         if len(ids) <= config.max_prompt_tokens:
-            prompt = Prompt(prompt_id=row.row_id, text=text, tokens=tuple(ids), answer=row.answer, source=row.source)
+            prompt = Prompt(prompt_id=row.row_id, text=text, tokens=tuple(ids), answer=row.answer, source=row.source, extra=row.extra)
             kept.append((row, prompt))
         elif config.overlong_prompts == "error":
             raise DataError(

@@ -1,7 +1,7 @@
 """A problem as its source gives it, before tokenisation, and the check that makes one from a raw record."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
@@ -36,6 +36,9 @@ class Row:
     source: str
     """Where it stands, for messages: file and line, or the name of the source."""
 
+    extra: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """What stands in the fields that the source's extra_keys name; None where a row has no such field."""
+
     @property
     def texts(self) -> tuple[str, ...]:
         """Everything in it that is ever tokenised; what a tokenizer learns from."""
@@ -60,13 +63,30 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
             f"{source}: expected an object with fields {config.prompt_key!r} and {config.answer_key!r}, but found {record!r:.80}."
         )
     for key, setting in ((config.prompt_key, "prompt_key"), (config.answer_key, "answer_key")):
-        if key not in record:
+        if value_at(record, key) is ABSENT:
             raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set {setting}.")
-    answer = record[config.answer_key]
+    answer = value_at(record, config.answer_key)
     if not isinstance(answer, str):
         raise DataError(f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}.")
-    prompt = _prompt(record[config.prompt_key], where=f"{source}: field {config.prompt_key!r}")
-    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source)
+    prompt = _prompt(value_at(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}")
+    extra = {key: None if (value := value_at(record, key)) is ABSENT else value for key in config.extra_keys}
+    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source, extra=extra)
+
+
+class _Absent:
+    """What a field that is not there holds."""
+
+
+ABSENT = _Absent()
+
+
+def value_at(record: Mapping[object, object], key: str) -> object:
+    """The value of a field, by its own name or, where none has that name, by the path OUTER.INNER; ABSENT where there is none."""
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    below = record.get(outer) if dot else None
+    return value_at(below, inner) if isinstance(below, Mapping) else ABSENT
 
 
 def _prompt(value: object, *, where: str) -> str | tuple[ChatMessage, ...]:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fsspec
@@ -70,24 +70,30 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _parquet_records(path: str, source: SourceConfig) -> Iterator[tuple[str, object]]:
-    """(file row number, record) of every row; only the two fields are read."""
+    """(file row number, record) of every row; only the columns that are asked for are read."""
     try:
         with fsspec.open(path, "rb") as stream:
             table = parquet.ParquetFile(stream)
-            present = [key for key in (source.prompt_key, source.answer_key) if key in table.schema_arrow.names]
-            if len(present) < 2:
+            columns = [_column_of(key, table.schema_arrow.names) for key in (source.prompt_key, source.answer_key)]
+            if not all(columns):
                 raise DataError(
                     f"{path}: expected columns {source.prompt_key!r} and {source.answer_key!r}, but it has {table.schema_arrow.names}: "
                     "set prompt_key and answer_key."
                 )
+            columns += [_column_of(key, table.schema_arrow.names) for key in source.extra_keys]
             numbers = itertools.count()
-            for batch in table.iter_batches(batch_size=_PARQUET_BATCH, columns=present):
+            for batch in table.iter_batches(batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))):
                 for record in batch.to_pylist():
                     yield f"{path} row {next(numbers)}", record
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _column_of(key: str, names: Sequence[str]) -> str:
+    """The column that holds a field, which may lie within it; empty where there is none."""
+    return key if key in names else next((name for name in names if key.startswith(f"{name}.")), "")
 
 
 def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[tuple[str, object]]:

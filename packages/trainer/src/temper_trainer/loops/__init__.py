@@ -13,6 +13,7 @@ from temper_trainer.data.prompts import check_fits, encode_demonstrations, encod
 from temper_trainer.data.rows import Row
 from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.length import with_length, with_schedule_length
 from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_tokenizer, with_training
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import SftStage, run_sft
@@ -45,8 +46,8 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
     done = 0 if found is None else checkpointer.read_state(found, phase=config.task).step
-    if done > config.run.total_steps:
-        raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")
+    if config.run.total_epochs is None:
+        _check_done(done, config=config, found=found)
     problems = load_problems(config)
     tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *problems.get("warm_start", [])])
     write_config(folder.root)
@@ -64,6 +65,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             digest=digest,
             stop=stop,
             runtime=runtime,
+            done=done,
         )
         evaluation = run.sft(found) if config.task == "sft" else run.rl(found)
         log.draw()
@@ -82,6 +84,8 @@ class _Run:
     digest: str
     stop: StopRequest
     runtime: Runtime
+    done: int
+    """Steps of the checkpoint that the run goes on from; 0 begins."""
 
     def sft(self, found: Path | None) -> dict[str, float]:
         config = fit_models(self.config, self.tokenizer)
@@ -96,6 +100,8 @@ class _Run:
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
         eval_prompts, num_eval_dropped = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
         self._count_dropped("rl", data=num_dropped, eval=num_eval_dropped)
+        config = with_length(config, num_problems=len(prompts))
+        _check_done(self.done, config=config, found=found)
         return run_rl(
             config,
             log=self.log,
@@ -125,11 +131,16 @@ class _Run:
         demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
         self._count_dropped(phase, data=num_dropped)
         check_fits(demonstrations, max_tokens=longest_demonstration(config))
+        if warm_start is None:
+            config = with_length(config, num_problems=len(demonstrations))
+            _check_done(self.done, config=config, found=resume_from)
+        total_steps = config.run.total_steps if warm_start is None else warm_start.total_steps
+        engine = config.actor.engine if warm_start is None else with_training(config.actor.engine, config)
         return SftStage(
             phase=phase,
-            engine=config.actor.engine if warm_start is None else with_training(config.actor.engine, config),
+            engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
             demonstrations=demonstrations,
-            total_steps=config.run.total_steps if warm_start is None else warm_start.total_steps,
+            total_steps=total_steps,
             batch_size=config.batching.prompts_per_step if warm_start is None else warm_start.batch_size,
             folder=folder,
             resume_from=resume_from,
@@ -141,3 +152,9 @@ class _Run:
             limit = self.config.data.max_prompt_tokens
             self.log.say(f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}")
             self.log.log(0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase)
+
+
+def _check_done(done: int, *, config: TrainerConfig, found: Path | None) -> None:
+    """Refuse to go on from a checkpoint that lies beyond the run's end."""
+    if done > config.run.total_steps:
+        raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")

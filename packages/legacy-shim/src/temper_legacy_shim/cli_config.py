@@ -1,0 +1,193 @@
+"""The sub-commands ``config`` and ``explain``: options in; YAML, a table or JSON out."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from temper_legacy_shim.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from temper_legacy_shim.configs import Translation
+
+
+class NumericsChoice(StrEnum):
+    """Whose numerics the result has."""
+
+    TEMPER = "temper"
+    LEGACY = "legacy"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the sub-commands."""
+    app.command("config", context_settings={"ignore_unknown_options": True})(config)
+    app.command("explain")(explain)
+
+
+def config(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH...] [OVERRIDE...]", help="YAML files or folders; old overrides, KEY=VALUE.")
+    ] = None,
+    from_version: Annotated[str | None, typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default.")] = None,
+    entry: Annotated[str, typer.Option(help="What was started, such as verl.trainer.main_ppo or recipe.dapo.main_dapo.")] = "",
+    config_name: Annotated[str | None, typer.Option(help="Hydra's config name, such as ppo_megatron_trainer.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines, where the configuration does not say it (torchrun).")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each.")] = None,
+    numerics: Annotated[
+        NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
+    ] = NumericsChoice.TEMPER,
+    out: Annotated[Path | None, typer.Option(help="A new file (for one input) or a new folder. Nothing is overwritten.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing and print one line for each input; for CI.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
+) -> None:
+    """Translate an old configuration. Exit code 0: clean; 10: behaviour pinned, or with hazards; 20: needs a person; 1: it failed."""
+    from temper_legacy_shim.configs import EXIT_CODES, Cluster
+
+    if (nodes is None) != (gpus_per_node is None):
+        raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
+    cluster = None if nodes is None or gpus_per_node is None else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
+    given = list(paths or [])
+    results = _translate_all(given, from_version=from_version, entry=entry, name=config_name, cluster=cluster, numerics=numerics.value)
+    written = {} if check or out is None else _write(results, out)
+    if as_json:
+        _print_json(results)
+    else:
+        for path, translation in results:
+            _show(path, translation, check=check, table=table, written=written.get(path), prints_yaml=not check and out is None)
+    raise typer.Exit(max(EXIT_CODES[translation.outcome] for _, translation in results))
+
+
+def _translate_all(
+    given: list[str], *, from_version: str | None, entry: str, name: str | None, cluster: object, numerics: str
+) -> list[tuple[str, "Translation"]]:
+    from temper_legacy_shim.configs.files import entry_of, find_files, is_old, read_old_file
+    from temper_legacy_shim.configs.translate import translate
+
+    files = [text for text in given if _is_path(text)]
+    overrides = [text for text in given if not _is_path(text)]
+    options = {"version": from_version, "cluster": cluster, "numerics": numerics}
+    if not files:
+        if not overrides:
+            raise UsageError("there is nothing to translate: give a YAML file, a folder, or old overrides (KEY=VALUE).")
+        return [("command line", translate(overrides, entry=entry, config_name=name, **options))]  # type: ignore[arg-type]
+    results = []
+    for file in files:
+        found = find_files(Path(file))
+        for path in found:
+            old = read_old_file(path)
+            if len(found) > 1 and not is_old(old.values):
+                continue
+            groups = [f"{group}={choice}" for group, choice in old.groups.items()]
+            results.append(
+                (
+                    str(path),
+                    translate(
+                        [*groups, *overrides],
+                        entry=entry or entry_of(old.entry),
+                        config_name=name or old.entry or None,
+                        base=old.values,
+                        **options,  # type: ignore[arg-type]
+                    ),
+                )
+            )
+    if not results:
+        raise UsageError(f"{', '.join(files)}: no file there looks like an old configuration.")
+    return results
+
+
+def _is_path(text: str) -> bool:
+    return "=" not in text and not text.startswith(("+", "~", "$", '"')) and not text.startswith("--")
+
+
+def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
+    """One YAML for each input that has one; a name that is taken is an error before anything is written."""
+    from temper_legacy_shim.configs.written import yaml_of
+
+    is_file = len(results) == 1 and out.suffix in (".yaml", ".yml")
+    targets = {path: out if is_file else out / f"{Path(path).stem.replace(' ', '_')}.yaml" for path, _ in results}
+    if len(set(targets.values())) < len(targets):
+        targets = {path: out / f"{'_'.join(Path(path).with_suffix('').parts).strip('/._')}.yaml" for path, _ in results}
+    for target in targets.values():
+        if target.exists():
+            raise OutputError(f"{target} exists, and nothing is overwritten: choose another --out, or move it away.")
+    written = {}
+    for path, translation in results:
+        if translation.settings:
+            targets[path].parent.mkdir(parents=True, exist_ok=True)
+            targets[path].write_text(yaml_of(translation), encoding="utf-8")
+            written[path] = targets[path]
+    return written
+
+
+def _print_json(results: list[tuple[str, "Translation"]]) -> None:
+    from temper_legacy_shim.configs.reports import plain_report
+    from temper_legacy_shim.configs.written import yaml_of
+
+    reports = [{"input": path, **plain_report(translation), "yaml": yaml_of(translation)} for path, translation in results]
+    typer.echo(json.dumps(reports, indent=1, ensure_ascii=False))
+
+
+def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
+    from rich.console import Console
+
+    from temper_legacy_shim.configs.reports import OUTCOMES
+    from temper_legacy_shim.configs.written import yaml_of
+
+    console = Console(stderr=prints_yaml, highlight=False, soft_wrap=True)
+    source = translation.source
+    console.print(f"{path}: {OUTCOMES[translation.outcome]}", style="bold", markup=False)
+    if check:
+        for finding in translation.findings:
+            if finding.level == "person":
+                console.print(f"  {finding.message}", markup=False)
+        return
+    console.print(f"  {source.program} of {source.version} ({'; '.join(source.evidence)})", markup=False)
+    if table:
+        _show_table(translation, console)
+    for finding in translation.findings:
+        console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
+    if translation.unmapped:
+        console.print("  unmapped:", markup=False)
+        for key, value in translation.unmapped.items():
+            console.print(f"    {key}: {value!r}", markup=False)
+    if written is not None:
+        console.print(f"  written: {written}", markup=False)
+        where = f"--config-dir {written.parent} --config-name {written.stem}"
+        console.print(f"  next: temper-train {where} --check", markup=False)
+    elif prints_yaml and translation.settings:
+        typer.echo(yaml_of(translation), nl=False)
+
+
+def _show_table(translation: "Translation", console: "Console") -> None:
+    from rich.table import Table
+
+    from temper_legacy_shim.configs.reports import table_rows
+
+    grid = Table(show_lines=True)
+    for title in ("old", "new", "rule", "reason"):
+        grid.add_column(title, overflow="fold")
+    for row in table_rows(translation):
+        grid.add_row(*(cell.replace("[", r"\[") for cell in row))
+    console.soft_wrap = False
+    console.print(grid)
+
+
+def explain(
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Old keys, such as actor_rollout_ref.actor.grad_clip.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
+) -> None:
+    """Say what became of an old key: where it was, its defaults by release, the rule, the reason, the pull requests."""
+    from temper_legacy_shim.configs.explanations import explain_key, plain_explanation, sentences
+
+    found = [explain_key(key) for key in keys]
+    if as_json:
+        typer.echo(json.dumps([plain_explanation(item) for item in found], indent=1, ensure_ascii=False))
+        return
+    for item in found:
+        for line in sentences(item):
+            typer.echo(line)

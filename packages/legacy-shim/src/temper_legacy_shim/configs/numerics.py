@@ -1,0 +1,99 @@
+"""Which workers the old run trained with, and what their numerics did that engines do not."""
+
+from temper_legacy_shim.configs.batches import ACTOR_MINI
+from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.rl_facts import completions_per_prompt, needs_critic
+from temper_legacy_shim.configs.roles import ACTOR, data_parallel, is_megatron
+
+SWITCH = "trainer.use_legacy_worker_impl"
+
+
+def build_numerics(draft: Draft) -> None:
+    """Record what the switch meant; pin the old workers, or say in numbers what differs without them."""
+    said = draft.old.get(SWITCH)
+    word = {True: "enable", False: "disable", None: "auto"}.get(said, said) if not isinstance(said, list | dict) else None  # type: ignore[arg-type]
+    if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
+        draft.find("person", "worker-switch", f"{SWITCH} is {said!r}, which {draft.old.version} refused: auto, enable or disable.", SWITCH)
+        return
+    had_old_actor = not draft.since("v0.8.0") and not (draft.since("v0.7.0") and word == "disable")
+    if not had_old_actor:
+        draft.say(SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable")
+        return
+    _record(draft, str(word))
+    if draft.numerics == "temper":
+        _differences(draft)
+        draft.say(SWITCH, "the engine path is taken (--numerics legacy pins the old workers)")
+    elif is_megatron(draft):
+        draft.find(
+            "hazard",
+            "worker-switch",
+            "--numerics legacy was asked for, but the deprecated workers run on fsdp alone: the engine path is taken.",
+            SWITCH,
+        )
+        _differences(draft)
+    else:
+        draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
+
+
+def _record(draft: Draft, word: str) -> None:
+    """What the word meant in that release, whether it was written or not."""
+    written = "written" if draft.old.is_set(SWITCH) else "the default"
+    if draft.since("v0.7.0"):
+        meaning = f"{SWITCH}={word} ({written}) meant the old workers for all roles"
+    elif draft.since("v0.5.0") and draft.old.has(SWITCH):
+        meaning = (
+            f"{SWITCH}={word} ({written}) chose the critic's and the reward model's worker alone; the actor had the old one in any case"
+        )
+    else:
+        meaning = f"{draft.old.version} had the old workers only"
+    draft.find("note", "worker-switch", f"{meaning}.", SWITCH)
+
+
+def _differences(draft: Draft) -> None:
+    """One finding for each numeric habit of the old workers that this configuration would have shown."""
+    ranks, mini = data_parallel(draft, ACTOR), draft.integer(ACTOR_MINI)
+    if ranks is None or mini is None:
+        return
+    n = completions_per_prompt(draft)
+    mine = max(1, mini * n // ranks)
+    parts, how = _parts(draft, mine=mine)
+    if parts * ranks > 1:
+        mode = draft.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
+        roles = "actor's and the critic's losses" if needs_critic(draft) else "actor's loss"
+        weighing = (
+            "a token in a part with half as many tokens weighed twice as much" if mode == "token-mean" else f"{mode} was taken of each part"
+        )
+        draft.find(
+            "hazard",
+            "micro-batch-normalisation",
+            f"the {roles} over {mini * n} completions of an update was averaged in {how} on each of {ranks} ranks, {parts * ranks} "
+            f"parts in all, and then over the parts: {weighing}. Here the whole update has one denominator.",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        )
+    draft.find(
+        "note",
+        "summed-metrics",
+        f"metrics of the old run are not to be compared one by one: it logged losses of {parts} micro-batches as their mean or sum by "
+        "release, and here they are those of the whole update.",
+    )
+    divisor = draft.settings.get("algorithm.horizon")
+    if divisor is not None:
+        draft.find(
+            "hazard",
+            "divisors",
+            f"seq-mean-token-sum-norm divided by the width of the padded completions, which was {divisor.value}, as algorithm.horizon "
+            "says. A release that cut the padding divided by less.",
+            "actor_rollout_ref.actor.loss_agg_mode",
+        )
+
+
+def _parts(draft: Draft, *, mine: int) -> tuple[int, str]:
+    """Micro-batches of an update on one rank, and how to say so; with a token budget, the least number there can be."""
+    if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
+        budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
+        longest = (draft.integer("data.max_prompt_length") or 0) + (draft.integer("data.max_response_length") or 0)
+        most = max(1, -(-mine * longest // max(1, budget)))
+        return most, f"up to {most} micro-batches of {budget} tokens"
+    micro = draft.integer("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") or mine
+    parts = max(1, -(-mine // max(1, micro)))
+    return parts, f"{parts} micro-batch{'es' * (parts > 1)} of {min(micro, mine)} completions"

@@ -1,0 +1,71 @@
+"""What a translation says of itself: for machines as plain values of a documented form, for people as rows of a table."""
+
+from temper_legacy_shim.configs.translation import EXIT_CODES, Outcome, Translation
+from temper_legacy_shim.configs.values import Plain
+
+SCHEMA = "temper-migrate/config/1"
+"""Name of the form below; it changes with the form. docs/migration/config.md describes it."""
+
+OUTCOMES = {Outcome.CLEAN: "clean", Outcome.PINNED: "pinned", Outcome.PERSON: "needs a person"}
+
+
+def plain_report(translation: Translation) -> dict[str, Plain]:
+    """The whole report, ready for JSON."""
+    source = translation.source
+    return {
+        "schema": SCHEMA,
+        "outcome": OUTCOMES[translation.outcome],
+        "exit_code": EXIT_CODES[translation.outcome],
+        "source": {
+            "version": source.version,
+            "is_given": source.is_given,
+            "evidence": list(source.evidence),
+            "entry": source.entry,
+            "program": source.program,
+            "tree": source.family,
+        },
+        "settings": [
+            {
+                "key": item.key,
+                "value": item.value,
+                "is_group": item.is_group,
+                "is_pinned": item.is_pinned,
+                "rule": item.rule,
+                "old_keys": list(item.old_keys),
+                "sources": list(item.sources),
+                "is_verbatim": item.is_verbatim,
+            }
+            for item in translation.settings
+        ],
+        "tokens": [
+            {
+                "index": token.index,
+                "text": token.text,
+                "key": token.key,
+                "disposition": token.disposition,
+                "new_keys": list(token.new_keys),
+                "rule": token.rule,
+                "reason": token.reason,
+                "prs": list(token.prs.split()),
+                "hazard": token.hazard,
+            }
+            for token in translation.tokens
+        ],
+        "findings": [
+            {"level": item.level, "rule": item.rule, "message": item.message, "old_keys": list(item.old_keys)}
+            for item in translation.findings
+        ],
+        "unmapped": dict(translation.unmapped),
+    }
+
+
+def table_rows(translation: Translation) -> list[tuple[str, str, str, str]]:
+    """(old, new, rule and what became of it, reason) of every token, then of every default that was pinned."""
+    values = {setting.key: setting.override for setting in translation.settings}
+    rows = []
+    for token in translation.tokens:
+        new = "\n".join(values.get(key, key) for key in token.new_keys) or "-"
+        reason = f"{token.reason} {token.hazard}".strip()
+        rows.append((token.text, new, f"{token.disposition}\n{token.rule}".strip(), reason))
+    pinned = [setting for setting in translation.settings if setting.is_pinned]
+    return rows + [("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0]) for item in pinned]

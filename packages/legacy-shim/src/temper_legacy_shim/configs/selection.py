@@ -1,0 +1,168 @@
+"""Which completions are trained on and how they are weighed: dynamic sampling, reweighting, rollout correction."""
+
+import re
+
+from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.rl_facts import filters_groups
+
+FILTER = "algorithm.filter_groups"
+CORRECTION = "algorithm.rollout_correction"
+_MANY_ROUNDS = 1000
+
+
+def build_selection(draft: Draft) -> None:
+    """Blocks ``algorithm.dynamic_sampling``, ``reweight`` and ``rollout_correction``."""
+    if filters_groups(draft):
+        _filter(draft)
+    else:
+        draft.say(FILTER, "filter_groups is not enabled")
+    if draft.switch("algorithm.use_pf_ppo"):
+        _reweight(draft)
+    if draft.old.has(f"{CORRECTION}.rollout_is"):
+        _correction(draft)
+    elif draft.switch("algorithm.rollout_is"):
+        _first_correction(draft)
+    else:
+        draft.say("algorithm.rollout_is", "rollout_is is not enabled")
+    cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
+    if cap is not None and cap > 0:
+        _put(draft, "truncate_at", float(cap), "actor_rollout_ref.actor.tis_imp_ratio_cap")
+
+
+def _filter(draft: Draft) -> None:
+    new, rounds = "algorithm.dynamic_sampling", draft.integer(f"{FILTER}.max_num_gen_batches") or 0
+    old = [f"{FILTER}.max_num_gen_batches", f"{FILTER}.enable"]
+    draft.put(f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old)
+    each = draft.integer("data.gen_batch_size")
+    if each is not None and each > 1:
+        draft.put(f"{new}.prompts_per_round", each, rule="gen-batch", old=["data.gen_batch_size"], verbatim=True)
+    metric = draft.text(f"{FILTER}.metric") or "acc"
+    on = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward"}.get(metric)
+    if on is None:
+        draft.find("person", "filter-groups", f"{FILTER}.metric is {metric}: groups are told apart by score or reward.", f"{FILTER}.metric")
+        return
+    draft.put(f"{new}.on", on, rule="filter-groups", old=[f"{FILTER}.metric"])
+
+
+def _reweight(draft: Draft) -> None:
+    new, block = "algorithm.reweight", "algorithm.pf_ppo"
+    method = draft.text(f"{block}.reweight_method") or "pow"
+    ours = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
+    if ours is None:
+        draft.find(
+            "person", "pf-ppo", f"{block}.reweight_method is {method}: choose power, max_min or max_random.", f"{block}.reweight_method"
+        )
+        return
+    draft.put(f"{new}.method", ours, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
+    if ours == "power":
+        draft.copy(f"{new}.exponent", f"{block}.weight_pow", rule="pf-ppo", expected="number")
+
+
+def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -> None:
+    draft.put(f"algorithm.rollout_correction.{name}", value, rule="correction", old=old)
+
+
+def _first_correction(draft: Draft) -> None:
+    """v0.6.0: booleans, a level, a mode."""
+    block = "algorithm.rollout_is"
+    level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
+    high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
+    if level not in ("token", "sequence"):
+        _no_counterpart(draft, f"{block}_level", level)
+        return
+    _put(draft, "level", level, f"{block}_level", block)
+    if mode == "truncate":
+        _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
+        return
+    _put(draft, "truncate_at", None, f"{block}_mode")
+    _put(draft, "mask_high", high, f"{block}_threshold")
+    _put(draft, "mask_low", low if low is not None else (1 / high if high else None), f"{block}_threshold_lower")
+
+
+def _correction(draft: Draft) -> None:
+    weighs, rejects = draft.text(f"{CORRECTION}.rollout_is"), draft.text(f"{CORRECTION}.rollout_rs")
+    bypasses = draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(f"{CORRECTION}.use_policy_gradient")
+    if not weighs and not rejects and not bypasses:
+        draft.say(CORRECTION, "neither weights nor rejection are asked for")
+        return
+    if weighs and weighs not in ("token", "sequence"):
+        _no_counterpart(draft, f"{CORRECTION}.rollout_is", weighs)
+        return
+    if bypasses:
+        _bypass(draft, weighs)
+    elif weighs:
+        _put(draft, "level", weighs, f"{CORRECTION}.rollout_is")
+        _put(draft, "truncate_at", draft.number(f"{CORRECTION}.rollout_is_threshold"), f"{CORRECTION}.rollout_is_threshold")
+        if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
+            _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
+    else:
+        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+    if rejects:
+        _rejection(draft, weighs=weighs, rejects=rejects)
+
+
+def _bypass(draft: Draft, weighs: str) -> None:
+    loss = draft.text(f"{CORRECTION}.loss_type") or ("reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip")
+    if loss == "ppo_clip":
+        _put(draft, "proximal", "rollout", f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type")
+        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+        if weighs:
+            draft.say(f"{CORRECTION}.rollout_is", "with bypass_mode the objective's own ratio is the correction")
+        return
+    draft.find(
+        "person",
+        "correction",
+        f"{CORRECTION} trains by {loss} on the sampler's own log-probs: there is no such loss here. Choose loss_type ppo_clip, or "
+        "no bypass_mode.",
+        f"{CORRECTION}.bypass_mode",
+        f"{CORRECTION}.loss_type",
+        f"{CORRECTION}.use_policy_gradient",
+    )
+
+
+def _rejection(draft: Draft, *, weighs: str, rejects: str) -> None:
+    low, high = _bounds(draft)
+    keys = (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower")
+    kl = re.match(r"seq_mean_(k[23])\Z", rejects)
+    if kl is not None and high is not None:
+        _put(draft, "reject_kl", high, *keys)
+        _put(draft, "reject_kl_estimator", kl[1], keys[0])
+        return
+    level = {"token": "token", "token_k1": "token", "sequence": "sequence", "seq_sum_k1": "sequence"}.get(rejects)
+    if level is None or (weighs and weighs != level):
+        _no_counterpart(draft, keys[0], rejects)
+        return
+    _put(draft, "level", level, keys[0])
+    if not weighs:
+        _put(draft, "truncate_at", None, f"{CORRECTION}.rollout_is")
+    _put(draft, "mask_high", high, keys[1])
+    _put(draft, "mask_low", low if low is not None else (1 / high if high else None), keys[2], keys[1])
+
+
+def _bounds(draft: Draft) -> tuple[float | None, float | None]:
+    """(lower, upper) of a threshold such as 2.0, ``0.6_1.6``, or a pair of keys."""
+    value = draft.old.get(f"{CORRECTION}.rollout_rs_threshold")
+    low = draft.number(f"{CORRECTION}.rollout_rs_threshold_lower")
+    if isinstance(value, str):
+        first, _, second = value.partition("_")
+        try:
+            return (float(first), float(second)) if second else (low, float(first))
+        except ValueError:
+            return low, None
+    high = (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else draft.number(f"{CORRECTION}.rollout_is_threshold")
+    )
+    return low, high
+
+
+def _no_counterpart(draft: Draft, key: str, value: str) -> None:
+    draft.find(
+        "hazard",
+        "correction",
+        f"{key} is {value}, for which algorithm.rollout_correction has no counterpart: it is left out, and completions that the old "
+        "trainer rejected or weighed down are trained on. The metrics of the mismatch are there to see whether it matters.",
+        key,
+    )
+    draft.say(key, "no counterpart; see the hazard")

@@ -1,0 +1,124 @@
+"""Reward functions with the old signature under the new one: a user's own file, and the choice by a row's ``data_source``.
+
+Translated configurations name them in ``reward.function``; the trainer calls them with a prompt and the text of a completion. They read
+the row's further fields from ``prompt.extra``, which the translated ``data.train.extra_keys`` fills.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from temper_legacy_shim.errors import UsageError
+
+Argument = str | int | float | bool | None
+
+SOURCE, INFO = "data_source", "extra_info"
+"""Columns of the old data sets that scoring functions were given."""
+
+
+class ScoredPrompt(Protocol):
+    """What of the trainer's prompt is read."""
+
+    @property
+    def answer(self) -> str:
+        """Reference answer."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, object]:
+        """Further fields of the row."""
+        ...
+
+
+def from_file(prompt: ScoredPrompt, text: str, /, *, path: str, name: str = "compute_score", **arguments: Argument) -> float:
+    """Score with a function of the old signature, ``f(data_source, solution_str, ground_truth, extra_info)``, from a file.
+
+    Args:
+        prompt: its answer and extra fields.
+        text: the completion.
+        path: the Python file, imported once in each process.
+        name: of the function; compute_score was the old default.
+        arguments: the old ``reward_kwargs``.
+
+    Returns:
+        The number, or the entry ``score`` of the mapping, that the function returned.
+
+    Raises:
+        UsageError: there is no such file or function, or it returned neither.
+    """
+    function = _function(path, name)
+    found = function(
+        data_source=prompt.extra.get(SOURCE), solution_str=text, ground_truth=prompt.answer, extra_info=prompt.extra.get(INFO), **arguments
+    )
+    if inspect.isawaitable(found):
+        raise UsageError(f"{name} in {path} is asynchronous: wrap it in a function that waits for it (asyncio.run) and name that one.")
+    return _score(found, what=f"{name} in {path}")
+
+
+def by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
+    """Score as the old default did: by the row's ``data_source``.
+
+    GSM8K by the number after ``####`` (1 or 0); mathematics by math-verify, which accepts a few spellings that the old comparison of texts
+    did not; DAPO's data by the same with -1 for a wrong answer.
+
+    Raises:
+        UsageError: a source that was scored by code of its own; name a reward function for it.
+    """
+    source = str(prompt.extra.get(SOURCE) or "")
+    if source == "openai/gsm8k":
+        from temper_trainer.reward.gsm8k import gsm8k_strict
+
+        return gsm8k_strict(prompt, text)  # type: ignore[arg-type]
+    if source in _MATHS or source.startswith(_MATHS_BEGIN):
+        return _maths(prompt, text)
+    if source == "math_dapo" or source.startswith("aime"):
+        return 1.0 if _maths(prompt, text) > 0 else -1.0
+    raise UsageError(
+        f"data_source is {source!r}, which the old system scored by code of its own: name a reward function of yours in reward.function "
+        "(temper_legacy_shim.old_rewards:from_file takes the old kind, with reward.arguments.path)."
+    )
+
+
+_MATHS = (
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "math",
+    "math_dapo_reasoning",
+)
+_MATHS_BEGIN = ("numina_",)
+
+
+def _maths(prompt: ScoredPrompt, text: str) -> float:
+    from temper_trainer.reward.math_verify import math_verify
+
+    return math_verify(prompt, text)  # type: ignore[arg-type]
+
+
+@cache
+def _function(path: str, name: str) -> Callable[..., object]:
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"reward.arguments.path is {path}, which is no file here ({Path.cwd()}): mend the path.")
+    spec = importlib.util.spec_from_file_location(f"_old_reward_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file: give the .py file with the reward function.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = vars(module).get(name)
+    if not callable(function):
+        raise UsageError(f"{path} has no function {name}: set reward.arguments.name to the one that scores.")
+    found: Callable[..., object] = function
+    return found
+
+
+def _score(found: object, *, what: str) -> float:
+    value = found.get("score") if isinstance(found, Mapping) else found
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{what} returned {found!r:.80}, but a number, or a mapping with a number under score, is expected.")
+    return float(value)

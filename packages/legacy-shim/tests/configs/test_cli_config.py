@@ -1,0 +1,102 @@
+"""``temper-migrate config`` and ``explain``, as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.errors import OutputError, UsageError
+
+OLD = """\
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  train_files: /data/gsm8k/train.parquet
+  train_batch_size: 256
+actor_rollout_ref:
+  model:
+    path: /models/q
+  actor:
+    optim:
+      lr: 3e-6
+  rollout:
+    name: vllm
+    n: 4
+algorithm:
+  adv_estimator: grpo
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "old.yaml"
+    path.write_text(OLD)
+    return path
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return done.exit_code, done.stdout
+
+
+def test_a_file_and_overrides_become_one_file_with_the_origin_of_every_value(old: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.yaml"
+    code, _ = invoke("config", old, "actor_rollout_ref.actor.ppo_mini_batch_size=64", "--from-version", "v0.4.0", "--out", out)
+    assert code == 10
+    text = out.read_text()
+    written = yaml.safe_load(text)
+    assert written["batching"]["num_mini_batches"] == 4  # 256 prompts in mini-batches of 64
+    assert written["actor"]["engine"]["optimizer"]["lr"] == 3e-6
+    assert written["algorithm"]["dual_clip"] == 3.0
+    assert "lr: 3.0e-06  # actor_rollout_ref.actor.optim.lr [lr]" in text
+    assert "dual_clip: 3.0  # default of v0.4.0: actor_rollout_ref.actor.clip_ratio_c [dual-clip]" in text
+
+
+def test_translating_twice_gives_the_same_bytes(old: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in ("a.yaml", "b.yaml"):
+        invoke("config", old, "--out", tmp_path / name)
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_nothing_is_overwritten(old: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.yaml"
+    out.write_text("mine")
+    with pytest.raises(OutputError, match="nothing is overwritten"):
+        invoke("config", old, "--out", out)
+    assert out.read_text() == "mine"
+
+
+def test_the_report_for_machines_has_one_row_for_each_token(old: Path) -> None:
+    code, text = invoke("config", old, "+fork.key=1", "--json")
+    (report,) = json.loads(text)
+    assert code == report["exit_code"] == 20
+    assert report["schema"] == "temper-migrate/config/1"
+    assert [token["disposition"] for token in report["tokens"]] == ["unmapped"]
+    assert report["unmapped"] == {"fork.key": 1}
+
+
+def test_a_folder_is_translated_file_by_file_and_what_is_no_old_configuration_is_left(old: Path, tmp_path: Path) -> None:
+    (tmp_path / "compose.yaml").write_text("services: {web: {image: nginx}}\n")
+    code, text = invoke("config", tmp_path, "--check")
+    assert code == 10
+    assert text.startswith(f"{old}: pinned")
+    assert "compose.yaml" not in text
+
+
+def test_explain_tells_the_life_of_a_key() -> None:
+    _, text = invoke("explain", "actor_rollout_ref.actor.entropy_coeff")
+    assert "default 0.001 from v0.2" in text
+    assert "default 0 from v0.4.0" in text
+    assert "algorithm.entropy_coef" in text
+    assert "#1100" in text
+
+
+def test_explain_names_what_is_near_an_unknown_key() -> None:
+    with pytest.raises(UsageError, match=r"Near it are .*actor_rollout_ref\.actor\.grad_clip"):
+        invoke("explain", "actor_rollout_ref.actor.gradclip")

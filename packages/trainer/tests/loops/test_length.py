@@ -1,0 +1,53 @@
+"""Epochs as steps, and schedules as long as the run."""
+
+from dataclasses import replace
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.schedule import learning_rate
+from temper_engine_api.specs import ScheduleSpec
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading import load
+from temper_trainer.data.rows import DataError
+from temper_trainer.loops.length import with_length
+
+
+def composed(*overrides: str) -> TrainerConfig:
+    return load(["experiment=quickstart", "~run.total_steps", *overrides]).config
+
+
+def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
+    config = with_length(composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=100)
+    assert config.run.total_steps == 9  # 3 passes of 100 // 32 = 3 steps
+    assert config.run.total_epochs is None
+
+
+def test_a_pass_that_holds_no_step_is_refused() -> None:
+    with pytest.raises(DataError, match=r"hold 7 problems, less than a step of batching\.prompts_per_step = 32"):
+        with_length(composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=7)
+
+
+def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
+    asked = ("actor.engine.schedule.kind=cosine", "actor.engine.schedule.total_steps=0", "run.total_epochs=2")
+    two_updates = ("batching.prompts_per_step=10", "batching.num_mini_batches=2")
+    by_update = with_length(composed(*asked, *two_updates), num_problems=50)
+    assert by_update.actor.engine.schedule.total_steps == 20  # 2 passes x 5 steps x 2 updates
+    by_step = with_length(composed(*asked, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50)
+    assert by_step.actor.engine.schedule.total_steps == 10
+
+
+def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
+    config = composed("actor.engine.schedule.kind=cosine", "actor.engine.schedule.total_steps=7", "run.total_epochs=2")
+    assert with_length(config, num_problems=64).actor.engine.schedule.total_steps == 7
+
+
+def test_an_unfilled_length_never_trains() -> None:
+    spec = replace(ScheduleSpec(kind="linear", total_steps=0))
+    with pytest.raises(ConfigError, match="only a trainer knows"):
+        learning_rate(0, peak=1.0, spec=spec)
+
+
+def test_steps_and_epochs_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.total_steps \(command line\) has no effect with run\.total_epochs"):
+        load(["experiment=quickstart", "run.total_steps=3", "run.total_epochs=2"])
