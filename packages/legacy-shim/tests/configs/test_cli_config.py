@@ -75,7 +75,7 @@ def test_nothing_is_overwritten(old: Path, tmp_path: Path) -> None:
 def test_the_report_for_machines_has_one_row_for_each_token(old: Path) -> None:
     code, text = invoke("config", old, "+fork.key=1", "--json")
     (report,) = json.loads(text)
-    assert code == report["exit_code"] == 20
+    assert code == report["exit_code"] == 10
     assert report["schema"] == "temper-migrate/config/1"
     assert [token["disposition"] for token in report["tokens"]] == ["unmapped"]
     assert report["unmapped"] == {"fork.key": 1}

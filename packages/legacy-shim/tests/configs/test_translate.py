@@ -54,7 +54,9 @@ def test_the_launchers_numbers_win_over_the_configurations() -> None:
     assert {setting.key: setting.value for setting in translation.settings}["actor.num_workers"] == 8
 
 
-def test_a_key_of_no_release_is_listed_and_asked_about() -> None:
+def test_a_key_of_no_release_is_listed_and_never_guessed() -> None:
     translation = translate([*GRPO, "+my_fork.magic=3"], version="v0.7.0")
     assert translation.unmapped == {"my_fork.magic": 3}
-    assert translation.outcome is Outcome.PERSON
+    assert translation.tokens[-1].disposition == "unmapped"
+    assert translation.outcome is Outcome.PINNED
+    assert "never read it" in next(finding.message for finding in translation.findings if finding.rule == "unmapped")

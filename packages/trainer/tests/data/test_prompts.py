@@ -79,3 +79,9 @@ def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_a_template_without_a_place_for_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError, match=r"must contain \{prompt\}"):
         encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="Question:"))
+
+
+def test_a_string_prompt_may_be_a_users_message(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = replace(CONFIG, prompt_template="{prompt} two", string_prompts="user_message", chat_template=TEMPLATE)
+    ([prompt], _) = encode_prompts([row(0, "one")], tokenizer, config)
+    assert prompt.text == "[user] one two\n[assistant]"

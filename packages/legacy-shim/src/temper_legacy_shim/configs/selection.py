@@ -95,10 +95,11 @@ def _correction(draft: Draft) -> None:
         _put(draft, "truncate_at", draft.number(f"{CORRECTION}.rollout_is_threshold"), f"{CORRECTION}.rollout_is_threshold")
         if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
             _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
-    else:
-        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
     if rejects:
         _rejection(draft, weighs=weighs, rejects=rejects)
+    block = "algorithm.rollout_correction."
+    if not weighs and not bypasses and f"{block}reject_kl" in draft.settings:
+        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
 
 
 def _bypass(draft: Draft, weighs: str) -> None:

@@ -69,7 +69,7 @@ def translate(
     find_images(draft)
     _BUILDERS[launch.program](draft)
     _refusals(draft, tokens)
-    unmapped = _unmapped(draft, launch.program)
+    unmapped = _unmapped(draft, tokens, launch.program)
     return Translation(
         source=source,
         settings=_written(draft),
@@ -108,11 +108,16 @@ def _refusals(draft: Draft, tokens: Sequence[Override]) -> None:
         )
 
 
-def _unmapped(draft: Draft, program: Program) -> dict[str, Plain]:
+def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
     """Keys of no release: a fork's own. They are listed, and never guessed."""
     found = {key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None}
     for key, value in found.items():
-        draft.find("person", "unmapped", f"{key}={value} is a key of no release: say what it did, or take it out.", key)
+        index = draft.old.origin[key]
+        is_added = index >= 0 and tokens[index].prefix in ("+", "++")
+        what = f"{draft.old.version} took it because of the + and never read it" if is_added else "no release has it"
+        draft.find(
+            "hazard", "unmapped", f"{key}={value} is a key of no release: {what}. If a fork of yours did, say it in another way.", key
+        )
     return found
 
 

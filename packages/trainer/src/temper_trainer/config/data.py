@@ -89,6 +89,8 @@ class DataConfig:
     """What happens to longer ones: refuse the run naming the first, or drop and count them."""
     prompt_template: str = "{prompt}"
     """Around a string prompt, before tokenisation; chat messages go through the tokenizer's chat template instead."""
+    string_prompts: Literal["text", "user_message"] = "text"
+    """What a string prompt is: text as it stands, or one message of a user, which goes through the chat template."""
     chat_template: str | None = None
     """A Jinja chat template in place of the tokenizer's own."""
     shuffle: bool = True

@@ -1,12 +1,13 @@
 """From rows to token ids: prompts to complete, and demonstrations to imitate."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
-from temper_trainer.data.rows import DataError, Row
+from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.types import Demonstration, Prompt
 
 _PLACE = "{prompt}"
@@ -79,6 +80,8 @@ def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: Dat
     """Every row that fits with its prompt."""
     if not rows:
         return []
+    if config.string_prompts == "user_message":
+        rows = [_as_message(row, config) for row in rows]
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
     # A chat template writes the special tokens itself; around a plain text the tokenizer puts its own (a begin token, if it has one).
     plain = tokenizer(texts)["input_ids"]
@@ -99,6 +102,14 @@ def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: Dat
     if rows and not kept:
         raise DataError(f"none of {len(rows)} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
     return kept
+
+
+def _as_message(row: Row, config: DataConfig) -> Row:
+    """A string prompt, in its template, as what a user says."""
+    if not isinstance(row.prompt, str):
+        return row
+    content = config.prompt_template.replace(_PLACE, row.prompt)
+    return replace(row, prompt=(ChatMessage(role="user", content=content),))
 
 
 def _without_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
