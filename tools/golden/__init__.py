@@ -1,0 +1,1 @@
+"""Files that a released version wrote, kept so that every later version is tried with them."""
