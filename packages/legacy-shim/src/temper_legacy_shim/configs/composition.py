@@ -36,7 +36,19 @@ class OldConfig:
         """The value that took effect; a block comes as a mapping."""
         if key in self.tree:
             return resolve(self.tree[key], key, self.tree)
-        return {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)} or default
+        below: Plain = {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)}
+        return below or self._in_block_of(key, default)
+
+    def _in_block_of(self, key: str, default: Plain) -> Plain:
+        """A leaf of a block that is as a whole an interpolation of another block."""
+        outer = key
+        while "." in outer:
+            outer = outer.rpartition(".")[0]
+            if isinstance(self.tree.get(outer), str):
+                block = resolve(self.tree[outer], outer, self.tree)
+                inner = key[len(outer) + 1 :]
+                return block.get(inner, default) if isinstance(block, dict) else default
+        return default
 
     def below(self, key: str) -> list[str]:
         """Leaves of a block."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from temper_legacy_shim.configs.values import Plain, parse_value
 
 _MAX_DEPTH = 20
-_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_INNERMOST = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 
 
 class Unresolved:

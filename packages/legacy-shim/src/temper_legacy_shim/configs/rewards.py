@@ -25,7 +25,6 @@ def _model(draft: Draft) -> None:
                 "reward-model",
                 f"{key} is true ({path}): a reward model scored the completions, and there is none in this release. Serve it, and write a "
                 "reward function that asks it (reward.function=package.module:function).",
-                key,
             )
 
 

@@ -1,5 +1,6 @@
 """The engine of each role: model, adapter, optimiser, schedule, sharding, residency, and how many ranks it has."""
 
+import math
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.draft import Draft
@@ -95,12 +96,7 @@ def data_parallel(draft: Draft, role: OldRole) -> int | None:
     world = world_size(draft)
     if world is None:
         return None
-    if not is_megatron(draft):
-        return max(1, world // sequence_parallel(draft, role))
-    share = 1
-    for name in ("tensor", "pipeline", "context"):
-        share *= draft.integer(f"{role.megatron}.{name}_{'' if name == 'context' else 'model_'}parallel_size") or 1
-    return max(1, world // share)
+    return max(1, world // replica_size(draft, role))
 
 
 def build_role(draft: Draft, role: OldRole) -> None:
@@ -129,8 +125,19 @@ def _model(draft: Draft, role: OldRole) -> None:
             draft.find("person", "model-path", f"{role.model}.path is not set: say which model is trained.", f"{role.model}.path")
         trust = draft.switch(f"{role.model}.trust_remote_code")
         draft.put(f"{engine}.model.trust_remote_code", trust, rule="trust-remote-code", old=[f"{role.model}.trust_remote_code"])
+        timeout = "critic.nccl_timeout" if role.name == "critic" else "actor_rollout_ref.nccl_timeout"
+        draft.copy(f"{engine}.collective_timeout_s", timeout, rule="nccl-timeout", expected="number")
+        if role.name == "actor":
+            _tokenizer(draft, role)
         if role.name == "critic":
             draft.put(f"{engine}.model.model_type", "value_model", rule="critic", old=[])
+
+
+def _tokenizer(draft: Draft, role: OldRole) -> None:
+    key = f"{role.model}.tokenizer_path"
+    path = draft.text(key)
+    if path and path != draft.text(f"{role.model}.path"):
+        draft.put("data.tokenizer.path", path, rule="tokenizer-path", old=[key], verbatim=True)
 
 
 def _optimizer(draft: Draft, role: OldRole) -> None:
@@ -139,11 +146,29 @@ def _optimizer(draft: Draft, role: OldRole) -> None:
     draft.copy(f"{engine}.weight_decay", f"{optim}.weight_decay", rule="weight-decay", expected="number")
     if not draft.old.has(f"{optim}.weight_decay"):
         draft.put(f"{engine}.weight_decay", 0.01, rule="weight-decay")
+    _clip(draft, role)
+    if _another_optimizer(draft, role):
+        return
     betas = draft.old.get(f"{optim}.betas")
     draft.put(f"{engine}.betas", betas if isinstance(betas, list) else [0.9, 0.999], rule="betas", old=[f"{optim}.betas"])
     if not is_megatron(draft):
         draft.put(f"{engine}.decays_vectors", True, rule="decays-vectors")
-    _clip(draft, role)
+
+
+def _another_optimizer(draft: Draft, role: OldRole) -> bool:
+    """Whether another class than AdamW was asked for, which has no betas of its own here."""
+    key = f"{role.optim}.optimizer"
+    name, home = draft.text(key), draft.text(f"{role.optim}.optimizer_impl") or "torch.optim"
+    if name.lower() in ("", "adamw", "adam"):
+        return False
+    if is_megatron(draft):
+        draft.find("person", "optimizer-kind", f"{key} is {name}, which Megatron's engine does not have: choose adam.", key)
+        return True
+    draft.put(f"{role.engine}.optimizer.name", f"{home}.{name}", rule="optimizer-kind", old=[key, f"{role.optim}.optimizer_impl"])
+    arguments = draft.old.get(f"{role.optim}.override_optimizer_config")
+    if isinstance(arguments, dict) and arguments:
+        draft.put(f"{role.engine}.optimizer.arguments", arguments, rule="optimizer-kind", old=[f"{role.optim}.override_optimizer_config"])
+    return True
 
 
 def _clip(draft: Draft, role: OldRole) -> None:
@@ -162,13 +187,14 @@ def _clip(draft: Draft, role: OldRole) -> None:
         )
 
 
-_STYLES = ("warmup_style", "lr_scheduler_type", "lr_scheduler", "lr_decay_style")
+_STYLES = ("warmup_style", "lr_scheduler_type", "lr_decay_style")
 _RATIOS = ("lr_warmup_steps_ratio", "warmup_steps_ratio")
 
 
 def _schedule(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.schedule", role.optim
-    style_key = next((key for key in (f"{optim}.{name}" for name in _STYLES) if _is_said(draft, key)), "")
+    styles = _STYLES if role.block != "model" else ("lr_scheduler",)  # the first generation of fine-tuning read no other
+    style_key = next((key for key in (f"{optim}.{name}" for name in styles) if _is_said(draft, key)), "")
     kind = draft.text(style_key) or "constant"
     ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
     if ours is None:
@@ -310,5 +336,15 @@ def _megatron(draft: Draft, role: OldRole) -> None:
 
 def _workers(draft: Draft, role: OldRole) -> None:
     world = world_size(draft)
-    if world is not None and world > 1:
+    if world is None:  # at least the ranks that one copy of the model asks for
+        world = replica_size(draft, role)
+    if world > 1:
         draft.put(f"{role.name}.num_workers", world, rule="cluster", old=CLUSTER_KEYS)
+
+
+def replica_size(draft: Draft, role: OldRole) -> int:
+    """Ranks that hold one copy of the model and see the same samples."""
+    if not is_megatron(draft):
+        return sequence_parallel(draft, role)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return math.prod(draft.integer(f"{role.megatron}.{name}") or 1 for name in names)

@@ -3,7 +3,7 @@
 from temper_legacy_shim.configs.data import evaluates
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.rl_facts import is_async, prompts_of_step
-from temper_legacy_shim.configs.roles import CLUSTER_KEYS, world_size
+from temper_legacy_shim.configs.roles import CLUSTER_KEYS
 from temper_legacy_shim.configs.values import Plain, parse_value
 
 _TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
@@ -110,8 +110,8 @@ def _trackers(draft: Draft) -> None:
 
 def build_runtime(draft: Draft) -> None:
     """One process, or Ray."""
-    world = world_size(draft)
-    if world is None or world < 2:
+    workers = draft.settings.get("actor.num_workers")
+    if workers is None or not isinstance(workers.value, int) or workers.value < 2:
         return
     draft.put("runtime.kind", "ray", rule="runtime", old=CLUSTER_KEYS)
     device = draft.text("trainer.device")

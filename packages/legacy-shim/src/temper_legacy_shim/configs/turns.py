@@ -31,7 +31,6 @@ def build_turns(draft: Draft) -> None:
         "multi-turn",
         f"rollouts have several turns ({what}), and what answers in them is code of the old system's kind: write it as an Environment, and "
         f"set environment.name=package.module:Class{f' and environment.max_turns={turns}' if turns else ''} (calculator and python exist).",
-        *([f"{TURNS}.enable"] if draft.old.is_set(f"{TURNS}.enable") else []),
     )
     draft.say(TURNS, "turns and tools become an environment, which is asked about once")
     draft.say("actor_rollout_ref.rollout.agent", "turns and tools become an environment, which is asked about once")

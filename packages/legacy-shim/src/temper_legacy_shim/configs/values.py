@@ -149,7 +149,7 @@ class _Reader:
                 continue
             if character in closers:
                 break
-            if character in "[]{}<>'\"" and not closers:
+            if character in "[]{}<>'\"=" and not closers:
                 raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")
             if character in "[]{}'\"" and closers:
                 raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")

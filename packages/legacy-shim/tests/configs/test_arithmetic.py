@@ -1,0 +1,76 @@
+"""Batch arithmetic, recomputed by hand."""
+
+from temper_legacy_shim.configs import Cluster
+
+from .conftest import rules_found, translated, values
+
+GLOBAL = "actor_rollout_ref.actor.ppo_micro_batch_size"
+
+
+def test_a_global_micro_batch_is_divided_by_the_data_parallel_ranks() -> None:
+    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
+    found = values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=32"))
+    assert found["batching.max_tokens"] == 4 * 256  # 32 over 8 ranks, 256 tokens each
+    shared = values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=32", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+    assert shared["batching.max_tokens"] == 8 * 256  # 8 ranks in pairs are 4
+
+
+def test_megatron_divides_by_tensor_pipeline_and_context_ranks_too() -> None:
+    layout = ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")
+    overrides = [f"actor_rollout_ref.actor.megatron.{item}" for item in layout]
+    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
+    found = values(translated("v0.5.0", *overrides, *sizes, f"{GLOBAL}=8", config_name="ppo_megatron_trainer.yaml"))
+    assert found["batching.max_tokens"] == 4 * 256  # 8 ranks / (2 x 2) = 2, 8 / 2 = 4 sequences
+    assert found["model_engine"] == "megatron"
+
+
+def test_a_token_budget_is_times_the_ranks_that_share_a_sequence() -> None:
+    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000")
+    found = values(translated("v0.7.0", *budget, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+    assert found["batching.max_tokens"] == 8000
+
+
+def test_a_budget_below_the_longest_sample_is_raised_and_said() -> None:
+    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100")
+    found = translated("v0.7.0", *budget)
+    assert values(found)["batching.max_tokens"] == 1024  # 512 + 512
+    assert "token-budget" in rules_found(found, "hazard")
+
+
+def test_what_the_ranks_do_not_divide_is_refused_as_it_was() -> None:
+    found = translated("v0.7.0", cluster=Cluster(nodes=1, gpus_per_node=7))
+    assert "batch-divides" in rules_found(found, "person")
+    message = next(finding.message for finding in found.findings if finding.rule == "batch-divides")
+    assert "64 x 4 = 256, which 7 data-parallel ranks do not divide" in message
+
+
+def test_mini_batches_that_were_rounded_down_are_said() -> None:
+    found = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34")
+    assert "mini-batch-floor" in rules_found(found, "hazard")  # 17 x 4 = 68 over 8 ranks is 8 each, 64 in all
+
+
+def test_mini_batches_that_leave_a_rest_are_said() -> None:
+    found = translated("v0.7.0", "data.train_batch_size=40")
+    assert values(found)["batching.num_mini_batches"] == 3  # 16, 16 and 8 prompts
+    assert "mini-batches" in rules_found(found, "hazard")
+
+
+def test_both_sizes_of_a_micro_batch_are_a_conflict() -> None:
+    assert "micro-batch-both" in rules_found(translated("v0.5.0", f"{GLOBAL}=8"), "person")
+
+
+def test_steps_between_two_weight_syncs_are_one_step_of_an_asynchronous_run() -> None:
+    keys = ("async_training.require_batches=2", "async_training.trigger_parameter_sync_step=4", "rollout.total_rollout_steps=2560")
+    found = values(translated("v0.7.0", *keys, "data.train_batch_size=0", entry="verl.experimental.fully_async_policy.fully_async_main"))
+    assert found["batching.prompts_per_step"] == 16 * 2 * 4
+    assert found["batching.num_mini_batches"] == 8
+    assert found["run.total_steps"] == 20  # 2560 / 128
+    assert found["loop"] == "async"
+
+
+def test_dapo_without_its_filter_takes_the_generated_batch_as_the_step() -> None:
+    overrides = ("data.gen_batch_size=48", "algorithm.filter_groups.enable=False")
+    assert values(translated("v0.5.0", *overrides, entry="recipe.dapo.main_dapo"))["batching.prompts_per_step"] == 48
+    filtered = values(translated("v0.5.0", "data.gen_batch_size=48", "algorithm.filter_groups.enable=True", entry="recipe.dapo.main_dapo"))
+    assert filtered["batching.prompts_per_step"] == 64
+    assert filtered["algorithm.dynamic_sampling.prompts_per_round"] == 48

@@ -1,0 +1,36 @@
+"""What the translator takes for our defaults is what the trainer has."""
+
+import pytest
+
+from temper_legacy_shim.configs.our_defaults import DEFAULTS, is_our_default
+
+pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
+
+from temper_engine_api.registry import engine_config_class
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading.schema import defaults_of, leaves_of
+
+GIVEN = {
+    "critic": {"engine": {"model": {}}},
+    "ref": {"engine": {"model": {}}},
+    "data": {"eval": {"paths": ["x"]}, "train": {"paths": ["x"]}},
+}
+SET_BY_GROUPS = ("critic.engine.optimizer.lr", "critic.engine.precision.compute", "model.path", "model.seed", "trust_remote_code")
+
+
+def test_defaults_are_the_trainers() -> None:
+    found: dict[str, object] = {}
+    for engine in ("fsdp", "megatron"):
+        tree = defaults_of(TrainerConfig, engine_class=engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
+        found |= leaves_of(tree)
+    differing = {
+        key: (value, found[key])
+        for key, value in DEFAULTS.items()
+        if key in found and not key.endswith(SET_BY_GROUPS) and found[key] != value and not (key.endswith("sequence_parallel"))
+    }
+    assert differing == {}
+
+
+def test_true_is_not_one() -> None:
+    assert not is_our_default("actor.engine.sequence_parallel", True)
+    assert is_our_default("actor.engine.sequence_parallel", 1)

@@ -1,0 +1,103 @@
+"""Overrides, trees and files as the old systems read them."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from temper_legacy_shim.configs.composition import old_config
+from temper_legacy_shim.configs.overrides import read_overrides
+from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
+from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.errors import UsageError
+
+from .conftest import translated
+
+MISSING = ("tool_config", "inference.name", "precision_debugger.config_path", "precision_debugger.stages")
+"""Interpolations of a value that must be given (???), of a block as a whole, or of one within another; no rule reads them."""
+FILES = {
+    "ppo_fsdp": "main_ppo_fsdp",
+    "ppo_megatron": "main_ppo_megatron",
+    "sft_columns": "sft_fsdp",
+    "sft_fsdp": "sft_engine_fsdp",
+    "sft_megatron": "sft_engine_megatron",
+    "generation": "generation",
+    "evaluation": "evaluation",
+}
+
+
+@pytest.mark.parametrize("version", versions())
+def test_every_default_resolves_to_what_hydra_made_of_it(version: str, facts: Path) -> None:
+    for family in families_of(version):
+        composed = json.loads((facts / "defaults" / version / f"{FILES[family]}.json").read_text())
+        old = old_config(version=version, family=family, entry="", defaults=default_tree(version, family))
+        assert old.tree == composed["flat"]
+        differing = {key: (old.get(key), value) for key, value in composed["resolved"].items() if old.get(key) != value}
+        assert {key: pair for key, pair in differing.items() if not key.endswith(MISSING)} == {}
+
+
+def hydras(token: str) -> Plain:
+    """The value by Hydra's own parser."""
+    found: Plain = OverridesParser.create().parse_override(token).value()
+    return found
+
+
+def test_values_are_read_as_hydra_reads_them(invocations: list[dict[str, object]]) -> None:
+    tokens = sorted({str(token) for row in invocations for token in row["overrides"]})  # type: ignore[attr-defined]
+    for token in random.Random(7).sample(tokens, 150):
+        (override,) = read_overrides([token])
+        try:
+            expected = hydras(token)
+        except HydraException:
+            assert override.kind != "set" or override.complaint is not None, token
+            continue
+        assert override.complaint is None, token
+        assert override.value == expected, token
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "a=1e-6", "a=1.", "a=.5", "a=1_000", "a=01", "a=null", "a=True", "a=nan_", "a=[a,b]", "a=['x, y',\"z\"]", "a=[[6],[8]]",
+        "a={b:1,c:[2]}",
+        "a=", "a='it''s'", "a=${b.c}", "a=x y", "a=a:b", "a=-1", "a=+3", "a=1e5", "a=inf", "a=a=b", "a=/p/q-r.s",
+    ],
+)  # fmt: skip
+def test_corners_of_the_grammar(token: str) -> None:
+    (override,) = read_overrides([token])
+    try:
+        assert override.value == hydras(token)
+    except HydraException:
+        assert override.complaint is not None
+
+
+def test_a_plus_on_a_key_that_the_release_has_is_reported_and_still_read() -> None:
+    found = translated("v0.5.0", "+trainer.val_before_train=False")
+    assert any(finding.level == "refused" and "drop the +" in finding.message for finding in found.findings)
+
+
+def test_a_key_that_the_release_lacks_is_reported_and_still_read() -> None:
+    found = translated("v0.8.0", "critic.model.fsdp_config.param_offload=True")
+    assert any(finding.level == "refused" and "v0.8.0 has no key critic.model.fsdp_config" in finding.message for finding in found.findings)
+
+
+def test_a_later_token_wins() -> None:
+    found = translated("v0.5.0", "data.train_batch_size=128")
+    assert [token.disposition for token in found.tokens if token.key == "data.train_batch_size"] == ["superseded", "moved"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0.7", "v0.7.1"), ("v0.7.0", "v0.7.0"), ("v0.4", "v0.4.1"), ("0.3.0.post1", "v0.3.0.post1"), ("v0.9.1", "v0.9.0")],
+)
+def test_versions_in_all_their_spellings(text: str, expected: str) -> None:
+    assert known_version(text) == expected
+
+
+@pytest.mark.parametrize("text", ["seven", "v0.1", "v1.0", ""])
+def test_what_is_no_known_version_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        known_version(text)

@@ -1,0 +1,73 @@
+"""The table of rules: every row is reached, every rule that builders name stands in it, and the documentation shows it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
+
+from .conftest import CONFIG
+
+SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
+DOCS = Path(__file__).parents[4] / "docs/migration/config-rules.md"
+
+
+def example(key: str) -> str:
+    """A key that a pattern matches."""
+    return key.replace("**", "any.leaf").replace("*", "any")
+
+
+def with_keys() -> list[Rule]:
+    return [rule for rule in rules() if rule.old]
+
+
+@pytest.mark.parametrize("rule", with_keys(), ids=lambda rule: rule.id)
+def test_every_row_is_reached_by_a_key_of_its_own(rule: Rule) -> None:
+    reached = [find_rule(program, example(key)) for program in rule.programs for key in alternatives(rule.old)]
+    assert rule in reached
+
+
+def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_round() -> None:
+    text = "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.py")))
+    named = set(re.findall(r'rule="([a-z0-9-]+)"', text))
+    named |= set(re.findall(r'draft\.find\(\s*(?:"(?:person|hazard|note|refused)"[^,]*),\s*"([a-z0-9-]+)"', text))
+    table = {rule.id for rule in rules()}
+    assert named - table - {"value-unknown"} == set()
+    assert {rule.id for rule in rules() if not rule.old} - named - set(re.findall(r'"([a-z0-9-]+)"', text)) == set()
+
+
+def test_ids_are_unique_and_every_row_has_a_reason() -> None:
+    assert len({rule.id for rule in rules()}) == len(rules())
+    assert all(rule.reason.endswith(".") for rule in rules())
+
+
+def test_every_key_of_every_default_tree_falls_under_a_rule() -> None:
+    from temper_legacy_shim.configs.trees import all_keys
+
+    programs = {"ppo_fsdp": "ppo", "ppo_megatron": "ppo", "sft_columns": "sft1", "sft_fsdp": "sft", "sft_megatron": "sft"}
+    missing = [
+        (family, key)
+        for family, program in programs.items()
+        for key in all_keys(family)  # type: ignore[arg-type]
+        if find_rule(program, key) is None
+    ]
+    assert missing == []
+
+
+def test_the_documentation_has_the_table_as_it_is() -> None:
+    from temper_legacy_shim.configs.rules_page import page
+
+    assert DOCS.read_text() == page(), "run `python -m temper_legacy_shim.configs.rules_page > docs/migration/config-rules.md`"
+
+
+@pytest.mark.skipif(not CONFIG.is_dir(), reason="needs ../shared/legacy/config beside the repository")
+def test_every_row_of_the_migration_table_has_an_answer_here() -> None:
+    import csv
+
+    with (CONFIG / "migration_table.csv").open() as lines:
+        keys = [row["old_key"] for row in csv.DictReader(lines)]
+    plain = [key for key in keys if re.fullmatch(r"[a-z_0-9.]+", key)]
+    assert len(plain) > 120
+    unanswered = [key for key in plain if not any(find_rule(program, key) for program in ("ppo", "sft", "sft1", "generation"))]
+    assert unanswered == []

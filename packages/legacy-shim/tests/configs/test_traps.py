@@ -1,0 +1,152 @@
+"""The traps: configurations that still composed and meant something else."""
+
+import pytest
+
+from .conftest import BASE, pinned, rules_found, translated, values
+
+NO_CLIP = {"algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"}
+
+
+def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
+    old = values(translated("v0.3.0.post1", "algorithm.kl_ctrl.kl_coef=0.02"))
+    assert (old["algorithm.kl_reward_coef"], old["algorithm.kl_estimator"], old["ref"]) == (0.02, "k1", "frozen")
+    in_loss = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.use_kl_loss=True"))
+    assert "algorithm.kl_reward_coef" not in in_loss
+    assert "algorithm.kl_loss_coef" in in_loss
+    new = values(translated("v0.4.0", "algorithm.kl_ctrl.kl_coef=0.02"))
+    assert "algorithm.kl_reward_coef" not in new
+    assert "ref" not in new
+
+
+def test_trap_b_clip_ratio_alone_is_not_read_since_v0_4() -> None:
+    old = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.clip_ratio=0.3"))
+    assert (old["algorithm.clip_low"], old["algorithm.clip_high"]) == (0.3, 0.3)
+    new = translated("v0.5.0", "actor_rollout_ref.actor.clip_ratio=0.3")
+    assert "algorithm.clip_low" not in values(new)  # 0.2 is our default
+    assert "clip-ratio-ignored" in rules_found(new, "hazard")
+
+
+def test_trap_c_dual_clip_is_on_since_v0_4_and_was_absent_before() -> None:
+    assert "algorithm.dual_clip" not in values(translated("v0.3.0.post1"))
+    assert values(translated("v0.4.0"))["algorithm.dual_clip"] == 3.0
+    assert "algorithm.dual_clip" in pinned(translated("v0.4.0"))
+
+
+def test_trap_d_the_critics_mini_batch_counted_completions_before_v0_4() -> None:
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ppo_mini_batch_size=64")
+    # 64 completions are 16 prompts at 4 completions each: what the actor has.
+    assert "critic-mini-batches" not in rules_found(translated("v0.3.0.post1", *gae), "person")
+    assert "critic-mini-batches" in rules_found(translated("v0.4.0", *gae), "person")
+
+
+@pytest.mark.parametrize(("version", "tree", "flat", "alpha"), [("v0.7.0", "fsdp", True, 16.0), ("v0.7.0", "megatron", False, 32.0)])
+def test_trap_e_alpha_is_that_of_the_family_that_the_engine_read(version: str, tree: str, flat: bool, alpha: float) -> None:
+    key = "actor_rollout_ref.model.lora_rank=8" if flat else "actor_rollout_ref.model.lora.rank=8"
+    name = "ppo_megatron_trainer" if tree == "megatron" else None
+    found = values(translated(version, key, config_name=name))
+    assert (found["actor.engine.lora.rank"], found["actor.engine.lora.alpha"]) == (8, alpha)
+
+
+def test_trap_e_the_other_family_was_silently_without_an_adapter() -> None:
+    found = translated("v0.8.0", "actor_rollout_ref.model.lora.rank=8")
+    assert "lora-family" in rules_found(found, "person")
+    assert "actor.engine.lora.rank" not in values(found)
+
+
+def test_trap_f_dead_keys_are_honoured() -> None:
+    found = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
+    assert values(found)["actor.engine.optimizer.clip_grad_norm"] == 0.3
+    assert "grad-clip" in rules_found(found, "hazard")
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ulysses_sequence_parallel_size=2")
+    assert values(translated("v0.8.0", *gae))["critic.engine.sequence_parallel"] == 2
+
+
+def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
+    found = translated("v0.9.0", "trainer.use_v1=False")
+    assert found.tokens[-1].disposition == "dropped"
+    assert "#6823" in found.tokens[-1].prs
+
+
+def test_trap_h_the_number_of_completions_is_one_key_before_and_after_v0_5() -> None:
+    assert values(translated("v0.4.1"))["algorithm.group_size"] == values(translated("v0.5.0"))["algorithm.group_size"] == 4
+
+
+def test_trap_i_the_two_generations_of_fine_tuning_have_their_own_defaults_written_out() -> None:
+    base = ("data.train_files=/data/train.parquet",)
+    first = values(translated("v0.7.0", "model.partial_pretrain=/models/q", base=base, entry="verl.trainer.fsdp_sft_trainer"))
+    second = values(translated("v0.7.0", "model.path=/models/q", base=base, entry="verl.trainer.sft_trainer"))
+    assert (first["actor.engine.optimizer.lr"], second["actor.engine.optimizer.lr"]) == (1e-5, 1e-3)
+    assert first["actor.engine.optimizer.betas"] == [0.9, 0.95]
+    assert "actor.engine.optimizer.betas" not in second  # 0.9, 0.999 is our default
+    assert (first["actor.engine.schedule.kind"], first["actor.engine.schedule.warmup_ratio"]) == ("cosine", 0.1)
+    assert "actor.engine.schedule.kind" not in second
+    assert first["batching.max_tokens"] == 4 * 1024  # micro-batches of 4 at 1024 tokens
+    assert second["batching.max_tokens"] == 8192  # a budget of tokens
+
+
+def test_trap_j_reward_workers_are_ours_to_choose() -> None:
+    found = translated("v0.7.0", "reward_model.num_workers=4")
+    assert (found.tokens[-1].disposition, found.tokens[-1].rule) == ("dropped", "reward-workers")
+
+
+def test_trap_k_one_engine_always_packs_whatever_the_two_keys_said() -> None:
+    keys = ("actor_rollout_ref.model.use_remove_padding=False", "actor_rollout_ref.actor.megatron.use_remove_padding=True")
+    found = translated("v0.7.0", *keys, config_name="ppo_megatron_trainer")
+    assert {report.rule for report in found.tokens[-2:]} == {"remove-padding"}
+
+
+@pytest.mark.parametrize(("version", "strategy"), [("v0.4.0", "fsdp1"), ("v0.4.1", "fsdp2"), ("v0.5.0", "fsdp1")])
+def test_trap_l_the_critic_followed_the_actor_in_v0_4_1_alone(version: str, strategy: str) -> None:
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "actor_rollout_ref.actor.strategy=fsdp2")
+    assert values(translated(version, *gae))["critic.engine.strategy"] == strategy
+
+
+def test_trap_m_an_unknown_added_key_was_ignored_and_is_reported() -> None:
+    found = translated("v0.6.1", "+actor_rollout_ref.model.enable_activation_offloading=True")
+    assert found.tokens[-1].disposition == "ignored"
+    stranger = translated("v0.6.1", "+actor_rollout_ref.actor.my_bonus=0.1")
+    assert stranger.tokens[-1].disposition == "unmapped"
+
+
+def test_one_update_a_step_never_clips_so_nothing_is_written() -> None:
+    found = translated("v0.5.0", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    assert not NO_CLIP & values(found).keys()
+    assert found.tokens[-1].disposition == "dropped"
+    assert "always 1" in found.tokens[-1].reason
+
+
+def test_every_default_that_ours_differs_from_is_pinned_with_its_release() -> None:
+    found = translated("v0.3.0.post1")
+    assert {"algorithm.entropy_coef", "rollout.vllm.enforce_eager", "rollout.max_concurrent"} <= pinned(found)
+    comment = next(setting.comment for setting in found.settings if setting.key == "algorithm.entropy_coef")
+    assert comment == "default of v0.3.0.post1: actor_rollout_ref.actor.entropy_coeff [entropy]"
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "meaning"),
+    [
+        ("v0.5.0", None, "critic's and the reward model's worker alone"),
+        ("v0.7.0", None, "old workers for all roles"),
+        ("v0.7.1", "enable", "old workers for all roles"),
+    ],
+)
+def test_the_worker_switch_is_recorded_for_what_it_meant(version: str, said: str | None, meaning: str) -> None:
+    found = translated(version, *([f"trainer.use_legacy_worker_impl={said}"] if said else []))
+    assert meaning in next(finding.message for finding in found.findings if finding.rule == "worker-switch")
+
+
+def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherwise() -> None:
+    assert values(translated("v0.6.1", numerics="legacy"))["use_legacy_worker_impl"] == "enable"
+    found = translated("v0.6.1")
+    assert "use_legacy_worker_impl" not in values(found)
+    message = next(finding.message for finding in found.findings if finding.rule == "micro-batch-normalisation")
+    # 16 prompts x 4 completions on 8 ranks are 8 on each: 4 micro-batches of 2, 32 parts in all.
+    assert "over 64 completions" in message
+    assert "4 micro-batches of 2 completions on each of 8 ranks, 32 parts in all" in message
+
+
+def test_an_image_model_is_never_accepted() -> None:
+    for overrides in (["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"], ["data.image_key=images"]):
+        found = translated("v0.7.0", *overrides, base=BASE)
+        assert found.settings == ()
+        assert "images" in rules_found(found, "person")
