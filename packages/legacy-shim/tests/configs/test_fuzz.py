@@ -17,19 +17,7 @@ from temper_legacy_shim.errors import ShimError
 
 KEYS = st.sampled_from(sorted({*all_keys("ppo_fsdp"), *all_keys("ppo_megatron"), *all_keys("sft_columns"), *all_keys("sft_fsdp")}))
 WORDS = st.sampled_from(
-    ["1", "-1", "0", "2.5", "1e-6", "null", "true", "False", "grpo", "gae", "fsdp2", "megatron", "[a,b]", "[]", "{}", "{a:1}", "${x}", "$Y"]
-    + [
-        "${data.train_batch_size}",
-        "${actor_rollout_ref.actor.strategy}",
-        "'q'",
-        '"',
-        "[",
-        "a,b",
-        "",
-        "1000000000000000000000",
-        "nan",
-        "inf",
-    ]
+    ["1", "-1", "0", "2.5", "1e-6", "null", "true", "False", "grpo", "gae", "fsdp2", "megatron", "[a,b]", "[]", "{}", "{a:1}", "${x}", "$Y", "${data.train_batch_size}", "'q'", '"', "[", "a,b", "nan", "inf", "${actor_rollout_ref.actor.strategy}", "1000000000000000000000", "${.n}", "1e400"]
 )
 VALUES = st.one_of(WORDS, st.text(max_size=12), st.integers().map(str), st.floats().map(str))
 TOKENS = st.one_of(
@@ -40,8 +28,17 @@ TOKENS = st.one_of(
     ),
 )
 ENTRIES = st.sampled_from(
-    ["", "verl.trainer.main_ppo", "verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.main_generation"]
-    + ["recipe.dapo.main_dapo", "verl.experimental.fully_async_policy.fully_async_main", "x", "verl.trainer.main_eval"]
+    [
+        "",
+        "x",
+        "verl.trainer.main_ppo",
+        "verl.trainer.fsdp_sft_trainer",
+        "verl.trainer.sft_trainer",
+        "verl.trainer.main_generation",
+        "verl.trainer.main_eval",
+        "recipe.dapo.main_dapo",
+        "verl.experimental.fully_async_policy.fully_async_main",
+    ]
 )
 RELEASES = st.one_of(st.none(), st.sampled_from(versions()))
 SECONDS = 20.0
@@ -96,13 +93,13 @@ def check_file(path: Path, text: str) -> None:
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.one_of(TREES.map(lambda tree: yaml.safe_dump(tree)), st.text(max_size=80)))
+@given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
 def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)
 
 
 @pytest.mark.nightly
 @settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.one_of(TREES.map(lambda tree: yaml.safe_dump(tree)), st.text(max_size=80)))
+@given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
 def test_ten_thousand_yaml_files(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)

@@ -1,6 +1,7 @@
 """Real invocations: none crashes, nearly every token is accounted for, and what comes out is a configuration of the trainer."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation, translate
 from temper_legacy_shim.configs.written import yaml_of
+
+logger = logging.getLogger(__name__)
 
 OPEN = ("needs a person", "conflict", "unmapped")
 """Dispositions that are not definite."""
@@ -51,7 +54,7 @@ def accepted(rows: Rows, folder: Path) -> Counter[str]:
         except ConfigError as error:
             is_later = all("implementation follows" in line for line in str(error).splitlines())
             found[f"{'accepted by a later release' if is_later else 'refused'}{decided}"] += 1
-            print(row["tag"], row["path"], error)
+            logger.info("%s %s: %s", row["tag"], row["path"], error)
     return found
 
 
@@ -70,7 +73,7 @@ def test_a_sample_of_real_invocations_gives_configurations_of_the_trainer(invoca
 def test_all_real_invocations(invocations: Rows, tmp_path: Path) -> None:
     found = accepted(invocations, tmp_path)
     report = {"tokens": account(invocations), "invocations": found}
-    print(json.dumps(report, indent=1))
+    logger.warning("%s", json.dumps(report, indent=1))
     assert share_definite(report["tokens"]) >= 0.995
     in_scope = found.total() - found["out of scope"]
     good = sum(count for name, count in found.items() if name.startswith("accepted"))
