@@ -17,7 +17,11 @@ from temper_legacy_shim.errors import ShimError
 
 KEYS = st.sampled_from(sorted({*all_keys("ppo_fsdp"), *all_keys("ppo_megatron"), *all_keys("sft_columns"), *all_keys("sft_fsdp")}))
 WORDS = st.sampled_from(
-    ["1", "-1", "0", "2.5", "1e-6", "null", "true", "False", "grpo", "gae", "fsdp2", "megatron", "[a,b]", "[]", "{}", "{a:1}", "${x}", "$Y", "${data.train_batch_size}", "'q'", '"', "[", "a,b", "nan", "inf", "${actor_rollout_ref.actor.strategy}", "1000000000000000000000", "${.n}", "1e400"]
+    [
+        *("1", "-1", "0", "2.5", "1e-6", "null", "true", "False", "grpo", "gae", "fsdp2", "megatron", "[a,b]", "[]", "{}", "{a:1}", "${x}"),
+        *("$Y", "${data.train_batch_size}", "'q'", '"', "[", "a,b", "nan", "inf", "${actor_rollout_ref.actor.strategy}", "${.n}", "1e400"),
+        "1000000000000000000000",
+    ]
 )
 VALUES = st.one_of(WORDS, st.text(max_size=12), st.integers().map(str), st.floats().map(str))
 TOKENS = st.one_of(
