@@ -63,6 +63,7 @@ def compare(text: str) -> Comparison:
             fields=tuple(Field(literal(word), word) for word in command),
             environment=(),
             span=Span(0, 0),
+            arguments=Span(0, 0),
             item=Span(0, 0),
             stdin=None,
             is_inner=False,

@@ -29,6 +29,8 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
             stdin_of(shell, (redirect,))
         return
     fields = expansion.expand_words(shell, words)
+    if shell.reading.inner is None:
+        shell.reading.arguments = Span(words[0].span.start, words[-1].span.end)
     stdin = stdin_of(shell, command.redirects)
     if not fields:
         shell.status = 0
@@ -154,6 +156,7 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
             fields=tuple(fields),
             environment=environment,
             span=reading.inner or span,
+            arguments=reading.arguments,
             item=reading.item,
             stdin=stdin,
             is_inner=reading.inner is not None,

@@ -62,9 +62,16 @@ class Launch:
     command: tuple[Field, ...]
     """All arguments, wrappers included."""
     environment: tuple[tuple[str, Text], ...]
+    starter: int
+    """Index in `command` of the program that starts Python; what is before it are wrappers."""
     span: Span
+    """The command, with assignments before it and redirections."""
+    arguments: Span
+    """From its first word to its last."""
     item: Span
+    """The pipelines around it."""
     is_inner: bool
+    """Inside ``bash -c``, ``eval`` or a heredoc."""
 
 
 def find_launches(events: list[Event]) -> list[Launch]:
@@ -109,7 +116,9 @@ def _launch(event: Event) -> Launch | None:
         processes=processes,
         command=event.fields,
         environment=event.environment,
+        starter=len(event.fields) - len(command),
         span=event.span,
+        arguments=event.arguments,
         item=event.item,
         is_inner=event.is_inner,
     )

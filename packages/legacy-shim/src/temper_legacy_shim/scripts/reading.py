@@ -62,6 +62,11 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
         raise ScriptError("line 1: expansions or commands lie too deep inside each other: write the script flatter.") from error
 
 
+def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
+    """The commands of a script that was made from another, with that one's conditions decided as they were."""
+    return _pass(parse(text), text, settings, tuple(decision.taken for decision in like.decisions)).events
+
+
 def _read(text: str, settings: dict[str, str]) -> ScriptReading:
     program = parse(text)
     main = _pass(program, text, settings, ())

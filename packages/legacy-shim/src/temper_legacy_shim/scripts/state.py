@@ -58,6 +58,8 @@ class Event:
     """Assignments before it."""
     span: Span
     """Where it stands in the script; of ``bash -c`` the outer command."""
+    arguments: Span
+    """From its first word to its last; empty where it is not written as words."""
     item: Span
     """The pipelines around it, up to ``;``, ``&`` or the end of the line."""
     stdin: Text | None
@@ -102,6 +104,8 @@ class Reading:
     """The outer command while text inside ``bash -c``, ``eval`` or a heredoc is read."""
     item: Span = field(default_factory=lambda: Span(0, 0))
     """The list of pipelines that is being run."""
+    arguments: Span = field(default_factory=lambda: Span(0, 0))
+    """The words of the command that is being run."""
 
     def step(self) -> None:
         """Count one command or expansion.

@@ -103,7 +103,7 @@ class Words:
         if in_quotes and char not in ('$`"\\' if escapes_quote else "$`\\"):
             return Literal("\\", is_quoted=True)
         self.at += len(char)
-        return Literal(char or "\\", is_quoted=True)
+        return Literal(char, is_quoted=bool(char))
 
     def _single_quoted(self) -> Literal:
         end = self.text.find("'", self.at + 1)

@@ -1,0 +1,91 @@
+"""Arrays of old overrides that nothing reads once the command is rewritten: they become comments, so that nobody edits them in vain."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from temper_legacy_shim.scripts.tree import (
+    ArrayElement,
+    Assignment,
+    Block,
+    Case,
+    Command,
+    CountingFor,
+    For,
+    Function,
+    If,
+    Loop,
+    Program,
+    Redirected,
+    Simple,
+    Span,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadArray:
+    """One assignment of an array that becomes a comment."""
+
+    name: str
+    span: Span
+    is_alone: bool
+    """It may be the only command of a body, which must not become empty."""
+    elements: tuple[ArrayElement, ...]
+
+
+def find_dead_arrays(program: Program, text: str, *, rewritten: list[Span], tokens: set[int]) -> list[DeadArray]:
+    """Assignments of arrays that held the overrides of rewritten commands and are read nowhere else.
+
+    Args:
+        program: the tree of `text`.
+        text: the script.
+        rewritten: commands that no longer stand as they were.
+        tokens: where the overrides of these commands were written.
+    """
+    found = list(_assignments(program, is_top=True))
+    used = {name for name, span, _, elements in found if any(element.word.span.start in tokens for element in elements)}
+    dead = {name for name in used if not _is_read(name, text, rewritten + [span for each, span, _, _ in found if each == name])}
+    return [
+        DeadArray(name, span, not is_top, elements) for name, span, is_top, elements in found if name in dead and _is_own_line(text, span)
+    ]
+
+
+def _is_read(name: str, text: str, but: list[Span]) -> bool:
+    pattern = re.compile(rf"\$\{{[#!]?{name}\b|\${name}\b")
+    return any(not any(span.start <= match.start() < span.end for span in but) for match in pattern.finditer(text))
+
+
+def _is_own_line(text: str, span: Span) -> bool:
+    before = text[text.rfind("\n", 0, span.start) + 1 : span.start]
+    end = text.find("\n", span.end)
+    after = text[span.end : len(text) if end < 0 else end].strip()
+    return not before.strip() and (not after or after.startswith("#"))
+
+
+def _assignments(program: Program, *, is_top: bool) -> Iterator[tuple[str, Span, bool, tuple[ArrayElement, ...]]]:
+    for item in program.items:
+        for _, pipeline in item.pipelines:
+            for command in pipeline.commands:
+                yield from _of_command(command, is_top=is_top)
+
+
+def _of_command(command: Command, *, is_top: bool) -> Iterator[tuple[str, Span, bool, tuple[ArrayElement, ...]]]:
+    if isinstance(command, Simple):
+        alone = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
+        declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
+        for assignment in (alone, declared):
+            if isinstance(assignment, Assignment) and isinstance(assignment.value, tuple):
+                yield assignment.name, command.span, is_top, assignment.value
+    elif isinstance(command, Redirected):
+        yield from _of_command(command.command, is_top=is_top)
+    elif isinstance(command, Function):
+        yield from _of_command(command.body, is_top=False)
+    elif isinstance(command, If):
+        for condition, body in command.branches:
+            yield from _assignments(condition, is_top=False) if condition is not None else ()
+            yield from _assignments(body, is_top=False)
+    elif isinstance(command, Case):
+        for _, body, _ in command.branches:
+            yield from _assignments(body, is_top=False)
+    elif isinstance(command, Block | Loop | For | CountingFor):
+        yield from _assignments(command.body, is_top=False)

@@ -1,0 +1,60 @@
+"""A script from beginning to end: read, translate, rewrite, and read the new one again to see that it launches what was meant."""
+
+from dataclasses import dataclass
+
+from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
+from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
+from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """One script's result."""
+
+    reading: ScriptReading
+    launches: tuple[TranslatedLaunch, ...]
+    script: NewScript | None
+    """None where the script launches no old trainer."""
+    outcome: Outcome
+
+
+def migrate_script(text: str, *, settings: dict[str, str] | None = None, options: Options | None = None) -> Migration:
+    """Translate a launch script.
+
+    Args:
+        text: the old script.
+        settings: variables to take as set in the environment; digits are positional parameters.
+        options: see there.
+
+    Raises:
+        ScriptError: it is no bash, or can't be followed without executing it.
+        UsageError: the version is none.
+    """
+    options = options or Options()
+    reading = read_script(text, settings=settings)
+    launches = [translate_launch(launch, options) for launch in reading.launches]
+    if not launches:
+        return Migration(reading=reading, launches=(), script=None, outcome=Outcome.CLEAN)
+    script = rewrite(reading, launches)
+    different = _different(script.text, reading, launches, settings or {})
+    if different:
+        # A token does not mean the same where the new command stands: its value is written out.
+        launches = [translate_launch(launch, options, literal_keys=frozenset(different)) for launch in reading.launches]
+        script = rewrite(reading, launches)
+        for key in _different(script.text, reading, launches, settings or {}):
+            script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
+    outcome = worst([each.translation.outcome for each in launches])
+    return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
+
+
+def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
+    """Keys whose values the new script, read like the old one, would launch otherwise."""
+    events = [event for event in reread(text, reading, settings) if any(field.text.known == COMMAND for field in event.fields)]
+    written = [each for each in launches if each.is_writable and not each.launch.is_inner]
+    out: list[str] = []
+    for event, each in zip(events, written, strict=False):
+        place = next(number for number, field in enumerate(event.fields) if field.text.known == COMMAND)
+        found = {shown.partition("=")[0]: shown for field in event.fields[place + 1 :] if "=" in (shown := field.text.shown())}
+        out += [argument.key for argument in each.arguments if found.get(argument.key) != argument.text.shown()]
+    return list(dict.fromkeys(out))

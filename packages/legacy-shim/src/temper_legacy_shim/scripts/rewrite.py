@@ -1,0 +1,199 @@
+"""The new script: the old one with its launches replaced, everything else as it was."""
+
+from dataclasses import dataclass, field
+
+from temper_legacy_shim.scripts.comments import comments_at
+from temper_legacy_shim.scripts.dead_arrays import DeadArray, find_dead_arrays
+from temper_legacy_shim.scripts.launches import Launch
+from temper_legacy_shim.scripts.parser import parse
+from temper_legacy_shim.scripts.reading import ScriptReading
+from temper_legacy_shim.scripts.translation import NewArgument, TranslatedLaunch
+from temper_legacy_shim.scripts.tree import Span
+
+COMMAND = "temper-train"
+_DROPPED = ("dropped", "ignored", "superseded")
+
+
+@dataclass(slots=True)
+class NewScript:
+    """The text, and what a person has to know about it."""
+
+    text: str
+    notes: list[str] = field(default_factory=list)
+    persons: list[str] = field(default_factory=list)
+    """What could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    span: Span
+    text: str
+
+
+def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewScript:
+    """Replace every launch that has a translation.
+
+    Args:
+        reading: the old script.
+        translated: its launches, in order.
+    """
+    out = NewScript(reading.text)
+    edits: list[_Edit] = []
+    rewritten: list[Span] = []
+    names = _array_names(reading.text)
+    for span, launches in _by_site(translated).items():
+        problem = _problem(launches)
+        line = reading.text.count("\n", 0, span.start) + 1
+        if problem:
+            out.persons.append(f"line {line}: {problem}")
+            edits.append(_Edit(Span(span.start, span.start), _left_alone(reading.text, launches[0], problem)))
+            continue
+        edits += _replacement(reading.text, launches[0], name=next(names))
+        rewritten.append(launches[0].launch.arguments)
+    tokens = {override.at for each in translated for override in each.launch.overrides if override.at >= 0}
+    dead = find_dead_arrays(parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens) if rewritten else []
+    for array in dead:
+        edits.append(_commented(reading.text, array))
+        left = [element.word.source for element in array.elements if element.word.span.start not in tokens]
+        if left:
+            line = reading.text.count("\n", 0, array.span.start) + 1
+            shown = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
+            out.persons.append(f"line {line}: {shown} stand in a branch that was not taken, and are not translated: choose it with --set.")
+    out.text = _applied(reading.text, edits)
+    return out
+
+
+def _by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLaunch]]:
+    """Launches by the command that starts them: in a loop or a function, one command starts several."""
+    out: dict[Span, list[TranslatedLaunch]] = {}
+    for each in translated:
+        out.setdefault(each.launch.item if each.launch.is_inner else each.launch.span, []).append(each)
+    return out
+
+
+def _problem(launches: list[TranslatedLaunch]) -> str:
+    """Why a command can't be rewritten; empty where it can."""
+    first = launches[0]
+    if first.launch.is_inner:
+        return "the launch stands inside a text that another shell runs (bash -c, eval, a heredoc): put the new command there by hand."
+    if not first.is_writable:
+        return f"{first.launch.entry} has no counterpart that could be launched: the report says why."
+    written = [[(argument.key, argument.source) for argument in each.arguments] for each in launches]
+    different = [key for one in written[1:] for key in sorted({key for key, _ in set(one) ^ set(written[0])})]
+    if different:
+        keys = ", ".join(dict.fromkeys(different))
+        return f"the command runs {len(launches)} times, with values of {keys} that were computed and differ: write one command for each."
+    return ""
+
+
+def _array_names(text: str) -> "_Names":
+    return _Names(text)
+
+
+class _Names:
+    """Names of arrays that the script does not use."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._number = text, 0
+
+    def __next__(self) -> str:
+        while True:
+            self._number += 1
+            name = "temper_overrides" + (f"_{self._number}" if self._number > 1 else "")
+            if name not in self._text:
+                return name
+
+
+def _replacement(text: str, each: TranslatedLaunch, *, name: str) -> list[_Edit]:
+    """The array before the command's line, and the command."""
+    launch = each.launch
+    indent = _indent(text, launch.item.start)
+    array = "\n".join(indent + line if line else "" for line in _array(text, each, name)).lstrip()
+    command = " ".join([*_wrappers(text, launch), COMMAND, f'"${{{name}[@]}}"', *(argument.source for argument in launch.open_arguments)])
+    return [_Edit(Span(launch.item.start, launch.item.start), f"{array}\n{indent}"), _Edit(launch.arguments, command)]
+
+
+def _indent(text: str, at: int) -> str:
+    before = text[text.rfind("\n", 0, at) + 1 : at]
+    return before[: len(before) - len(before.lstrip())]
+
+
+def _wrappers(text: str, launch: Launch) -> list[str]:
+    """What stands before the launcher, such as ``srun ...`` or ``ray job submit ... --``, as it was written."""
+    if launch.starter == 0:
+        return []
+    start = launch.command[launch.starter].at
+    if launch.arguments.start <= start <= launch.arguments.end:
+        return [text[launch.arguments.start : start].rstrip().removesuffix("\\").rstrip()]
+    return [field.source for field in launch.command[: launch.starter]]
+
+
+def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
+    source = each.translation.source
+    lines = [f"# {each.launch.entry} of {source.version}, by temper-migrate; what became of every key is in its report.", f"{name}=("]
+    seen: set[int] = set()
+    asked = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
+    pinned = [argument for argument in each.arguments if argument not in asked]
+    for argument in asked:
+        lines += _lines(text, each, argument, seen)
+    if pinned:
+        lines += ["", "    # Defaults of the old release that differ from Temper's:"]
+        for argument in pinned:
+            lines += _lines(text, each, argument, seen)
+    lines += _dropped_lines(text, each, seen)
+    return [*lines, ")"]
+
+
+def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:
+    """One argument with the comments of the token that it comes from."""
+    above, beside = [], argument.comment
+    if argument.at >= 0 and argument.at not in seen:
+        seen.add(argument.at)
+        source = next((override.source for override in each.launch.overrides if override.at == argument.at), "")
+        comments = comments_at(text, argument.at, len(source))
+        above = [f"    {line}" for line in comments.above]
+        beside = "; ".join(part for part in (comments.beside.lstrip("# "), beside) if part)
+    beside = " ".join(each.readable(beside).split())
+    return [*above, f"    {argument.source}" + (f"  # {beside}" if beside else "")]
+
+
+def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[str]:
+    """Old tokens that have no successor, with their comments, as comments."""
+    out = []
+    for token in each.translation.tokens:
+        if token.disposition not in _DROPPED or token.new_keys or token.index >= len(each.launch.overrides):
+            continue
+        override = each.launch.overrides[token.index]
+        comments = comments_at(text, override.at, len(override.source)) if override.at >= 0 and override.at not in seen else None
+        out += [f"    {line}" for line in comments.above] if comments else []
+        reason = " ".join(each.readable(token.reason).split())
+        kept = f" ({comments.beside.lstrip('# ')})" if comments and comments.beside else ""
+        out.append(f"    # {' '.join(override.source.split())}{kept}: {token.disposition}. {reason}".rstrip())
+    return ["", "    # Without a successor:", *out] if out else []
+
+
+def _left_alone(text: str, each: TranslatedLaunch, problem: str) -> str:
+    """The comment above a launch that a person has to rewrite; with the new command where there is one."""
+    indent = _indent(text, each.launch.item.start)
+    lines = [f"# temper-migrate: needs a person: {problem}"]
+    if each.is_writable:
+        lines += [f"# {COMMAND} \\", *(f"#     {argument.source} \\" for argument in each.arguments)]
+        lines[-1] = lines[-1].removesuffix(" \\")
+    return f"\n{indent}".join(line for block in lines for line in block.splitlines()) + f"\n{indent}"
+
+
+def _commented(text: str, array: DeadArray) -> _Edit:
+    """An array as comments; with a command that does nothing where a body could become empty."""
+    indent = _indent(text, array.span.start)
+    lines = text[array.span.start : array.span.end].split("\n")
+    head = f"# Old overrides, in {COMMAND}'s words below:"
+    shown = [f"{indent}# {line}" if number else f"# {line}" for number, line in enumerate(lines)]
+    shown = [line.rstrip() for line in shown]
+    first = f":  {head}" if array.is_alone else head
+    return _Edit(array.span, f"{first}\n{indent}" + "\n".join(shown))
+
+
+def _applied(text: str, edits: list[_Edit]) -> str:
+    for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end), reverse=True):
+        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+    return text

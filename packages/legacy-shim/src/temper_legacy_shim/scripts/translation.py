@@ -1,0 +1,148 @@
+"""What a launch becomes: its overrides through ``configs.translate``, with tokens of the script kept where a value stays as it is."""
+
+import re
+from dataclasses import dataclass
+
+from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
+from temper_legacy_shim.scripts.launches import Launch, Override
+from temper_legacy_shim.scripts.values import Piece, Text, literal
+
+_PLAIN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_TORCHRUN_NUMBERS = ("nnodes", "nproc_per_node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user says beside the script."""
+
+    version: str | None = None
+    """The old release; None infers it."""
+    numerics: str = "temper"
+    """Whose numerics the result has: legacy or temper."""
+    cluster: Cluster | None = None
+    """Nodes and GPUs, where neither the configuration nor the launcher says them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewArgument:
+    """One argument of temper-train."""
+
+    key: str
+    text: Text
+    """``key=value`` as temper-train gets it."""
+    source: str
+    """As it is written in the new script."""
+    at: int
+    """Where the token that it comes from was written; -1 where there is none."""
+    comment: str
+    """Where its value comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslatedLaunch:
+    """A launch with its translation."""
+
+    launch: Launch
+    translation: Translation
+    arguments: tuple[NewArgument, ...]
+    unknowns: dict[str, str]
+    """Names that stood for unknown parts while translating, and how the shell writes those."""
+
+    @property
+    def persons(self) -> list[Finding]:
+        """What has to be decided before the run."""
+        return [finding for finding in self.translation.findings if finding.level == "person"]
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether there is a new command at all."""
+        return bool(self.translation.settings)
+
+    def readable(self, sentence: str) -> str:
+        """A sentence of the translation with the shell's own words for what is unknown."""
+        for name, source in self.unknowns.items():
+            sentence = sentence.replace(f"${{{name}}}", source)
+        return sentence
+
+
+def translate_launch(launch: Launch, options: Options, *, literal_keys: frozenset[str] = frozenset()) -> TranslatedLaunch:
+    """Translate one launch.
+
+    Args:
+        launch: as it was read.
+        options: what the user says.
+        literal_keys: keys whose value is written out although the script's own token would do.
+    """
+    unknowns: dict[str, str] = {}
+    tokens = [_shown(override.text, unknowns) for override in launch.overrides]
+    if launch.config_path is not None:
+        tokens.append(f"--config-path={launch.config_path}")
+    translation = translate(
+        tokens,
+        entry=launch.entry,
+        config_name=launch.config_name,
+        version=options.version,
+        cluster=_cluster(launch) or options.cluster,
+        numerics="legacy" if options.numerics == "legacy" else "temper",
+    )
+    arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
+    return TranslatedLaunch(launch=launch, translation=translation, arguments=arguments, unknowns=unknowns)
+
+
+def _cluster(launch: Launch) -> Cluster | None:
+    """What torchrun says of nodes and processes, where both are known."""
+    numbers = [launch.processes.get(name) for name in _TORCHRUN_NUMBERS]
+    if "nproc_per_node" not in launch.processes:
+        return None
+    nodes = "1" if numbers[0] is None else numbers[0].known
+    gpus = None if numbers[1] is None else numbers[1].known
+    if nodes is None or gpus is None or not (nodes.isdigit() and gpus.isdigit()) or "0" in (nodes, gpus):
+        return None
+    return Cluster(nodes=int(nodes), gpus_per_node=int(gpus))
+
+
+def _shown(text: Text, unknowns: dict[str, str]) -> str:
+    """A token for the translator: unknown parts as names that it can carry through."""
+    out = []
+    for piece in text.pieces:
+        if piece.is_known:
+            out.append(piece.value)
+            continue
+        match = _PLAIN_NAME.fullmatch(piece.value)
+        name = match[1] if match else f"SHELL_{sum(key.startswith('SHELL_') for key in unknowns) + 1}"
+        source = piece.source or piece.value
+        name = next((key for key, value in unknowns.items() if value == source), name)
+        unknowns[name] = source
+        out.append(f"${{{name}}}")
+    return "".join(out)
+
+
+def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[str, str], literal_keys: frozenset[str]) -> NewArgument:
+    origins = [overrides[index] for index in setting.sources if index < len(overrides)]
+    at = origins[0].at if origins else -1
+    if setting.is_verbatim and len(origins) == 1 and setting.key not in literal_keys:
+        old = origins[0]
+        text = literal(f"{setting.key}=") + old.value()
+        head = f"{old.key}="
+        plain = old.source.startswith(head) and "\n" not in old.source
+        source = f"{setting.key}={old.source[len(head) :]}" if plain else text.raw()
+        return NewArgument(key=setting.key, text=text, source=source, at=at, comment=setting.comment)
+    text = _with_sources(setting.override, unknowns)
+    return NewArgument(key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment)
+
+
+def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
+    """A new token whose names for unknown parts are the shell's own words again."""
+    if not unknowns:
+        return literal(value)
+    pieces = []
+    for part in re.split("(" + "|".join(re.escape(f"${{{name}}}") for name in unknowns) + ")", value):
+        source = unknowns.get(part[2:-1]) if part.startswith("${") else None
+        if part:
+            pieces.append(Piece(part) if source is None else Piece(source, source, is_known=False))
+    return Text(tuple(pieces))
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """The outcome that counts for several launches; of none it is that a person is needed."""
+    return max(outcomes, default=Outcome.PERSON)
