@@ -36,6 +36,8 @@ def assignment_text(shell: Shell, assignment: Assignment) -> Text:
 
 def _assign_array(shell: Shell, assignment: Assignment) -> None:
     assert isinstance(assignment.value, tuple)
+    if shell.reading.inner is None:
+        shell.reading.executed.add(assignment.span.start)
     before = shell.find(assignment.name)
     is_associative = before is not None and before.is_associative
     elements: dict[int | str, Field] = {}

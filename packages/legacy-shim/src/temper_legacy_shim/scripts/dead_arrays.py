@@ -30,10 +30,14 @@ class DeadArray:
     span: Span
     is_alone: bool
     """It may be the only command of a body, which must not become empty."""
+    is_own_line: bool
+    """Nothing but a comment shares its lines."""
+    is_executed: bool
+    """The reading came by; otherwise it stands in a branch that was not taken."""
     elements: tuple[ArrayElement, ...]
 
 
-def find_dead_arrays(program: Program, text: str, *, rewritten: list[Span], tokens: set[int]) -> list[DeadArray]:
+def find_dead_arrays(program: Program, text: str, *, rewritten: list[Span], tokens: set[int], executed: frozenset[int]) -> list[DeadArray]:
     """Assignments of arrays that held the overrides of rewritten commands and are read nowhere else.
 
     Args:
@@ -41,13 +45,25 @@ def find_dead_arrays(program: Program, text: str, *, rewritten: list[Span], toke
         text: the script.
         rewritten: commands that no longer stand as they were.
         tokens: where the overrides of these commands were written.
+        executed: where the assignments of arrays stand that were carried out.
     """
     found = list(_assignments(program, is_top=True))
-    used = {name for name, span, _, elements in found if any(element.word.span.start in tokens for element in elements)}
-    dead = {name for name in used if not _is_read(name, text, rewritten + [span for each, span, _, _ in found if each == name])}
+    used = {each.name for each in found if any(element.word.span.start in tokens for element in each.elements)}
+    dead = {name for name in used if not _is_read(name, text, rewritten + [each.span for each in found if each.name == name])}
     return [
-        DeadArray(name, span, not is_top, elements) for name, span, is_top, elements in found if name in dead and _is_own_line(text, span)
+        DeadArray(each.name, each.span, not each.is_top, _is_own_line(text, each.span), each.start in executed, each.elements)
+        for each in found
+        if each.name in dead
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    name: str
+    span: Span
+    start: int
+    is_top: bool
+    elements: tuple[ArrayElement, ...]
 
 
 def _is_read(name: str, text: str, but: list[Span]) -> bool:
@@ -62,20 +78,20 @@ def _is_own_line(text: str, span: Span) -> bool:
     return not before.strip() and (not after or after.startswith("#"))
 
 
-def _assignments(program: Program, *, is_top: bool) -> Iterator[tuple[str, Span, bool, tuple[ArrayElement, ...]]]:
+def _assignments(program: Program, *, is_top: bool) -> Iterator[_Found]:
     for item in program.items:
         for _, pipeline in item.pipelines:
             for command in pipeline.commands:
                 yield from _of_command(command, is_top=is_top)
 
 
-def _of_command(command: Command, *, is_top: bool) -> Iterator[tuple[str, Span, bool, tuple[ArrayElement, ...]]]:
+def _of_command(command: Command, *, is_top: bool) -> Iterator[_Found]:
     if isinstance(command, Simple):
         alone = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
         declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
         for assignment in (alone, declared):
             if isinstance(assignment, Assignment) and isinstance(assignment.value, tuple):
-                yield assignment.name, command.span, is_top, assignment.value
+                yield _Found(assignment.name, command.span, assignment.span.start, is_top, assignment.value)
     elif isinstance(command, Redirected):
         yield from _of_command(command.command, is_top=is_top)
     elif isinstance(command, Function):

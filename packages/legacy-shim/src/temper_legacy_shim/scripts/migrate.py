@@ -1,6 +1,7 @@
 """A script from beginning to end: read, translate, rewrite, and read the new one again to see that it launches what was meant."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
@@ -19,13 +20,16 @@ class Migration:
     outcome: Outcome
 
 
-def migrate_script(text: str, *, settings: dict[str, str] | None = None, options: Options | None = None) -> Migration:
+def migrate_script(
+    text: str, *, settings: dict[str, str] | None = None, options: Options | None = None, folder: Path | None = None
+) -> Migration:
     """Translate a launch script.
 
     Args:
         text: the old script.
         settings: variables to take as set in the environment; digits are positional parameters.
         options: see there.
+        folder: of the script, around which the user's own configuration is looked for.
 
     Raises:
         ScriptError: it is no bash, or can't be followed without executing it.
@@ -33,17 +37,18 @@ def migrate_script(text: str, *, settings: dict[str, str] | None = None, options
     """
     options = options or Options()
     reading = read_script(text, settings=settings)
-    launches = [translate_launch(launch, options) for launch in reading.launches]
+    launches = [translate_launch(launch, options, folder=folder) for launch in reading.launches]
     if not launches:
         return Migration(reading=reading, launches=(), script=None, outcome=Outcome.CLEAN)
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:
         # A token does not mean the same where the new command stands: its value is written out.
-        launches = [translate_launch(launch, options, literal_keys=frozenset(different)) for launch in reading.launches]
+        launches = [translate_launch(launch, options, folder=folder, literal_keys=frozenset(different)) for launch in reading.launches]
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
+    script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
 

@@ -40,8 +40,14 @@ class ScriptReading:
     """What a person should know, with lines."""
     free: dict[str, bool]
     """Variables that the script reads and never assigns; whether one is read without a default."""
+    executed: frozenset[int]
+    """Where the assignments of arrays stand that were carried out."""
     num_arguments: int
     """Positional parameters that it reads."""
+
+    def line_of(self, at: int) -> int:
+        """The line of an offset."""
+        return self.text.count("\n", 0, at) + 1
 
 
 def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptReading:
@@ -83,6 +89,7 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
         alternatives=alternatives,
         notes=main.notes,
         free=main.free,
+        executed=frozenset(main.executed),
         num_arguments=main.num_arguments,
     )
 

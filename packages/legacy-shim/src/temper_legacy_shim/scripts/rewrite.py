@@ -51,14 +51,17 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
         edits += _replacement(reading.text, launches[0], name=next(names))
         rewritten.append(launches[0].launch.arguments)
     tokens = {override.at for each in translated for override in each.launch.overrides if override.at >= 0}
-    dead = find_dead_arrays(parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens) if rewritten else []
+    dead = (
+        find_dead_arrays(parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed)
+        if rewritten
+        else []
+    )
     for array in dead:
         edits.append(_commented(reading.text, array))
-        left = [element.word.source for element in array.elements if element.word.span.start not in tokens]
-        if left:
-            line = reading.text.count("\n", 0, array.span.start) + 1
-            shown = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
-            out.persons.append(f"line {line}: {shown} stand in a branch that was not taken, and are not translated: choose it with --set.")
+        if not array.is_executed:
+            shown = ", ".join(element.word.source for element in array.elements[:4]) + (" ..." if len(array.elements) > 4 else "")
+            what = "stand in a branch that was not taken: the new script stops there; to translate that branch, choose it with --set"
+            out.notes.append(f"line {reading.line_of(array.span.start)}: {shown} {what}.")
     out.text = _applied(reading.text, edits)
     return out
 
@@ -182,14 +185,19 @@ def _left_alone(text: str, each: TranslatedLaunch, problem: str) -> str:
     return f"\n{indent}".join(line for block in lines for line in block.splitlines()) + f"\n{indent}"
 
 
+_STOP = "{ echo 'temper-migrate: this branch was not translated; choose it with --set and translate again.' >&2; exit 1; }"
+
+
 def _commented(text: str, array: DeadArray) -> _Edit:
-    """An array as comments; with a command that does nothing where a body could become empty."""
+    """An array as comments, with a command in its place where a body could become empty; a branch that was not taken stops the script."""
     indent = _indent(text, array.span.start)
+    command = ":" if array.is_executed else _STOP
+    if not array.is_own_line:
+        return _Edit(array.span, command)
     lines = text[array.span.start : array.span.end].split("\n")
-    head = f"# Old overrides, in {COMMAND}'s words below:"
-    shown = [f"{indent}# {line}" if number else f"# {line}" for number, line in enumerate(lines)]
-    shown = [line.rstrip() for line in shown]
-    first = f":  {head}" if array.is_alone else head
+    head = f"# Old overrides, in {COMMAND}'s words below:" if array.is_executed else "# Old overrides:"
+    shown = [(f"{indent}# {line}" if number else f"# {line}").rstrip() for number, line in enumerate(lines)]
+    first = f"{command}  {head}" if array.is_alone or not array.is_executed else head
     return _Edit(array.span, f"{first}\n{indent}" + "\n".join(shown))
 
 

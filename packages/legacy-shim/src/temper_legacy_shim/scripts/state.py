@@ -97,6 +97,8 @@ class Reading:
     """Sentences for a person, with the line of each."""
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are read and never assigned; whether one is read without a default."""
+    executed: set[int] = field(default_factory=set)
+    """Where the assignments of arrays stand that were carried out."""
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0

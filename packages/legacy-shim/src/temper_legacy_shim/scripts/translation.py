@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
 from temper_legacy_shim.scripts.launches import Launch, Override
+from temper_legacy_shim.scripts.own_configs import find_own_config, uses_own_config
 from temper_legacy_shim.scripts.values import Piece, Text, literal
 
 _PLAIN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -47,11 +49,23 @@ class TranslatedLaunch:
     arguments: tuple[NewArgument, ...]
     unknowns: dict[str, str]
     """Names that stood for unknown parts while translating, and how the shell writes those."""
+    own_config: Path | None
+    """The user's own YAML that it builds on, where it was found."""
 
     @property
     def persons(self) -> list[Finding]:
         """What has to be decided before the run."""
         return [finding for finding in self.translation.findings if finding.level == "person"]
+
+    def missing_config(self) -> str:
+        """The sentence about a configuration of the user's own that was not found; empty where none is missing."""
+        if self.own_config is not None or not uses_own_config(self.launch):
+            return ""
+        where = self.launch.config_path or "the folder of the entry"
+        return (
+            f"{self.launch.config_name} in {where} is a configuration of your own, and does not lie around the script: its values are "
+            "missing from the translation; put the script where it lies in your project, and translate it there."
+        )
 
     @property
     def is_writable(self) -> bool:
@@ -65,28 +79,35 @@ class TranslatedLaunch:
         return sentence
 
 
-def translate_launch(launch: Launch, options: Options, *, literal_keys: frozenset[str] = frozenset()) -> TranslatedLaunch:
+def translate_launch(
+    launch: Launch, options: Options, *, folder: Path | None = None, literal_keys: frozenset[str] = frozenset()
+) -> TranslatedLaunch:
     """Translate one launch.
 
     Args:
         launch: as it was read.
         options: what the user says.
+        folder: of the script, around which the user's own configuration is looked for.
         literal_keys: keys whose value is written out although the script's own token would do.
     """
     unknowns: dict[str, str] = {}
     tokens = [_shown(override.text, unknowns) for override in launch.overrides]
-    if launch.config_path is not None:
-        tokens.append(f"--config-path={launch.config_path}")
+    own = None if folder is None else find_own_config(launch, folder)
+    groups = [] if own is None else [f"{name}={choice}" for name, choice in own.groups.items()]
+    given = {override.key for override in launch.overrides}
     translation = translate(
-        tokens,
+        [*tokens, *(group for group in groups if group.partition("=")[0] not in given)],
         entry=launch.entry,
         config_name=launch.config_name,
         version=options.version,
+        base=None if own is None else own.values,
         cluster=_cluster(launch) or options.cluster,
         numerics="legacy" if options.numerics == "legacy" else "temper",
     )
     arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
-    return TranslatedLaunch(launch=launch, translation=translation, arguments=arguments, unknowns=unknowns)
+    return TranslatedLaunch(
+        launch=launch, translation=translation, arguments=arguments, unknowns=unknowns, own_config=None if own is None else own.path
+    )
 
 
 def _cluster(launch: Launch) -> Cluster | None:

@@ -1,0 +1,68 @@
+"""The sub-command ``script``: files, exit codes, JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.errors import OutputError, ScriptError, UsageError
+
+RUN = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 data.train_files=$HOME/a.parquet \\\n"
+    "    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
+)
+
+
+def _script(folder: Path, text: str = RUN) -> Path:
+    path = folder / "run.sh"
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["script", *arguments], catch_exceptions=False)
+    return done.exit_code, done.stdout
+
+
+def test_a_script_is_translated_into_a_new_file_and_the_old_one_stays(tmp_path: Path) -> None:
+    old, new = _script(tmp_path), tmp_path / "new.sh"
+    code, shown = _run(str(old), "--out", str(new))
+    assert code == 10
+    assert "pinned" in shown
+    assert old.read_text() == RUN
+    assert "actor.engine.model.path=$MODEL" in new.read_text()
+    assert new.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
+    old = _script(tmp_path)
+    with pytest.raises(OutputError, match="exists"):
+        _run(str(old), "--out", str(old))
+    assert old.read_text() == RUN
+
+
+def test_check_writes_nothing_and_says_it_in_the_exit_code(tmp_path: Path) -> None:
+    code, shown = _run(str(_script(tmp_path, "echo hello\n")), "--check", "--out", str(tmp_path / "new.sh"))
+    assert code == 0
+    assert "no old trainer" in shown
+    assert not (tmp_path / "new.sh").exists()
+
+
+def test_the_json_report_has_its_documented_form(tmp_path: Path) -> None:
+    code, shown = _run(str(_script(tmp_path)), "--json")
+    (report,) = json.loads(shown)
+    assert report["schema"] == "temper-migrate/script/1"
+    assert report["exit_code"] == code == 10
+    assert report["launches"][0]["entry"] == "verl.trainer.main_ppo"
+    assert report["unset_variables"] == ["MODEL"]
+    assert report["script"].endswith('temper-train "${temper_overrides[@]}"\n')
+
+
+def test_what_is_no_script_is_one_sentence_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match=r"run\.sh: line 2: a double quote"):
+        _run(str(_script(tmp_path, 'echo ok\necho "never closed\n')))
+    with pytest.raises(UsageError, match="VAR=VALUE"):
+        _run(str(_script(tmp_path)), "--set", "NNODES")

@@ -1,0 +1,180 @@
+"""The new script: what it launches, what it keeps, what it refuses to write."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.migrate import migrate_script
+from temper_legacy_shim.scripts.reading import read_script
+
+GRPO = """\
+#!/usr/bin/env bash
+# My run.
+set -x
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B}
+lr=1e-6   # tuned
+
+DATA=(
+    # where the data lie
+    data.train_files=$HOME/train.parquet
+    data.val_files=$HOME/test.parquet  # held out
+    data.train_batch_size=$((8 * 8))
+    data.max_prompt_length=512
+    data.max_response_length=1024
+)
+mkdir -p logs
+PYTHONUNBUFFERED=1 nohup python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    "${DATA[@]}" \\
+    actor_rollout_ref.model.path=$MODEL_PATH \\
+    actor_rollout_ref.actor.optim.lr=$lr \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=4 \\
+    trainer.experiment_name=run_$(date +%s) \\
+    trainer.n_gpus_per_node=8 \\
+    trainer.nnodes=1 \\
+    trainer.total_epochs=2 "$@" 2>&1 | tee logs/run.log
+echo finished
+"""
+
+
+def _launched(text: str) -> list[str]:
+    """What the new script gives to temper-train, as a reader sees it."""
+    events = [event for event in read_script(text).events if any(field.text.known == "temper-train" for field in event.fields)]
+    (event,) = events
+    return [field.text.shown() for field in event.fields]
+
+
+def test_the_new_script_launches_the_translated_overrides() -> None:
+    migration = migrate_script(GRPO)
+    assert migration.script is not None
+    launched = _launched(migration.script.text)
+    assert launched[:2] == ["nohup", "temper-train"]
+    assert launched[-1] == "$@"
+    assert "actor.engine.optimizer.lr=1e-6" in launched
+    assert "batching.prompts_per_step=64" in launched
+    assert "batching.num_mini_batches=2" in launched  # 64 prompts in mini-batches of 32
+    assert set(migration.launches[0].translation.overrides) >= {item for item in launched if item.startswith("batching.")}
+
+
+def test_tokens_of_the_script_survive_where_the_value_stays_as_it_is() -> None:
+    migration = migrate_script(GRPO)
+    assert migration.script is not None
+    assert "actor.engine.model.path=$MODEL_PATH" in migration.script.text
+    assert "batching.prompts_per_step=$((8 * 8))" in migration.script.text
+    assert "actor.engine.optimizer.lr=$lr" in migration.script.text
+
+
+def test_comments_and_unrelated_lines_stay() -> None:
+    migration = migrate_script(GRPO)
+    assert migration.script is not None
+    lines = migration.script.text.splitlines()
+    for line in ("# My run.", "set -x", "lr=1e-6   # tuned", "mkdir -p logs", "echo finished", "    # where the data lie"):
+        assert line in lines
+    assert "held out" in migration.script.text
+    assert 'PYTHONUNBUFFERED=1 nohup temper-train "${temper_overrides[@]}" "$@" 2>&1 | tee logs/run.log' in lines
+    assert not any(line.startswith("DATA=(") for line in lines)
+
+
+def test_translating_twice_gives_the_same_bytes() -> None:
+    first, second = migrate_script(GRPO), migrate_script(GRPO)
+    assert first.script is not None
+    assert second.script is not None
+    assert first.script.text == second.script.text
+    assert migrate_script(first.script.text).launches == ()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has")
+def test_the_new_script_is_bash() -> None:
+    migration = migrate_script(GRPO)
+    assert migration.script is not None
+    assert subprocess.run(["bash", "-n"], input=migration.script.text, text=True, check=False).returncode == 0
+
+
+def test_a_variable_given_from_outside_decides_the_branch() -> None:
+    text = GRPO.replace("mkdir -p logs", 'if [ "$MODE" = big ]; then DATA+=(data.max_response_length=4096); fi')
+    usual, big = migrate_script(text), migrate_script(text, settings={"MODE": "big"})
+    assert usual.script is not None
+    assert big.script is not None
+    assert "not taken" in usual.script.notes[0]
+    assert "then { echo 'temper-migrate: this branch was not translated" in usual.script.text
+    assert "sampling.max_tokens=4096" in big.script.text
+    assert big.script.persons == []
+
+
+def test_both_branches_of_an_undecided_condition_are_reported() -> None:
+    text = GRPO.replace("lr=1e-6", "if [ -d /fast ]; then lr=2e-6; else lr=1e-6; fi")
+    (alternative,) = migrate_script(text).reading.alternatives
+    assert alternative.decision.what == "[ -d /fast ]"
+    assert alternative.taken == 1
+    assert any(override.text.known == "actor_rollout_ref.actor.optim.lr=2e-6" for override in alternative.launches[0].overrides)
+
+
+def test_a_token_that_means_something_else_where_the_command_stands_is_written_out() -> None:
+    text = (
+        GRPO.replace("mkdir -p logs", "DATA+=(actor_rollout_ref.rollout.temperature=$t)")
+        .replace("set -x", "t=0.7")
+        .replace("PYTHONUNBUFFERED", "t=0.9\nPYTHONUNBUFFERED")
+    )
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert "sampling.temperature=0.7" in migration.script.text
+    assert migration.script.persons == []
+
+
+def test_one_command_in_a_loop_keeps_what_varies_as_a_variable() -> None:
+    text = GRPO.replace("PYTHONUNBUFFERED", "for lr in 1e-6 2e-6; do\nPYTHONUNBUFFERED").replace("echo finished", "done")
+    migration = migrate_script(text)
+    assert len(migration.launches) == 2
+    assert migration.script is not None
+    assert migration.script.persons == []
+    assert migration.script.text.count("actor.engine.optimizer.lr=$lr") == 1
+
+
+def test_computed_values_that_differ_between_rounds_need_a_person() -> None:
+    text = GRPO.replace("PYTHONUNBUFFERED", "for size in 16 32; do\nPYTHONUNBUFFERED").replace("echo finished", "done")
+    migration = migrate_script(text.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=$size"))
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    assert "batching.num_mini_batches" in migration.script.persons[0]
+    assert "python3 -m verl.trainer.main_ppo" in migration.script.text
+
+
+def test_a_launch_inside_bash_c_is_left_with_the_new_command_beside_it() -> None:
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=8 trainer.nnodes=1"
+    migration = migrate_script(f"srun bash -c '{command}'\n")
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    assert "#     batching.prompts_per_step=8" in migration.script.text
+    assert migration.script.text.endswith(f"srun bash -c '{command}'\n")
+
+
+def test_the_users_own_configuration_is_found_around_the_script(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 16\n")
+    options = '--config-path="$P/conf" --config-name=mine algorithm.adv_estimator=grpo trainer.nnodes=1'
+    text = f"P=$(pwd)\npython3 -m verl.trainer.main_ppo {options}\n"
+    found, missing = migrate_script(text, folder=tmp_path), migrate_script(text)
+    assert found.script is not None
+    assert "algorithm.group_size=16" in found.script.text
+    assert missing.script is not None
+    assert "of your own" in missing.script.persons[0]
+
+
+def test_torchruns_numbers_are_the_cluster() -> None:
+    text = "torchrun --nnodes=2 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=a model.partial_pretrain=b\n"
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert "actor.num_workers=8" in migration.script.text  # 2 nodes of 4
+    assert "torchrun" not in migration.script.text
+
+
+def test_a_script_that_launches_nothing_is_clean() -> None:
+    migration = migrate_script("echo hello\n")
+    assert migration.script is None
+    assert migration.outcome is Outcome.CLEAN
