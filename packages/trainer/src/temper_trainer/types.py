@@ -79,24 +79,52 @@ class Score:
     """Finite; None when scoring failed."""
     failure: str | None = None
     """``raised``, ``timeout`` or ``not_finite`` with the message; None when there is a reward."""
+    components: tuple[float, ...] = ()
+    """The rewards that it is the weighted sum of, where there are several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One more completion of a rollout, and what the environment said before it."""
+
+    observation: tuple[int, ...]
+    """Token ids of the environment's answer, as they stand between the two completions; never trained."""
+    completion: Completion
+    """What the policy said then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A prompt with one completion and its reward."""
+    """A prompt with one or more completions and their reward."""
 
     prompt: Prompt
     """The question."""
     completion: Completion
-    """The answer."""
+    """The first, and mostly the only, answer."""
     text: str
-    """The completion decoded, without special tokens."""
+    """What was scored, decoded without special tokens."""
     reward: float
-    """Its score."""
+    """What is trained on: the score, after shaping."""
     group_id: int
     """Completions of one prompt in one step share it."""
     sample_id: int
     """Unique in its step."""
+    turns: tuple[Turn, ...] = ()
+    """What followed the first completion, where there is an environment."""
+    components: tuple[float, ...] = ()
+    """The rewards that the score is the weighted sum of, where there are several."""
+    baseline: float | None = None
+    """Reward of the prompt's greedy completion; only for remax."""
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """All of them, in order."""
+        return (self.completion, *(turn.completion for turn in self.turns))
+
+    @property
+    def num_tokens(self) -> int:
+        """After the prompt, what the environment said included."""
+        return len(self.completion.tokens) + sum(len(turn.observation) + len(turn.completion.tokens) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

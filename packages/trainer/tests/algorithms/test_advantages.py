@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.config.algorithm import AdvantageName, AlgorithmConfig
+from temper_trainer.types import Advantages
 
 ESTIMATORS: tuple[AdvantageName, ...] = get_args(AdvantageName)
 LENGTHS = (3, 5, 2, 4, 6, 3)
@@ -24,6 +26,21 @@ def make_samples(group_ids: tuple[int, ...] = GROUPS) -> SequenceBatch:
     return from_sequences([torch.arange(n) for n in LENGTHS], loss_masks=masks, group_ids=group_ids)
 
 
+def estimate(config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, **others: Tensor | None) -> Advantages:
+    """With what the estimator compares rewards with: greedy rewards of 0.5 for remax, two equal parts of the reward for gdpo."""
+    baselines = torch.full_like(rewards, 0.5) if config.advantage == "remax" else None
+    components = torch.stack([rewards / 2, rewards / 2], dim=1) if config.advantage == "gdpo" else None
+    return estimate_advantages(
+        config,
+        samples=samples,
+        rewards=rewards,
+        baselines=baselines,
+        components=components,
+        component_weights=() if components is None else (1.0, 1.0),
+        **others,
+    )
+
+
 def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | None:
     return torch.linspace(-1.0, 1.0, samples.num_tokens) if name == "gae" else None
 
@@ -33,10 +50,10 @@ def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | No
 def test_advantages_stay_with_their_sample_whatever_the_order(name: AdvantageName, order: list[int]) -> None:
     samples, config = make_samples(), AlgorithmConfig(advantage=name)
     values = values_for(name, samples)
-    straight = estimate_advantages(config, samples=samples, rewards=REWARDS, values=values).advantages
+    straight = estimate(config, samples=samples, rewards=REWARDS, values=values).advantages
     columns = {"straight": straight} if values is None else {"straight": straight, "values": values}
     mixed = samples.with_columns(columns).select(order)
-    found = estimate_advantages(config, samples=mixed, rewards=REWARDS[order], values=mixed.columns.get("values"))
+    found = estimate(config, samples=mixed, rewards=REWARDS[order], values=mixed.columns.get("values"))
     torch.testing.assert_close(found.advantages, mixed.columns["straight"], rtol=1e-6, atol=1e-6)
 
 
@@ -45,7 +62,7 @@ def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName
     samples = make_samples()
     hole = torch.where(samples.loss_mask, 0.1, math.nan)
     config = AlgorithmConfig(advantage=name, kl_reward_coef=0.5)
-    found = estimate_advantages(config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole)
+    found = estimate(config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole)
     assert bool(found.advantages.isfinite().all())
     assert not bool(found.advantages[~samples.loss_mask].any())
     assert found.advantages.dtype == torch.float32
@@ -54,9 +71,7 @@ def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName
 def test_only_gae_returns_targets_for_the_value_model() -> None:
     samples = make_samples()
     has_returns = {
-        name: estimate_advantages(
-            AlgorithmConfig(advantage=name), samples=samples, rewards=REWARDS, values=values_for(name, samples)
-        ).returns
+        name: estimate(AlgorithmConfig(advantage=name), samples=samples, rewards=REWARDS, values=values_for(name, samples)).returns
         is not None
         for name in ESTIMATORS
     }
@@ -106,9 +121,7 @@ def test_dead_groups_are_counted_and_give_zero() -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
     samples = from_sequences([torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0])
-    found = estimate_advantages(
-        AlgorithmConfig(advantage=name), samples=samples, rewards=torch.tensor([1.0, 0.0]), values=values_for(name, samples)
-    )
+    found = estimate(AlgorithmConfig(advantage=name), samples=samples, rewards=torch.tensor([1.0, 0.0]), values=values_for(name, samples))
     assert found.advantages.tolist() == [0.0] * 6
 
 

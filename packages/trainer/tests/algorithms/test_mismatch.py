@@ -22,4 +22,6 @@ def test_the_distance_is_measured_over_trained_tokens_only() -> None:
 def test_equal_measurements_have_no_mismatch() -> None:
     logprobs = torch.tensor([0.0, -2.0])
     found = mismatch_metrics(logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True]))
-    assert [metric.result for metric in found.values()] == [0.0, 0.0, 0.0]
+    distances = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/kl")
+    assert [found[name].result for name in distances] == [0.0, 0.0, 0.0]
+    assert found["mismatch/ratio_mean"].result == found["mismatch/ratio_max"].result == 1.0

@@ -14,7 +14,12 @@ from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.cispo import CispoObjective
+from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.gmpo import GmpoObjective
+from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.sapo import SapoObjective
 from temper_trainer.algorithms.sft_loss import SftObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 
@@ -31,6 +36,13 @@ OBJECTIVES: tuple[Objective, ...] = (
     ValueObjective(),
     PolicyObjective(old_is_current=True),
     PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
+    PolicyObjective(is_corrected=True, watches_entropy=True),
+    *(GspoObjective(aggregation=a) for a in TOKEN_LEVEL),
+    *(GmpoObjective(clip_low=0.1, clip_high=0.1, aggregation=a) for a in TOKEN_LEVEL),
+    CispoObjective(aggregation=TOKEN_LEVEL[1]),
+    ClipCovObjective(share=0.2, low=0.0, high=9.0, is_corrected=True),
+    KlCovObjective(share=0.2),
+    SapoObjective(kl_coef=0.1),
 )
 LENGTHS = (7, 2, 11, 4, 9, 3, 5)
 
@@ -52,6 +64,7 @@ def test_gradient_and_metrics_are_independent_of_the_split(objective: Objective,
 
 def run(objective: Objective, *, dp_size: int, max_tokens: int) -> tuple[Tensor, Mapping[str, Metric]]:
     batch, theta = mini_batch(), torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    batch = batch.with_columns(objective.prepare(batch, seed=4))
     denominators = count_denominators(batch)
     plan = plan_mini_batch(batch.lengths.tolist(), dp_size=dp_size, max_tokens=max_tokens)
     gradient, metrics = torch.zeros(3), []
@@ -79,6 +92,7 @@ def mini_batch() -> SequenceBatch:
     for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
         columns[name] = columns["base_logprob"] + 0.3 * torch.randn(total, generator=draw)
     columns["values"] = columns["base_value"] + 0.3 * torch.randn(total, generator=draw)
+    columns["correction_weights"] = torch.rand(total, generator=draw)
     columns["features"] = 0.3 * torch.randn(total, 3, generator=draw)
     masks = [(torch.arange(n) >= 1) & (torch.arange(n) % 4 != 3) for n in LENGTHS]
     return from_sequences(

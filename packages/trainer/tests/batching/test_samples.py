@@ -1,11 +1,13 @@
 """From rollouts and demonstrations to samples; the loss mask is made here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from temper_engine_api.errors import BatchError
 from temper_trainer.batching.samples import demonstrations_to_samples, to_samples
-from temper_trainer.types import Completion, Demonstration, FinishReason, Prompt, Rollout
+from temper_trainer.types import Completion, Demonstration, FinishReason, Prompt, Rollout, Turn
 
 
 def prompt_of(*tokens: int) -> Prompt:
@@ -66,3 +68,13 @@ def test_a_demonstration_without_completion_is_refused_by_its_number() -> None:
 def test_columns_are_float32_and_tokens_int64() -> None:
     samples = to_samples([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)], temperature=1)
     assert (samples.columns["rollout_logprobs"].dtype, samples.tokens.dtype) == (torch.float32, torch.int64)
+
+
+def test_what_an_environment_says_is_not_trained_and_turns_are_counted_from_the_end() -> None:
+    second = Completion(request_id=1, tokens=(6, 7), rollout_logprobs=(-0.6, -0.7), finish_reason=FinishReason.END_TOKEN, weight_version=1)
+    rollout = replace(rollout_of((1, 2), (3,), (-0.3,), sample=0, group=0), turns=(Turn(observation=(4, 5), completion=second),))
+    samples = to_samples([rollout], temperature=1.0)
+    assert samples.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert samples.loss_mask.tolist() == [False, False, True, False, False, True, True]
+    assert samples.columns["rollout_logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.3, 0.0, 0.0, -0.6, -0.7])
+    assert samples.columns["turns_after"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

@@ -26,3 +26,14 @@ def waits(prompt: Prompt, completion: str) -> float:
         file.write("x")
     time.sleep(0.01)
     return share_of_digits(prompt, completion)
+
+
+def often_equal(prompt: Prompt, completion: str) -> float:
+    """1 for every completion of two prompts in three; the rest varies."""
+    return 1.0 if prompt.prompt_id % 3 else share_of_digits(prompt, completion)
+
+
+def always_one(prompt: Prompt, completion: str) -> float:
+    """Nothing to learn."""
+    del prompt, completion
+    return 1.0

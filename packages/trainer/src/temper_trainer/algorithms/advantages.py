@@ -4,6 +4,8 @@ A reward belongs to a completion. The KL penalty, where there is one, belongs to
 reinforce_plus_plus) get it token by token, those that look at whole completions get its sum over the trained tokens.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,13 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sequence_sum
 from temper_trainer.algorithms.gae import generalised_advantage
+from temper_trainer.algorithms.gdpo import decoupled_advantage
+from temper_trainer.algorithms.gpg import group_gradient_advantage
 from temper_trainer.algorithms.groups import group_statistics
 from temper_trainer.algorithms.grpo import group_relative_advantage
+from temper_trainer.algorithms.opo import optimal_baseline_advantage
 from temper_trainer.algorithms.reinforce_plus_plus import global_advantage, group_baseline_advantage
+from temper_trainer.algorithms.remax import greedy_baseline_advantage
 from temper_trainer.algorithms.rloo import leave_one_out_advantage
 from temper_trainer.algorithms.trained_tokens import outcome_at_last_token
 from temper_trainer.algorithms.whitening import whiten
@@ -29,6 +35,9 @@ def estimate_advantages(
     values: Tensor | None = None,
     kl: Tensor | None = None,
     kl_coef: float | None = None,
+    baselines: Tensor | None = None,
+    components: Tensor | None = None,
+    component_weights: Sequence[float] = (),
 ) -> Advantages:
     """Advantages of a step's samples, by the configured estimator.
 
@@ -39,16 +48,30 @@ def estimate_advantages(
         values: [T] values of the critic before this step's first update; for gae.
         kl: [T] KL(policy, reference) by token (``kl.estimate_kl``); needed where the penalty has a weight.
         kl_coef: weight of the KL penalty where a controller sets it; None takes config.kl_reward_coef.
+        baselines: [B] rewards of the greedy completions; for remax.
+        components: [B, K] the rewards that ``rewards`` are the weighted sum of; for gdpo.
+        component_weights: their K weights; for gdpo.
 
     Raises:
         BatchError: an input is missing, not finite, or of another shape.
     """
     coef = config.kl_reward_coef if kl_coef is None else kl_coef
     _check(config, samples=samples, rewards=rewards, values=values, kl=kl, coef=coef)
+    if (baselines is not None) != (config.advantage == "remax"):
+        raise BatchError(
+            f"advantages by {config.advantage} with baselines {'given' if baselines is not None else 'missing'}: remax takes the greedy "
+            "completions' rewards, every other estimator none."
+        )
     penalty = torch.zeros(samples.num_tokens, dtype=torch.float64)
     if kl is not None and coef:
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
-    advantages, returns = _estimate(config, samples=samples, rewards=rewards, penalty=penalty, values=values)
+    if config.advantage == "gdpo":
+        if components is None or components.shape != (samples.num_sequences, len(component_weights)):
+            raise BatchError("advantages by gdpo need components [B, K] and K component_weights: set reward.components.")
+        held = sequence_sum(penalty, samples)
+        advantages, returns = decoupled_advantage(components, weights=component_weights, penalty=held, samples=samples), None
+    else:
+        advantages, returns = _estimate(config, samples=samples, rewards=rewards, penalty=penalty, values=values, baselines=baselines)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask=samples.loss_mask)
     return Advantages(
@@ -64,7 +87,13 @@ def token_rewards(rewards: Tensor, *, penalty: Tensor, samples: SequenceBatch) -
 
 
 def _estimate(
-    config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, penalty: Tensor, values: Tensor | None
+    config: AlgorithmConfig,
+    *,
+    samples: SequenceBatch,
+    rewards: Tensor,
+    penalty: Tensor,
+    values: Tensor | None,
+    baselines: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     by_token = token_rewards(rewards, penalty=penalty, samples=samples)
     whole = rewards.double() - sequence_sum(penalty, samples)
@@ -76,10 +105,19 @@ def _estimate(
         return global_advantage(by_token, samples=samples, gamma=config.gamma), None
     if name == "reinforce_plus_plus_baseline":
         return group_baseline_advantage(whole, samples=samples), None
-    if name == "rloo":
-        per_sample = leave_one_out_advantage(whole, group_ids=groups)
-    else:
-        per_sample = group_relative_advantage(whole, group_ids=groups, scale_by_std=name == "grpo")
+    match name:
+        case "rloo":
+            per_sample = leave_one_out_advantage(whole, group_ids=groups)
+        case "remax":
+            assert baselines is not None
+            per_sample = greedy_baseline_advantage(whole, baselines=baselines)
+        case "opo":
+            lengths = sequence_sum(samples.loss_mask.double(), samples)
+            per_sample = optimal_baseline_advantage(whole, lengths=lengths, group_ids=groups)
+        case "gpg":
+            per_sample = group_gradient_advantage(whole, group_ids=groups)
+        case _:
+            per_sample = group_relative_advantage(whole, group_ids=groups, scale_by_std=name == "grpo")
     return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
 
 

@@ -1,39 +1,100 @@
 """From the configuration to the objectives of a run, and whether the step needs a pass for old log-probs."""
 
+from typing import TypedDict
+
+from temper_engine_api.objective import Aggregation
 from temper_trainer.algorithms.aggregation import aggregation_of
+from temper_trainer.algorithms.cispo import CispoObjective
+from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.gmpo import GmpoObjective
+from temper_trainer.algorithms.gspo import GspoObjective
+from temper_trainer.algorithms.kl import KlEstimator
 from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.sapo import SapoObjective
 from temper_trainer.algorithms.sft_loss import SftObjective
+from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
-from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig, PolicyLossName
+
+_POLICY_LOSSES: dict[PolicyLossName, type[SurrogateObjective]] = {
+    "ppo": PolicyObjective,
+    "gspo": GspoObjective,
+    "cispo": CispoObjective,
+    "gmpo": GmpoObjective,
+    "clip_cov": ClipCovObjective,
+    "kl_cov": KlCovObjective,
+    "sapo": SapoObjective,
+}
 
 
 def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> bool:
     """Whether old log-probs must be measured before the update.
 
-    With one update per step the policy before it is the policy itself, and the pass (12 to 19 % of a step) is saved, unless a KL penalty
-    on the reward needs the numbers before advantages can be computed.
+    With one update per step the policy before it is the policy itself, and the pass (12 to 19 % of a step) is saved, unless something
+    before the update needs the numbers: a KL penalty on the reward, rollout correction, the covariances of Clip-Cov and KL-Cov.
     """
     is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
-    return not is_single_update or config.kl_reward_coef > 0
+    correction = config.rollout_correction
+    if correction is not None and correction.proximal == "rollout":
+        return config.kl_reward_coef > 0 or correction.reject_kl is not None
+    needs_numbers = config.kl_reward_coef > 0 or correction is not None or _POLICY_LOSSES[config.policy_loss].needs_measured_old
+    return not is_single_update or needs_numbers
 
 
-def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False) -> PolicyObjective:
+def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None) -> SurrogateObjective:
     """The actor's.
 
     Args:
-        config: clips, coefficients and aggregation.
-        old_is_current: True where ``needs_old_logprobs`` is False.
+        config: which surrogate, its clips and coefficients, aggregation.
+        old_is_current: True where the step makes one update and nothing measured the policy before it.
+        entropy_coef: where a controller sets it; None takes config.entropy_coef.
     """
-    return PolicyObjective(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        entropy_coef=config.entropy_coef,
+    correction = config.rollout_correction
+    shared = _Shared(
+        entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
         kl_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
         old_is_current=old_is_current,
+        is_corrected=correction is not None and (correction.level != "none" or correction.reject_kl is not None),
+        watches_entropy=config.entropy_target is not None,
         aggregation=aggregation_of(config),
     )
+    match config.policy_loss:
+        case "ppo":
+            return PolicyObjective(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, **shared)
+        case "gspo":
+            return GspoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "cispo":
+            return CispoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "gmpo":
+            return GmpoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "clip_cov":
+            return ClipCovObjective(
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                share=config.cov_share,
+                low=config.cov_low,
+                high=config.cov_high,
+                **shared,
+            )
+        case "kl_cov":
+            return KlCovObjective(share=config.cov_share, kl_cov_coef=config.kl_cov_coef, **shared)
+        case "sapo":
+            return SapoObjective(
+                positive_temperature=config.sapo_positive_temperature, negative_temperature=config.sapo_negative_temperature, **shared
+            )
+
+
+class _Shared(TypedDict):
+    """What every surrogate takes."""
+
+    entropy_coef: float
+    kl_coef: float
+    kl_estimator: KlEstimator
+    old_is_current: bool
+    is_corrected: bool
+    watches_entropy: bool
+    aggregation: Aggregation
 
 
 def value_objective(config: AlgorithmConfig) -> ValueObjective:

@@ -1,24 +1,27 @@
 """Rollouts and demonstrations as one batch of token sequences. The loss mask is made here, once, and nowhere else."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.types import Demonstration, Rollout
+from temper_trainer.types import Completion, Demonstration, Rollout
 
 
 def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBatch:
-    """One sample per rollout, prompt and completion end to end; every token of the completion is trained, none of the prompt.
+    """One sample per rollout, prompt and completions end to end; every token of a completion is trained, none of the prompt and none of
+    what an environment said between two completions.
 
     Args:
         rollouts: at least one, each with a sample_id of its own; those whose reward failed are already left out.
         temperature: the sampler's, above 0; the engine divides logits by the same.
 
     Returns:
-        [B] samples in the rollouts' order, with the column ``rollout_logprobs`` [T] float32, 0 at the prompt.
+        [B] samples in the rollouts' order, with the columns ``rollout_logprobs`` [T] float32, 0 where nothing is trained, and, where a
+        rollout has several turns, ``turns_after`` [T] float32: completions of the rollout after the token's own.
 
     Raises:
         BatchError: no rollout, a repeated sample_id, a temperature of 0, or as many log-probs as there should not be.
@@ -31,22 +34,50 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
     if len(set(ids)) < len(ids):
         raise BatchError(f"sample_ids must be unique in a step, but {len(ids)} rollouts share {len(set(ids))}.")
     for rollout in rollouts:
-        num_tokens, num_logprobs = len(rollout.completion.tokens), len(rollout.completion.rollout_logprobs)
-        if num_tokens != num_logprobs:
-            raise BatchError(
-                f"sample {rollout.sample_id} has {num_tokens} completion tokens but {num_logprobs} rollout_logprobs: the sampler must "
-                "return one per token."
-            )
-    pairs = [(r.prompt.tokens, r.completion.tokens) for r in rollouts]
-    logprobs = [torch.tensor([0.0] * len(r.prompt.tokens) + list(r.completion.rollout_logprobs)) for r in rollouts]
+        for completion in rollout.completions:
+            num_tokens, num_logprobs = len(completion.tokens), len(completion.rollout_logprobs)
+            if num_tokens != num_logprobs:
+                raise BatchError(
+                    f"sample {rollout.sample_id} has {num_tokens} completion tokens but {num_logprobs} rollout_logprobs: the sampler must "
+                    "return one per token."
+                )
+    columns = {"rollout_logprobs": [torch.tensor([x for part in _parts(r) for x in part.logprobs]) for r in rollouts]}
+    if any(rollout.turns for rollout in rollouts):
+        columns["turns_after"] = [torch.tensor([float(part.turns_after) for part in _parts(r) for _ in part.tokens]) for r in rollouts]
     return from_sequences(
-        [torch.tensor(prompt + completion) for prompt, completion in pairs],
-        loss_masks=[_completion_mask(prompt, completion) for prompt, completion in pairs],
+        [torch.tensor([token for part in _parts(r) for token in part.tokens]) for r in rollouts],
+        loss_masks=[torch.tensor([part.is_trained for part in _parts(r) for _ in part.tokens]) for r in rollouts],
         sample_ids=ids,
         group_ids=[rollout.group_id for rollout in rollouts],
         temperature=temperature,
-        columns={"rollout_logprobs": logprobs},
+        columns=columns,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A stretch of a sample that one side said."""
+
+    tokens: tuple[int, ...]
+    is_trained: bool
+    logprobs: tuple[float, ...]
+    turns_after: int
+
+
+def _parts(rollout: Rollout) -> list[_Part]:
+    last = len(rollout.turns)
+    parts = [_said(rollout.prompt.tokens, turns_after=last), _written(rollout.completion, turns_after=last)]
+    for i, turn in enumerate(rollout.turns, start=1):
+        parts += [_said(turn.observation, turns_after=last - i), _written(turn.completion, turns_after=last - i)]
+    return parts
+
+
+def _said(tokens: tuple[int, ...], *, turns_after: int) -> _Part:
+    return _Part(tokens=tokens, is_trained=False, logprobs=(0.0,) * len(tokens), turns_after=turns_after)
+
+
+def _written(completion: Completion, *, turns_after: int) -> _Part:
+    return _Part(tokens=completion.tokens, is_trained=True, logprobs=completion.rollout_logprobs, turns_after=turns_after)
 
 
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:

@@ -1,7 +1,7 @@
 """What the trainer itself must remember. Everything random is a pure function of (run.seed, step, ...), so counters are enough."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from temper_engine_api.errors import DamagedCheckpointError
 from temper_trainer.types import DataCursor
@@ -23,6 +23,14 @@ class TrainerState:
     """Of the configuration that made it."""
     kl_coef: float = 0.0
     """Weight of the KL penalty on rewards, which a controller may move."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, which a controller may move."""
+    reward_count: float = 0.0
+    """Rewards of the run so far, ..."""
+    reward_mean: float = 0.0
+    """... their mean, ..."""
+    reward_squares: float = 0.0
+    """... and the sum of their squared distances from it."""
 
     def to_json(self) -> str:
         """As it is written."""
@@ -37,14 +45,13 @@ class TrainerState:
         """
         values = json.loads(text)
         match values:
-            case {
-                "phase": str(phase),
-                "step": int(step),
-                "cursor": {"epoch": int(epoch), "index": int(index)},
-                "weight_version": int(version),
-                "config_digest": str(digest),
-                "kl_coef": float(kl_coef),
-            }:
-                cursor = DataCursor(epoch=epoch, index=index)
-                return cls(phase=phase, step=step, cursor=cursor, weight_version=version, config_digest=digest, kl_coef=kl_coef)
+            case {"phase": str(), "step": int(), "cursor": {"epoch": int(epoch), "index": int(index)}, "weight_version": int()} if (
+                values.keys() == {item.name for item in fields(cls)}
+                and isinstance(values["config_digest"], str)
+                and all(isinstance(values[name], float) for name in _NUMBERS)
+            ):
+                return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})
         raise DamagedCheckpointError(f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step.")
+
+
+_NUMBERS = ("kl_coef", "entropy_coef", "reward_count", "reward_mean", "reward_squares")

@@ -130,8 +130,9 @@ class SftConfig:
 class TrainerConfig:
     """Everything about a run, frozen; Hydra ends here."""
 
-    task: Literal["rl", "sft"] = "rl"
-    """rl: sample, score, update; sft: supervised fine-tuning on data.train."""
+    task: Literal["rl", "sft", "distill", "dpo", "rm", "eval", "generate"] = "rl"
+    """rl: sample, score, update; sft: supervised fine-tuning on data.train; distill: sample, ask teachers, update; dpo: learn from pairs of
+    completions; rm: a reward model from such pairs; eval: score held-out completions; generate: write completions."""
     loop: Literal["sync", "one_step_off", "async"] = "sync"
     """task rl only. sync: a step samples with the newest weights; one_step_off: the next step's completions are sampled while this one
     trains; async: sampling never waits, bounded by asynchrony.max_staleness."""

@@ -13,12 +13,12 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.algorithms.kl import KlController, kl_controller
 from temper_trainer.algorithms.objectives import needs_old_logprobs, policy_objective, value_objective
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
+from temper_trainer.loops.controllers import Controllers, restored_controllers
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
@@ -59,7 +59,13 @@ def run_rl(
         raise ConfigError(f"loop {config.loop} is not in this release yet: use loop=sync.")
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     state = TrainerState(
-        phase="rl", step=0, cursor=DataCursor(), weight_version=1, config_digest=digest, kl_coef=config.algorithm.kl_reward_coef
+        phase="rl",
+        step=0,
+        cursor=DataCursor(),
+        weight_version=1,
+        config_digest=digest,
+        kl_coef=config.algorithm.kl_reward_coef,
+        entropy_coef=config.algorithm.entropy_coef,
     )
     if resume_from is not None:
         state = checkpointer.read_state(resume_from, phase="rl")
@@ -125,17 +131,17 @@ def open_rooms(
 
 def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest) -> None:
     config, run, log = rooms.config, rooms.config.run, rooms.log
-    is_annotated = needs_old_logprobs(config.algorithm, config.batching)
-    objectives: dict[str, Objective] = {"actor": policy_objective(config.algorithm, old_is_current=not is_annotated)}
-    if "critic" in rooms.roles:
-        objectives["critic"] = value_objective(config.algorithm)
+    controllers = restored_controllers(config.algorithm, state)
+    objectives = objectives_of(config, controllers=controllers)
     for role, objective in objectives.items():
         rooms.roles[role].set_objective(objective)
-    kl = replace(kl_controller(config.algorithm), coef=state.kl_coef)
     with log.bar("rl", total=run.total_steps, start=state.step) as bar:
         for step in range(state.step + 1, run.total_steps + 1):
-            result = rl_step(rooms, step=step, objectives=objectives, kl=kl)
-            kl = result.kl
+            result = rl_step(rooms, step=step, objectives=objectives, controllers=controllers)
+            if result.controllers.entropy != controllers.entropy:
+                objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
+                rooms.roles["actor"].set_objective(objectives["actor"])
+            controllers = result.controllers
             log.log(step, result.metrics, phase="rl")
             bar.advance()
             if run.table_every and step % run.table_every == 0:
@@ -144,19 +150,34 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
             if run.eval_every and step % run.eval_every == 0 and not is_last:
                 evaluate_all(rooms, step=step, moment=f"step {step}")
             if stop.is_set or is_last or (run.save_every and step % run.save_every == 0):
-                saved = _save(rooms, step=step, kl=kl, checkpointer=checkpointer, digest=state.config_digest)
+                saved = _save(rooms, step=step, controllers=controllers, checkpointer=checkpointer, digest=state.config_digest)
                 if stop.is_set and not is_last:
                     raise RunInterrupted(step=step, checkpoint=str(saved))
 
 
-def _save(rooms: Rooms, *, step: int, kl: KlController, checkpointer: Checkpointer, digest: str) -> Path:
+def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
+    """What every trained role minimises, under the controllers' present coefficients."""
+    correction = config.algorithm.rollout_correction
+    is_measured = needs_old_logprobs(config.algorithm, config.batching) or (correction is not None and correction.proximal == "rollout")
+    actor = policy_objective(config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef)
+    objectives: dict[str, Objective] = {"actor": actor}
+    if config.critic is not None:
+        objectives["critic"] = value_objective(config.algorithm)
+    return objectives
+
+
+def _save(rooms: Rooms, *, step: int, controllers: Controllers, checkpointer: Checkpointer, digest: str) -> Path:
     state = TrainerState(
         phase="rl",
         step=step,
         cursor=rooms.prompts.cursor,
         weight_version=rooms.publisher.version,
         config_digest=digest,
-        kl_coef=kl.coef,
+        kl_coef=controllers.kl.coef,
+        entropy_coef=controllers.entropy.coef,
+        reward_count=controllers.rewards.count,
+        reward_mean=controllers.rewards.mean,
+        reward_squares=controllers.rewards.squares,
     )
     return checkpointer.save(
         state,

@@ -1,22 +1,23 @@
 """One RL step on one page: sample, score, annotate, estimate, update, publish."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.errors import BatchError
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.kl import KlController, estimate_kl, sequence_kl
-from temper_trainer.algorithms.mismatch import mismatch_metrics
+from temper_trainer.algorithms.correction import rollout_correction
+from temper_trainer.algorithms.kl import estimate_kl, sequence_kl
+from temper_trainer.algorithms.mismatch import SQUARES, effective_sample_share, mismatch_metrics
 from temper_trainer.algorithms.objectives import needs_old_logprobs
+from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
 from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
@@ -24,26 +25,13 @@ from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.batching.step_plan import StepPlan, layout_of, plan_forward, plan_step
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.loops.clock import StepClock
+from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.rooms import Rooms
+from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.runtime.worker import UpdateResult
-from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
-
-
-@dataclass(slots=True)
-class StepClock:
-    """Seconds by phase of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the body's wall time to a phase."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[f"time/{name}_s"] = self.seconds.get(f"time/{name}_s", 0.0) + time.perf_counter() - begin
+from temper_trainer.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +42,45 @@ class StepResult:
     """Numbers for the log."""
     rollouts: Sequence[Rollout]
     """In the order of their sample ids."""
-    kl: KlController
-    """Weight of the KL penalty of the next step."""
+    controllers: Controllers
+    """Of the next step."""
 
 
-def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], kl: KlController) -> StepResult:
+def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
     """One RL step over the rooms.
 
     Args:
         rooms: open ones.
         step: its number, from 1.
         objectives: of the trained roles, by role.
-        kl: weight of the KL penalty on rewards.
+        controllers: coefficients and running statistics.
     """
-    clock, config = StepClock(), rooms.config
+    clock = StepClock()
     begin = time.perf_counter()
     with clock.phase("rollout"):
-        prompts = rooms.prompts.take(config.batching.prompts_per_step)
-        rollouts, metrics = sample_rollouts(rooms, prompts, step=step, clock=clock)
+        collected = collect(rooms, step=step, clock=clock, moments=controllers.rewards)
+    controllers = replace(controllers, rewards=collected.moments)
+    metrics, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
+    metrics = collected.metrics | metrics
+    with clock.phase("weight_sync"):
+        metrics |= rooms.publisher.publish(rooms.canary)
+    clock.seconds["time/step_s"] = time.perf_counter() - begin
+    metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(clock.seconds["time/rollout_s"], 1e-9)
+    metrics["data/epoch"] = float(rooms.prompts.cursor.epoch)
+    return StepResult(metrics={**metrics, **clock.seconds}, rollouts=collected.rollouts, controllers=controllers)
+
+
+def train_on(
+    rooms: Rooms,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    objectives: Mapping[str, Objective],
+    controllers: Controllers,
+    clock: StepClock,
+) -> tuple[dict[str, float], Controllers]:
+    """Every update that a step's rollouts give; its metrics, and the controllers of the next step."""
+    config = rooms.config
     samples = to_samples(rollouts, temperature=config.sampling.temperature)
     layouts = {name: layout_of(role.topology) for name, role in rooms.roles.items()}
     plan = plan_step(samples, config.batching, topologies=layouts, seed=derive_seed(config.run.seed, "mini-batches", step))
@@ -79,60 +88,14 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], kl:
         rooms.log.say(describe(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
-    rewards = torch.tensor([rollout.reward for rollout in rollouts])
-    samples, advantage_metrics, kl = add_advantages(rooms, samples, rewards=rewards, kl=kl)
+    samples, advantage_metrics, controllers = add_advantages(rooms, samples, rollouts=rollouts, controllers=controllers)
     if can_skip_idle(config):
         plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
     with clock.phase("update"):
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
-    metrics |= plan_metrics(plan, samples, role="actor") | advantage_metrics | merged
-    with clock.phase("weight_sync"):
-        metrics |= rooms.publisher.publish(rooms.canary)
-    clock.seconds["time/step_s"] = time.perf_counter() - begin
-    metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(clock.seconds["time/rollout_s"], 1e-9)
-    metrics["data/epoch"] = float(rooms.prompts.cursor.epoch)
-    return StepResult(metrics={**metrics, **clock.seconds}, rollouts=rollouts, kl=kl)
-
-
-def sample_rollouts(rooms: Rooms, prompts: Sequence[Prompt], *, step: int, clock: StepClock) -> tuple[list[Rollout], dict[str, float]]:
-    """``group_size`` completions of each prompt, scored; those without a reward are counted and left out."""
-    config, group_size = rooms.config, rooms.config.algorithm.group_size
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    requests = [
-        SamplingRequest(
-            request_id=i,
-            prompt_tokens=prompt.tokens,
-            sampling=config.sampling,
-            seed=derive_seed(config.run.seed, "sampling", step, i),
-        )
-        for i, prompt in enumerate(asked)
-    ]
-    completions = rooms.sampler.sample(requests)
-    texts = [rooms.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
-    with clock.phase("reward"):
-        scores = rooms.scorer.score(list(zip(asked, texts, strict=True)))
-    rollouts = [
-        Rollout(prompt=asked[i], completion=completions[i], text=texts[i], reward=score.reward, group_id=i // group_size, sample_id=i)
-        for i, score in enumerate(scores)
-        if score.reward is not None
-    ]
-    if not rollouts:
-        raise BatchError(f"not one of {len(asked)} completions of step {step} has a reward: look at the reward function.")
-    lengths = [len(c.tokens) for c in completions]
-    rewards = torch.tensor([r.reward for r in rollouts])
-    stale = [c for c in completions if c.weight_version != rooms.publisher.version]
-    if stale:
-        raise BatchError(f"{len(stale)} completions carry weights {stale[0].weight_version}, but {rooms.publisher.version} are published.")
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
-        "reward/failed": float(len(asked) - len(rollouts)),
-        "rollout/tokens": float(sum(lengths)),
-        "rollout/length_mean": sum(lengths) / len(lengths),
-        "rollout/length_max": float(max(lengths)),
-        "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions) / len(completions),
-    }
-    return rollouts, metrics | rooms.scorer.metrics()
+    if "policy/entropy" in merged and not math.isnan(merged["policy/entropy"]):
+        controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"]))
+    return plan_metrics(plan, samples, role="actor") | advantage_metrics | merged, controllers
 
 
 def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBatch:
@@ -152,7 +115,7 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
 def can_skip_idle(config: TrainerConfig) -> bool:
     """Whether samples without an advantage add nothing to the actor's gradient, and no earlier pass fixed its micro-batches."""
     algorithm = config.algorithm
-    has_other_terms = algorithm.entropy_coef != 0 or algorithm.kl_loss_coef > 0
+    has_other_terms = algorithm.entropy_coef != 0 or algorithm.entropy_target is not None or algorithm.kl_loss_coef > 0
     return not has_other_terms and not needs_old_logprobs(algorithm, config.batching)
 
 
@@ -167,18 +130,25 @@ def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str,
 
 
 def add_advantages(
-    rooms: Rooms, samples: SequenceBatch, *, rewards: Tensor, kl: KlController
-) -> tuple[SequenceBatch, dict[str, float], KlController]:
-    """Advantages, and for gae returns, as columns; their metrics; the KL controller of the next step."""
-    algorithm, columns = rooms.config.algorithm, samples.columns
+    rooms: Rooms, samples: SequenceBatch, *, rollouts: Sequence[Rollout], controllers: Controllers
+) -> tuple[SequenceBatch, dict[str, float], Controllers]:
+    """Advantages, for gae returns, and correction weights as columns; their metrics; the controllers with the next step's KL."""
+    algorithm, columns, kl = rooms.config.algorithm, samples.columns, controllers.kl
     metrics: dict[str, float] = {}
     if "old_logprobs" in columns:
-        found = mismatch_metrics(columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"], loss_mask=samples.loss_mask)
-        metrics |= {name: metric.result for name, metric in found.items()}
+        metrics |= _mismatch(samples)
     token_kl = None
     if algorithm.kl_reward_coef > 0:
         token_kl = estimate_kl(columns["old_logprobs"], ref_logprobs=columns["ref_logprobs"], estimator=algorithm.kl_estimator)
-    estimated = estimate_advantages(algorithm, samples=samples, rewards=rewards, values=columns.get("values"), kl=token_kl, kl_coef=kl.coef)
+    estimated = estimate_advantages(
+        algorithm,
+        samples=samples,
+        rewards=torch.tensor([rollout.reward for rollout in rollouts]),
+        values=columns.get("values"),
+        kl=token_kl,
+        kl_coef=kl.coef,
+        baselines=torch.tensor([rollout.baseline for rollout in rollouts]) if algorithm.advantage == "remax" else None,
+    )
     if token_kl is not None:
         per_completion = sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": per_completion, "ref/kl_coef": kl.coef}
@@ -186,7 +156,38 @@ def add_advantages(
     added = {"advantages": estimated.advantages}
     if estimated.returns is not None:
         added["returns"] = estimated.returns
-    return samples.with_columns(added), metrics | estimated.metrics, kl
+    samples, corrected = _with_correction(rooms, samples.with_columns(added))
+    return samples, metrics | estimated.metrics | corrected, replace(controllers, kl=kl)
+
+
+def _mismatch(samples: SequenceBatch) -> dict[str, float]:
+    columns = samples.columns
+    found = mismatch_metrics(columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"], loss_mask=samples.loss_mask)
+    return _with_effective_share(found, {name: metric.result for name, metric in found.items()})
+
+
+def _with_effective_share(metrics: Mapping[str, Metric], found: dict[str, float]) -> dict[str, float]:
+    """The numbers for the log, the effective sample share in place of the piece that it is made from."""
+    if SQUARES not in metrics:
+        return found
+    kept = {name: value for name, value in found.items() if name != SQUARES}
+    return {**kept, "mismatch/effective_sample_share": effective_sample_share(metrics)}
+
+
+def _with_correction(rooms: Rooms, samples: SequenceBatch) -> tuple[SequenceBatch, dict[str, float]]:
+    """The column of correction weights where they are asked for; with the sampler's log-probs as old ones where that is."""
+    config, columns = rooms.config.algorithm.rollout_correction, samples.columns
+    if config is None:
+        return samples, {}
+    added, metrics = {}, {}
+    if config.level != "none" or config.reject_kl is not None:
+        made = rollout_correction(
+            config, samples=samples, old_logprobs=columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"]
+        )
+        added[CORRECTION_WEIGHTS], metrics = made.weights, made.metrics
+    if config.proximal == "rollout":
+        added["old_logprobs"] = columns["rollout_logprobs"]
+    return samples.with_columns(added), metrics
 
 
 def update_roles(
@@ -205,7 +206,8 @@ def update_roles(
                 rooms.log.say(f"step {step}: {role} skipped a non-finite update; samples {result.report.sample_ids[:8]}")
             metrics.append(update_metrics(result))
         merged = merge_metrics(metrics)
-        found |= {name if "/" in name else f"{role}/{name}": metric.result for name, metric in merged.items()}
+        named = {name if "/" in name else f"{role}/{name}": metric.result for name, metric in merged.items()}
+        found |= _with_effective_share(merged, named)
         if isinstance(objective, ValueObjective):
             found["value/explained_variance"] = explained_variance(merged)
     return found

@@ -1,0 +1,98 @@
+"""From score to reward: scale, the penalty of long completions, bounds, normalisation. Sums are float64."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from temper_trainer.config.shaping import OverlongConfig, ShapingConfig
+
+EPSILON = 1e-8
+"""Added to the deviation, so that equal rewards become 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardMoments:
+    """Count, mean and sum of squared distances of all rewards seen, from which a deviation follows; goes into checkpoints as it is."""
+
+    count: float = 0.0
+    """Rewards."""
+    mean: float = 0.0
+    """Of them."""
+    squares: float = 0.0
+    """Sum of (reward - mean) ** 2."""
+
+    @property
+    def std(self) -> float:
+        """Deviation, divided by the count; 0 before the second reward."""
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+    def updated(self, rewards: Sequence[float]) -> "RewardMoments":
+        """With further rewards.
+
+        Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", equation 2.1.
+        """
+        if not rewards:
+            return self
+        count, mean = len(rewards), math.fsum(rewards) / len(rewards)
+        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
+        total, distance = self.count + count, mean - self.mean
+        return RewardMoments(
+            count=total,
+            mean=self.mean + distance * count / total,
+            squares=self.squares + squares + distance**2 * self.count * count / total,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaped:
+    """What ``shape_rewards`` returns."""
+
+    rewards: list[float]
+    """One per score, in their order."""
+    moments: RewardMoments
+    """For the next step."""
+    metrics: dict[str, float]
+    """Numbers for the log."""
+
+
+def overlong_penalty(length: int, *, max_tokens: int, config: OverlongConfig) -> float:
+    """DAPO's soft penalty of a completion, at most 0.
+
+    0 up to max_tokens - buffer_tokens, then -penalty * (length - (max_tokens - buffer_tokens)) / buffer_tokens, and -penalty from
+    max_tokens on.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, equation 13.
+    """
+    beyond = length - (max_tokens - config.buffer_tokens)
+    return -config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
+
+
+def shape_rewards(
+    scores: Sequence[float], *, lengths: Sequence[int], max_tokens: int, config: ShapingConfig, moments: RewardMoments
+) -> Shaped:
+    """Rewards of a step's completions.
+
+    Args:
+        scores: finite.
+        lengths: tokens of each completion.
+        max_tokens: the longest that one may be.
+        config: what is done.
+        moments: of all rewards before this step.
+    """
+    penalties = [0.0 if config.overlong is None else overlong_penalty(n, max_tokens=max_tokens, config=config.overlong) for n in lengths]
+    raw = [config.scale * score + penalty for score, penalty in zip(scores, penalties, strict=True)]
+    low = -math.inf if config.low is None else config.low
+    high = math.inf if config.high is None else config.high
+    bounded = [min(max(reward, low), high) for reward in raw]
+    moments = moments.updated(bounded)
+    metrics: dict[str, float] = {}
+    if config.overlong is not None:
+        metrics |= {
+            "reward/overlong_mean": math.fsum(penalties) / len(penalties),
+            "reward/overlong_share": sum(penalty < 0 for penalty in penalties) / len(penalties),
+        }
+    if config.normalization == "none":
+        return Shaped(rewards=bounded, moments=moments, metrics=metrics)
+    yardstick = moments if config.normalization == "running" else RewardMoments().updated(bounded)
+    rewards = [(reward - yardstick.mean) / (yardstick.std + EPSILON) for reward in bounded]
+    return Shaped(rewards=rewards, moments=moments, metrics={**metrics, "reward/std_before_normalization": yardstick.std})

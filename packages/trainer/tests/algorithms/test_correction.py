@@ -1,0 +1,76 @@
+"""Rollout correction: weights, masks, rejection, and what is always reported."""
+
+import pytest
+import torch
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.correction import Correction, rollout_correction
+from temper_trainer.algorithms.mismatch import effective_sample_share, mismatch_metrics
+from temper_trainer.config.correction import RolloutCorrectionConfig
+
+SAMPLES = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) > 0])
+ROLLOUT = torch.tensor([torch.nan, -1.0, -1.0, -1.0])
+OLD = torch.tensor([torch.nan, -0.5, -2.0, -1.0])
+"""Ratios e^0.5 = 1.648721, e^-1 = 0.367879, 1."""
+
+
+def corrected(**settings: object) -> Correction:
+    config = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
+    return rollout_correction(config, samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=ROLLOUT)
+
+
+def test_weights_are_truncated_above() -> None:
+    found = corrected(truncate_at=1.2)
+    assert found.weights.tolist() == pytest.approx([0.0, 1.2, 0.367879, 1.0], abs=1e-6)
+    assert found.metrics["correction/truncated_share"] == pytest.approx(1 / 3)
+
+
+def test_tokens_outside_the_bounds_are_left_out_and_the_rest_normalised() -> None:
+    # 1.2 + 1 = 2.2 over 3 tokens: times 3 / 2.2.
+    found = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
+    assert found.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
+    assert found.metrics["correction/masked_share"] == pytest.approx(1 / 3)
+    assert found.metrics["correction/weight_mean"] == pytest.approx(1.0)
+
+
+def test_a_sequence_has_the_product_of_its_ratios() -> None:
+    # e^(0.5 - 1 + 0) = 0.606531.
+    assert corrected(level="sequence").weights.tolist() == pytest.approx([0.0, 0.606531, 0.606531, 0.606531], abs=1e-6)
+
+
+@pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
+def test_a_completion_too_far_from_the_trainer_is_left_out_whole(bound: float, is_rejected: bool) -> None:
+    # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
+    found = corrected(level="none", reject_kl=bound)
+    assert found.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
+    assert found.metrics["correction/rejected_share"] == float(is_rejected)
+
+
+def test_equal_log_probs_correct_nothing() -> None:
+    found = rollout_correction(RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD)
+    assert found.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert found.metrics["correction/effective_sample_share"] == pytest.approx(1.0)
+
+
+def test_the_effective_sample_share_is_always_reported() -> None:
+    # Weights 1 and 3: mean 2, mean of squares 5; 4 / 5.
+    ours, mask = torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]), torch.tensor([False, True, True])
+    found = mismatch_metrics(ours, rollout_logprobs=torch.zeros(3), loss_mask=mask)
+    assert effective_sample_share(found) == pytest.approx(0.8)
+    assert found["mismatch/ratio_max"].result == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mask_low": 2.0, "mask_high": 1.0}, "the first must be below the second"),
+        ({"level": "none"}, "so nothing is corrected"),
+        ({"level": "none", "mask_low": 0.5, "reject_kl": 1.0}, "have no effect at level none"),
+        ({"proximal": "rollout"}, "would correct a second time"),
+        ({"reject_kl_estimator": "k1"}, "has no effect without"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""Every objective and estimator in a small real run; what moves from step to step survives a checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import BatchError
+from temper_trainer.loops import RunResult
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+SHORT = ("warm_start=null", "data.eval=null", "run.total_steps=2", "run.save_model=false", "actor.engine.optimizer.lr=1e-2")
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo", "remax", "opo", "gpg"])
+def test_every_algorithm_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
+    run(tmp_path / "run", *SHORT, f"algorithm={algorithm}", "algorithm.group_size=4", "batching.num_mini_batches=2")
+    found = rows(tmp_path / "run")
+    assert len(found) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in found)
+    assert [row["policy/first_ratio_error_max"] for row in found] == [0.0, 0.0]
+
+
+def test_rollout_correction_reports_weights_and_changes_the_update(run: Run, rows: Rows, tmp_path: Path) -> None:
+    correction = "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, self_normalize: true, reject_kl: 1.0}"
+    run(tmp_path / "run", *SHORT, correction)
+    (first, _) = rows(tmp_path / "run")
+    assert first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert first["correction/effective_sample_share"] == pytest.approx(1.0, abs=1e-3), "the sampler has the trainer's weights"
+    assert first["mismatch/effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_samplers_log_probs_may_be_the_old_ones(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", *SHORT, "algorithm.rollout_correction={level: none, proximal: rollout}")
+    assert all(row["policy/ratio_error_max"] < 1e-3 for row in rows(tmp_path / "run"))
+
+
+def test_dynamic_sampling_fills_a_step_with_groups_that_differ(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", *SHORT, "algorithm=dapo", "algorithm.group_size=4", "reward.function=temper_trainer_test_rewards:often_equal")
+    found = rows(tmp_path / "run")
+    assert [row["dynamic_sampling/kept_groups"] for row in found] == [4.0, 4.0]
+    assert [row["groups/dead_share"] for row in found] == [0.0, 0.0]
+    assert sum(row["dynamic_sampling/flat_groups"] for row in found) > 0
+
+
+def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path) -> None:
+    overrides = ("algorithm=dapo", "algorithm.dynamic_sampling.max_rounds=2", "reward.function=temper_trainer_test_rewards:always_one")
+    with pytest.raises(BatchError, match=r"found 0 of 4 groups with different scores in step 1, among 8 prompts of 2 rounds"):
+        run(tmp_path / "run", *SHORT, *overrides)
+
+
+def test_controllers_and_running_rewards_go_on_from_a_checkpoint(run: Run, rows: Rows, tmp_path: Path) -> None:
+    moving = (
+        "warm_start=null",
+        "data.eval=null",
+        "actor.engine.optimizer.lr=1e-2",
+        "algorithm.entropy_target=9.0",
+        "algorithm.entropy_coef_step=0.05",
+        "reward.shaping={normalization: running, scale: 2.0, overlong: {buffer_tokens: 20}}",
+        "algorithm=rloo",
+    )
+    run(tmp_path / "whole", *moving, "run.save_model=false")
+    run(tmp_path / "parts", *moving, "run.total_steps=2", "run.save_model=false")
+    run(tmp_path / "parts", *moving, "run.total_steps=4", "run.resume=auto", "run.save_model=false")
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    state = (tmp_path / "whole" / "checkpoints" / "step_00000004" / "trainer" / "state.json").read_text()
+    assert '"entropy_coef": 0.2' in state
+    assert '"reward_count": 64.0' in state
