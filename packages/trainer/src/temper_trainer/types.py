@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     # Reward workers import this file: without torch they start in a tenth of the time.
     from torch import Tensor
 
+IS_CHOSEN = "is_chosen"
+"""Name of the [B] bool column that says whether a sample is the preferred one of its pair."""
+
 
 class FinishReason(StrEnum):
     """Why a completion ended."""
@@ -39,6 +42,8 @@ class Prompt:
     """Which source it came from."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of the row that the source's extra_keys name, for reward functions."""
+    route: str = ""
+    """Value of the routing key, by which a teacher is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,18 @@ class Demonstration:
     """The question."""
     tokens: tuple[int, ...]
     """The completion's token ids, the end token included."""
+    trained: tuple[bool, ...] | None = None
+    """Which of ``tokens`` are trained, where a conversation goes on after them; None is all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One preference in tokens."""
+
+    chosen: Demonstration
+    """The preferred completion."""
+    rejected: Demonstration
+    """The other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
+from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.cispo import CispoObjective
+from temper_trainer.algorithms.combined import CombinedObjective
 from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjective
 from temper_trainer.algorithms.gmpo import GmpoObjective
 from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.policy_loss import PolicyObjective
@@ -43,6 +45,10 @@ OBJECTIVES: tuple[Objective, ...] = (
     ClipCovObjective(share=0.2, low=0.0, high=9.0, is_corrected=True),
     KlCovObjective(share=0.2),
     SapoObjective(kl_coef=0.1),
+    *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
+    *(TopKObjective(divergence=d) for d in ("forward_kl", "jensen_shannon")),
+    TopKObjective(tail=False, clamp=0.5),
+    CombinedObjective(parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()),
 )
 LENGTHS = (7, 2, 11, 4, 9, 3, 5)
 
@@ -80,7 +86,9 @@ def run(objective: Objective, *, dp_size: int, max_tokens: int) -> tuple[Tensor,
 
 def answers_of(theta: Tensor, micro: SequenceBatch) -> Answers:
     columns = {q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)}
-    return Answers(columns={q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()})
+    answers = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
+    named = micro.columns["base_top"] + 0.5 * (micro.columns["features"] @ theta)[:, None]
+    return Answers(columns={**answers, Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0)})
 
 
 def mini_batch() -> SequenceBatch:
@@ -93,6 +101,11 @@ def mini_batch() -> SequenceBatch:
         columns[name] = columns["base_logprob"] + 0.3 * torch.randn(total, generator=draw)
     columns["values"] = columns["base_value"] + 0.3 * torch.randn(total, generator=draw)
     columns["correction_weights"] = torch.rand(total, generator=draw)
+    columns["teacher_logprobs"] = columns["base_logprob"] + 0.5 * torch.randn(total, generator=draw)
+    columns["teacher_weights"] = torch.rand(total, generator=draw).round(decimals=1)
+    columns["teacher_top_logprobs"] = torch.log_softmax(torch.randn(total, 4, generator=draw), dim=1)[:, :3]
+    columns[LOGPROB_AT_IDS] = torch.zeros(total, 3, dtype=torch.int64)
+    columns["base_top"] = torch.log_softmax(torch.randn(total, 4, generator=draw), dim=1)[:, :3] - 1.0
     columns["features"] = 0.3 * torch.randn(total, 3, generator=draw)
     masks = [(torch.arange(n) >= 1) & (torch.arange(n) % 4 != 3) for n in LENGTHS]
     return from_sequences(

@@ -2,19 +2,24 @@
 
 from typing import TypedDict
 
-from temper_engine_api.objective import Aggregation
+from temper_engine_api.objective import Aggregation, Objective
 from temper_trainer.algorithms.aggregation import aggregation_of
 from temper_trainer.algorithms.cispo import CispoObjective
+from temper_trainer.algorithms.combined import CombinedObjective
 from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjective
 from temper_trainer.algorithms.gmpo import GmpoObjective
 from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.kl import KlEstimator
 from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
 from temper_trainer.algorithms.sapo import SapoObjective
 from temper_trainer.algorithms.sft_loss import SftObjective
 from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig, PolicyLossName
+from temper_trainer.config.distillation import DistillationConfig
+from temper_trainer.config.preference import PreferenceConfig
 
 _POLICY_LOSSES: dict[PolicyLossName, type[SurrogateObjective]] = {
     "ppo": PolicyObjective,
@@ -97,9 +102,40 @@ class _Shared(TypedDict):
     aggregation: Aggregation
 
 
+def with_distillation(policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig) -> Objective:
+    """The policy's objective with the distillation's loss added; the latter alone where there is none."""
+    taught: Objective
+    if config.objective == "reverse_kl":
+        taught = ReverseKlObjective(estimator=config.kl_estimator, clamp=config.clamp, aggregation=aggregation_of(algorithm))
+    else:
+        taught = TopKObjective(
+            divergence=config.objective,
+            tail=config.tail,
+            mixture=config.mixture,
+            clamp=config.clamp,
+            aggregation=aggregation_of(algorithm),
+        )
+    parts, coefs = ((taught,), (config.coef,)) if policy is None else ((policy, taught), (1.0, config.coef))
+    return CombinedObjective(parts=parts, coefs=coefs, aggregation=aggregation_of(algorithm))
+
+
 def value_objective(config: AlgorithmConfig) -> ValueObjective:
     """The critic's: a mean over trained tokens, whatever the policy's aggregation."""
     return ValueObjective(clip=config.value_clip)
+
+
+def preference_objective(config: PreferenceConfig, *, task: str) -> Objective:
+    """Of task dpo, or of task rm."""
+    if task == "rm":
+        return RewardModelObjective(label_smoothing=config.label_smoothing, center_coef=config.center_coef)
+    return DpoObjective(
+        loss=config.loss,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        length_normalized=config.length_normalized,
+        has_reference=config.reference != "none",
+        sft_coef=config.sft_coef,
+    )
 
 
 def sft_objective() -> SftObjective:

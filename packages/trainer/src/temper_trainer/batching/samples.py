@@ -1,14 +1,17 @@
 """Rollouts and demonstrations as one batch of token sequences. The loss mask is made here, once, and nowhere else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.types import Completion, Demonstration, Rollout
+from temper_trainer.types import IS_CHOSEN, Completion, Demonstration, Pair, Rollout
+
+TURNS_AFTER = "turns_after"
+"""Name of the [T] float32 column of how many completions of a rollout come after the token's own."""
 
 
 def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBatch:
@@ -43,7 +46,7 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
                 )
     columns = {"rollout_logprobs": [torch.tensor([x for part in _parts(r) for x in part.logprobs]) for r in rollouts]}
     if any(rollout.turns for rollout in rollouts):
-        columns["turns_after"] = [torch.tensor([float(part.turns_after) for part in _parts(r) for _ in part.tokens]) for r in rollouts]
+        columns[TURNS_AFTER] = [torch.tensor([float(part.turns_after) for part in _parts(r) for _ in part.tokens]) for r in rollouts]
     return from_sequences(
         [torch.tensor([token for part in _parts(r) for token in part.tokens]) for r in rollouts],
         loss_masks=[torch.tensor([part.is_trained for part in _parts(r) for _ in part.tokens]) for r in rollouts],
@@ -96,9 +99,25 @@ def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> Sequen
     pairs = [(d.prompt.tokens, d.tokens) for d in demonstrations]
     return from_sequences(
         [torch.tensor(prompt + completion) for prompt, completion in pairs],
-        loss_masks=[_completion_mask(prompt, completion) for prompt, completion in pairs],
+        loss_masks=[_demonstrated(demonstration) for demonstration in demonstrations],
     )
 
 
-def _completion_mask(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Tensor:
-    return torch.arange(len(prompt) + len(completion)) >= len(prompt)
+def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
+    """Two samples per pair, chosen and rejected, which share atom and group, so that they stay in one micro-batch.
+
+    Returns:
+        [2 * pairs] samples with the sequence column ``is_chosen`` [B] bool.
+
+    Raises:
+        BatchError: as demonstrations_to_samples.
+    """
+    flat = demonstrations_to_samples([each for pair in pairs for each in (pair.chosen, pair.rejected)])
+    place = torch.arange(flat.num_sequences)
+    return replace(flat, group_ids=place // 2, atom_ids=place // 2, sequence_columns={IS_CHOSEN: place % 2 == 0})
+
+
+def _demonstrated(demonstration: Demonstration) -> Tensor:
+    """[L] bool: every token of the completion, or those of it that are said to be trained."""
+    trained = demonstration.trained or (True,) * len(demonstration.tokens)
+    return torch.tensor((False,) * len(demonstration.prompt.tokens) + trained)

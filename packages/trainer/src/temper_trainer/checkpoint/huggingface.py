@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
@@ -38,7 +38,10 @@ def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, t
     try:
         dtype = _write_shards(weights, staging)
         config = model_config(model)
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        head = AutoModelForCausalLM if model.model_type == "language_model" else AutoModelForTokenClassification
+        config.architectures = [head._model_mapping[type(config)].__name__]
+        if model.model_type != "language_model":
+            config.num_labels = 1
         config.dtype = dtype
         config.use_cache = True
         config.save_pretrained(staging)

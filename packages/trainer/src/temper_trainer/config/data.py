@@ -46,6 +46,8 @@ class SourceConfig:
         if self.kind == "arithmetic":
             if self.split not in ("train", "test"):
                 raise ConfigError(f"split is {self.split!r}, but must be train or test (never trained on) for kind arithmetic.")
+            if self.route_key not in (None, "operations"):
+                raise ConfigError(f"route_key is {self.route_key!r}, but a source of kind arithmetic has one: operations (one or two).")
             if self.paths or self.max_rows is None:
                 raise ConfigError("a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate.")
         elif not self.paths:

@@ -23,13 +23,13 @@ class EnvironmentConfig:
     max_observation_tokens: int = 256
     """An answer of the environment is cut to this."""
     call_start: str = "<tool>"
-    """Text before a tool call."""
+    """Text before a tool call; empty takes what stands since the last line break."""
     call_end: str = "</tool>"
     """Text after a tool call; a completion stops there."""
     answer_start: str = "<result>"
-    """Text before a tool's answer."""
+    """Text before a tool's answer; may be empty."""
     answer_end: str = "</result>"
-    """Text after a tool's answer."""
+    """Text after a tool's answer; may be empty."""
     tool_timeout_s: float = 5.0
     """Longest time of one tool call, after which the answer says so."""
     tool_memory_mib: int = 256
@@ -44,8 +44,8 @@ class EnvironmentConfig:
         check_range("environment.tool_timeout_s", self.tool_timeout_s, above=0)
         check_range("environment.tool_memory_mib", self.tool_memory_mib, at_least=16)
         check_range("environment.turn_discount", self.turn_discount, at_least=0, at_most=1)
-        if not self.call_start or not self.call_end:
-            raise ConfigError("environment.call_start and environment.call_end must be texts, since a tool call is found by them.")
+        if not self.call_end:
+            raise ConfigError("environment.call_end is empty, but a completion stops there for its call: give a text.")
 
     def longest(self, max_completion: int) -> int:
         """Tokens that a rollout may have after its prompt, with completions of at most ``max_completion``."""

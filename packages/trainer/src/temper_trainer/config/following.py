@@ -7,15 +7,9 @@ if TYPE_CHECKING:
     from temper_trainer.config.run import TrainerConfig
 
 FOLLOWING: tuple[tuple[str, Callable[["TrainerConfig"], bool]], ...] = (
-    ("task distill, dpo, rm, eval or generate", lambda config: config.task not in ("rl", "sft")),
     ("algorithm.advantage gdpo", lambda config: config.algorithm.advantage == "gdpo"),
     ("algorithm.reweight", lambda config: config.algorithm.reweight is not None),
-    ("batching.tokens_per_update", lambda config: config.batching.tokens_per_update is not None),
-    ("data.streaming", lambda config: config.data.streaming),
-    ("data.train.messages_key", lambda config: config.data.train.messages_key is not None),
     ("reward.components", lambda config: bool(config.reward.components)),
-    ("teachers", lambda config: bool(config.teachers)),
-    ("environment", lambda config: config.environment is not None),
 )
 
 

@@ -16,6 +16,7 @@ from temper_trainer.config.generate import GenerateConfig
 from temper_trainer.config.preference import PreferenceConfig
 from temper_trainer.config.ranges import check_range
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+from temper_trainer.config.tasks import task_problems
 from temper_trainer.config.weight_sync import WeightSyncConfig
 
 
@@ -184,13 +185,24 @@ class TrainerConfig:
         if problems := _conflicts(self):
             raise ConfigError("\n".join(problems))
 
+    @property
+    def longest_completion(self) -> int:
+        """Tokens that a training rollout may have after its prompt."""
+        length = self.sampling.max_tokens
+        return length if self.environment is None else self.environment.longest(length)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the task makes completions."""
+        return self.task in ("rl", "distill", "eval", "generate")
+
 
 def _conflicts(config: TrainerConfig) -> list[str]:
     """Settings that contradict each other or have no effect together, both keys named."""
     found: list[str] = []
     needs_critic = config.task == "rl" and config.algorithm.advantage == "gae"
     needs_kl = config.task == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
-    needs_ref = needs_kl and config.algorithm.kl_reference == "ref"
+    needs_ref = (needs_kl and config.algorithm.kl_reference == "ref") or (config.task == "dpo" and config.preference.reference == "ref")
     if needs_critic != (config.critic is not None):
         found.append(
             f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
@@ -198,6 +210,11 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         )
     if config.task == "sft" and config.ref is not None:
         found.append("ref is set in task sft, which only imitates and has no reference policy: remove it (ref=none).")
+    elif config.task == "dpo" and needs_ref != (config.ref is not None):
+        found.append(
+            f"preference.reference is {config.preference.reference} and ref is {'set' if config.ref else 'not set'}: ref needs the ref "
+            "role (ref=frozen), the others take none."
+        )
     elif needs_ref != (config.ref is not None):
         found.append(
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef is "
@@ -209,7 +226,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     found += _adapters_that_do_not_fit(config, needs_kl=needs_kl)
     if config.task == "rl":
         found += _rollouts_that_do_not_fit(config)
-    if config.task == "rl" and config.sampling.temperature == 0:
+    if config.task in ("rl", "distill") and config.sampling.temperature == 0:
         found.append("sampling.temperature is 0 (greedy) in task rl, where completions of a prompt would all be equal: set it above 0.")
     if config.task == "sft" and config.warm_start is not None:
         found.append("warm_start has no effect in task sft: remove it.")
@@ -223,13 +240,14 @@ def _conflicts(config: TrainerConfig) -> list[str]:
                 f"{role.engine.replica_size} ranks: set {name}.num_workers to a multiple of {role.engine.replica_size}, or lower the sizes "
                 "of the layout."
             )
-    if config.actor.engine.model.model_type != "language_model":
-        found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a language_model.")
+    expected = "reward_model" if config.task == "rm" else "language_model"
+    if config.actor.engine.model.model_type != expected:
+        found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: in task {config.task} it is a {expected}.")
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
         found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
-    return [*found, *not_yet(config)]
+    return [*found, *task_problems(config), *not_yet(config)]
 
 
 def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[str]:
@@ -289,16 +307,19 @@ def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
     key = "actor.engine.model.architecture.max_position_embeddings"
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
-    if config.task == "sft":
+    if config.task in ("sft", "dpo", "rm"):
         return [
             f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower the other."
             for cap in caps.values()
             if prompt > cap
         ]
-    completion = {"sampling.max_tokens": config.sampling.max_tokens}
+    name = "sampling.max_tokens" if config.environment is None else "the turns of environment"
+    completion = {name: config.longest_completion}
     found = _too_long({"batching.max_tokens": config.batching.max_tokens} | caps, prompt=prompt, completion=completion)
     if config.data.eval is not None:
-        found += _too_long(caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": config.run.eval_sampling.max_tokens})
+        length = config.run.eval_sampling.max_tokens
+        longest = length if config.environment is None else config.environment.longest(length)
+        found += _too_long(caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest})
     return found
 
 

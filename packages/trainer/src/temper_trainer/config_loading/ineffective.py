@@ -24,6 +24,81 @@ class Rule:
 
 RULES = (
     Rule(
+        keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        applies=lambda config: config.task in ("dpo", "rm"),
+        reason="in tasks dpo and rm, which learn from pairs: remove it",
+    ),
+    Rule(
+        keys=("sampling", "rollout", "reward", "data.eval", "run.table_every"),
+        applies=lambda config: config.task in ("dpo", "rm"),
+        reason="in tasks dpo and rm, which sample nothing: remove it",
+    ),
+    Rule(
+        keys=("data.streaming_buffer",),
+        applies=lambda config: not (config.data.streaming and config.data.shuffle),
+        reason="without data.streaming and data.shuffle: remove it",
+    ),
+    Rule(
+        keys=("data.train_on",),
+        applies=lambda config: config.data.train.messages_key is None,
+        reason="without data.train.messages_key, the field with whole conversations: remove it",
+    ),
+    Rule(
+        keys=("distillation",),
+        applies=lambda config: not config.teachers,
+        reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
+    ),
+    Rule(
+        keys=("distillation.kl_estimator",),
+        applies=lambda config: config.distillation.objective != "reverse_kl",
+        reason="with a distillation.objective other than reverse_kl: remove it",
+    ),
+    Rule(
+        keys=("distillation.top_k", "distillation.tail"),
+        applies=lambda config: config.distillation.objective == "reverse_kl",
+        reason="with distillation.objective reverse_kl, which reads the sampled tokens only: remove it",
+    ),
+    Rule(
+        keys=("distillation.mixture",),
+        applies=lambda config: config.distillation.objective != "jensen_shannon",
+        reason="with a distillation.objective other than jensen_shannon: remove it",
+    ),
+    Rule(
+        keys=("preference",),
+        applies=lambda config: config.task not in ("dpo", "rm"),
+        reason="in a task other than dpo and rm: remove it",
+    ),
+    Rule(
+        keys=("generate",),
+        applies=lambda config: config.task != "generate",
+        reason="in a task other than generate: remove it",
+    ),
+    Rule(
+        keys=("algorithm.cov_share",),
+        applies=lambda config: config.algorithm.policy_loss not in ("clip_cov", "kl_cov"),
+        reason="with an algorithm.policy_loss other than clip_cov and kl_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.cov_low", "algorithm.cov_high"),
+        applies=lambda config: config.algorithm.policy_loss != "clip_cov",
+        reason="with an algorithm.policy_loss other than clip_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.kl_cov_coef",),
+        applies=lambda config: config.algorithm.policy_loss != "kl_cov",
+        reason="with an algorithm.policy_loss other than kl_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.sapo_positive_temperature", "algorithm.sapo_negative_temperature"),
+        applies=lambda config: config.algorithm.policy_loss != "sapo",
+        reason="with an algorithm.policy_loss other than sapo: remove it",
+    ),
+    Rule(
+        keys=("algorithm.clip_low", "algorithm.clip_high"),
+        applies=lambda config: config.algorithm.policy_loss in ("kl_cov", "sapo"),
+        reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing: remove it",
+    ),
+    Rule(
         keys=("runtime.cpus_per_worker", "runtime.gpus_per_worker", "runtime.address", "runtime.worker_timeout_s"),
         applies=lambda config: config.runtime.kind == "inline",
         reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
@@ -74,6 +149,7 @@ RULES = (
             config.task == "rl"
             and config.batching.num_mini_batches * config.batching.num_passes == 1
             and config.algorithm.kl_reward_coef == 0
+            and (config.algorithm.rollout_correction is None or config.algorithm.rollout_correction.proximal == "old")
         ),
         reason=(
             "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio is always 1: raise one of them, or "

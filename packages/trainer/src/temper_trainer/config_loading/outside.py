@@ -6,8 +6,9 @@ from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.folder import holds_run
-from temper_trainer.config.run import RunConfig, TrainerConfig
+from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward
 
 
@@ -19,7 +20,7 @@ def check_outside(config: TrainerConfig) -> None:
     """
     if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
-    if config.task == "rl":
+    if config.samples:
         resolve_reward(config.reward)
 
 
@@ -39,7 +40,9 @@ def _missing_data(config: TrainerConfig) -> Iterator[str]:
 
 
 def _missing_models(config: TrainerConfig) -> Iterator[str]:
-    for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
+    roles: dict[str, RoleConfig | TeacherConfig | None] = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    for name, role in roles.items():
         path = None if role is None else role.engine.model.path
         if path is not None and not (Path(path) / "config.json").is_file():
             yield (

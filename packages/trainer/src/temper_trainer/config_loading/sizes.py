@@ -1,14 +1,16 @@
 """The sizes that follow from a configuration, in prompts, completions, updates and tokens, for a person to look at before a run."""
 
+from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig, TrainerConfig
 
 
 def derived_sizes(config: TrainerConfig) -> list[str]:
     """One line per fact, in words."""
-    lines = _sft_sizes(config) if config.task == "sft" else _rl_sizes(config)
+    lines = _sft_sizes(config) if config.task in ("sft", "dpo", "rm") else _rl_sizes(config) if config.task in ("rl", "distill") else []
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]
+    lines += [_teacher_line(name, teacher, engine=config.model_engine) for name, teacher in config.teachers.items()]
     return [*lines, f"run folder: {config.run.dir}"]
 
 
@@ -43,6 +45,16 @@ def _sft_sizes(config: TrainerConfig) -> list[str]:
 
 def _epochs_line(epochs: int) -> str:
     return f"a run: {epochs:,} passes over the problems, as many whole steps as they hold"
+
+
+def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
+    model = teacher.engine.model
+    source = model.path or f"{model.architecture['model_type']} from scratch"
+    place = f"{teacher.num_replicas} x {teacher.num_workers} workers in pool {teacher.pool}"
+    route = name if teacher.route is None else teacher.route
+    return (
+        f"teachers.{name}: {source} on {engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route {route!r}, frozen"
+    )
 
 
 def _role_line(name: str, role: RoleConfig, *, engine: str) -> str:

@@ -120,6 +120,7 @@ def arithmetic_rows(config: SourceConfig) -> list[Row]:
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
                 source=f"arithmetic[{config.split}] row {len(rows)}",
+                route="" if config.route_key is None else ("one" if len(problem.steps) == 1 else "two"),
             )
         )
     return rows

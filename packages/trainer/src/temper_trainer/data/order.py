@@ -1,7 +1,7 @@
 """The order in which items are handed out: a pure function of (seed, epoch), so that a cursor of two numbers is all there is to resume."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from temper_trainer.data.rows import DataError
@@ -57,6 +57,19 @@ class PromptStream(Generic[Item]):
             taken += [self._items[i] for i in chosen]
             self._seek(DataCursor(epoch=self._cursor.epoch, index=start + len(chosen)))
         return taken
+
+    def take_within(self, limit: int, *, size_of: Callable[[Item], int]) -> list[Item]:
+        """The next items in order until one more would exceed a limit; at least one, whatever its size."""
+        taken: list[Item] = []
+        total = 0
+        while True:
+            before = self._cursor
+            (item,) = self.take(1)
+            total += size_of(item)
+            if taken and total > limit:
+                self._seek(before)
+                return taken
+            taken.append(item)
 
     def _seek(self, cursor: DataCursor) -> None:
         if cursor.index == len(self._items):

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
+from temper_trainer.data.conversations import encode_conversation
 from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.types import Demonstration, Prompt
 
@@ -24,14 +25,24 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
     return [prompt for _, prompt in kept], len(rows) - len(kept)
 
 
-def encode_demonstrations(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Demonstration], int]:
+def encode_demonstrations(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, must_keep: bool = True
+) -> tuple[list[Demonstration], int]:
     """Prompts with the solution to imitate and the end token after it, and how many rows were dropped for an overlong prompt.
+
+    A conversation is its own demonstration; see ``encode_conversation``. Without ``must_keep`` every row may be dropped.
 
     Raises:
         DataError: as encode_prompts.
         ConfigError: as encode_prompts.
     """
-    kept = _encode(rows, tokenizer, config)
+    if config.train.messages_key is not None and rows and all(isinstance(row.prompt, tuple) and not row.solution for row in rows):
+        made = [encode_conversation(row, tokenizer, config) for row in rows]
+        fitting = [each for each in made if _fits(each.prompt, config=config)]
+        if must_keep and not fitting:
+            raise _nothing_fits(len(rows), config=config)
+        return fitting, len(rows) - len(fitting)
+    kept = _encode(rows, tokenizer, config, must_keep=must_keep)
     solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"] if kept else []
     end = tokenizer.eos_token_id
     demonstrations = [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)]
@@ -76,7 +87,25 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
     return text
 
 
-def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[tuple[Row, Prompt]]:
+def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
+    """Whether a prompt is short enough; refused where long ones are an error."""
+    if len(prompt.tokens) <= config.max_prompt_tokens:
+        return True
+    if config.overlong_prompts == "drop":
+        return False
+    raise DataError(
+        f"{prompt.source}: the prompt has {len(prompt.tokens)} tokens, but data.max_prompt_tokens is {config.max_prompt_tokens}: "
+        "raise it, or set data.overlong_prompts to drop."
+    )
+
+
+def _nothing_fits(num_rows: int, *, config: DataConfig) -> DataError:
+    return DataError(f"none of {num_rows} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
+
+
+def _encode(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, must_keep: bool = True
+) -> list[tuple[Row, Prompt]]:
     """Every row that fits with its prompt."""
     if not rows:
         return []
@@ -91,16 +120,19 @@ def _encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: Dat
         ids = _without_end(with_special, tokenizer) if isinstance(row.prompt, str) else without
         if not ids:
             raise DataError(f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to complete.")
-        if len(ids) <= config.max_prompt_tokens:
-            prompt = Prompt(prompt_id=row.row_id, text=text, tokens=tuple(ids), answer=row.answer, source=row.source, extra=row.extra)
+        prompt = Prompt(
+            prompt_id=row.row_id,
+            text=text,
+            tokens=tuple(ids),
+            answer=row.answer,
+            source=row.source,
+            extra=row.extra,
+            route=row.route,
+        )
+        if _fits(prompt, config=config):
             kept.append((row, prompt))
-        elif config.overlong_prompts == "error":
-            raise DataError(
-                f"{row.source}: the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {config.max_prompt_tokens}: "
-                "raise it, or set data.overlong_prompts to drop."
-            )
-    if rows and not kept:
-        raise DataError(f"none of {len(rows)} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
+    if must_keep and not kept:
+        raise _nothing_fits(len(rows), config=config)
     return kept
 
 

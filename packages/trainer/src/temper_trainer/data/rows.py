@@ -35,7 +35,8 @@ class Row:
     """What a demonstration shows: the answer, except in a source that makes deliberately wrong demonstrations."""
     source: str
     """Where it stands, for messages: file and line, or the name of the source."""
-
+    route: str = ""
+    """Value of the source's route_key."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """What stands in the fields that the source's extra_keys name; None where a row has no such field."""
 
@@ -62,6 +63,8 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
         raise DataError(
             f"{source}: expected an object with fields {config.prompt_key!r} and {config.answer_key!r}, but found {record!r:.80}."
         )
+    if config.messages_key is not None:
+        return _conversation_row(record, key=config.messages_key, row_id=row_id, source=source)
     for key, setting in ((config.prompt_key, "prompt_key"), (config.answer_key, "answer_key")):
         if value_at(record, key) is ABSENT:
             raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set {setting}.")
@@ -70,7 +73,8 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
         raise DataError(f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}.")
     prompt = _prompt(value_at(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}")
     extra = {key: None if (value := value_at(record, key)) is ABSENT else value for key in config.extra_keys}
-    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source, extra=extra)
+    route = "" if config.route_key is None else _route(record, key=config.route_key, source=source)
+    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source, route=route, extra=extra)
 
 
 class _Absent:
@@ -87,6 +91,24 @@ def value_at(record: Mapping[object, object], key: str) -> object:
     outer, dot, inner = key.partition(".")
     below = record.get(outer) if dot else None
     return value_at(below, inner) if isinstance(below, Mapping) else ABSENT
+
+
+def _conversation_row(record: Mapping[object, object], *, key: str, row_id: int, source: str) -> Row:
+    """A whole conversation as the prompt; what of it is trained is decided where it is tokenised."""
+    value = value_at(record, key)
+    if value is ABSENT:
+        raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set messages_key.")
+    messages = _prompt(value, where=f"{source}: field {key!r}")
+    if isinstance(messages, str) or not any(message.role == "assistant" for message in messages):
+        raise DataError(f"{source}: field {key!r} must be a list of chat messages with one of role assistant: there is nothing to imitate.")
+    return Row(row_id=row_id, prompt=messages, answer="", solution="", source=source)
+
+
+def _route(record: Mapping[object, object], *, key: str, source: str) -> str:
+    value = value_at(record, key)
+    if not isinstance(value, str):
+        raise DataError(f"{source}: field {key!r}, which route_key names, must be text, but is {value!r:.80}: mend the row.")
+    return value
 
 
 def _prompt(value: object, *, where: str) -> str | tuple[ChatMessage, ...]:

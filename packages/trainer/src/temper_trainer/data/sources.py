@@ -28,21 +28,44 @@ def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row
         DataError: a file is missing or malformed, a row is not what it should be (named with its line), or there is no row.
         ConfigError: the ``datasets`` library is needed and not installed.
     """
+    rows = list(iterate_rows(source, base_dir=base_dir))
+    if not rows:
+        raise DataError(f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some.")
+    return rows
+
+
+def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Iterator[Row]:
+    """As ``load_rows``, one row at a time, each checked when its turn comes; files are read as far as rows are taken."""
     if source.kind == "arithmetic":
-        return arithmetic_rows(source)
+        yield from arithmetic_rows(source)
+        return
+    fields: tuple[str, ...] = (source.prompt_key, source.answer_key) if source.messages_key is None else (source.messages_key,)
+    fields += () if source.route_key is None else (source.route_key,)
+    for i, (where, record) in enumerate(load_records(source, fields=fields, base_dir=base_dir)):
+        yield row_from_record(record, config=source, row_id=i, source=where)
+
+
+def load_records(source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None) -> Iterator[tuple[str, object]]:
+    """(place, raw record) of a source of files or the datasets library, lazily, at most max_rows of them.
+
+    Args:
+        source: which files and how many rows.
+        fields: what a record must have; of a parquet file only these are read.
+        base_dir: see load_rows.
+    """
     located: Iterator[tuple[str, object]]
     match source.kind:
         case "jsonl":
             located = itertools.chain.from_iterable(_jsonl_records(_locate(path, base_dir)) for path in source.paths)
         case "parquet":
-            located = itertools.chain.from_iterable(_parquet_records(_locate(path, base_dir), source) for path in source.paths)
+            located = itertools.chain.from_iterable(
+                _parquet_records(_locate(path, base_dir), fields, extra_keys=source.extra_keys) for path in source.paths
+            )
         case "datasets":
             located = _datasets_records(source, base_dir)
-    first = itertools.islice(located, source.max_rows)
-    rows = [row_from_record(record, config=source, row_id=i, source=where) for i, (where, record) in enumerate(first)]
-    if not rows:
-        raise DataError(f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some.")
-    return rows
+        case "arithmetic":
+            raise ConfigError("a source of kind arithmetic generates problems with one answer each: it has no raw records. Use files.")
+    return itertools.islice(located, source.max_rows)
 
 
 def _locate(path: str, base_dir: Path | None) -> str:
@@ -69,18 +92,18 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
         raise _unreadable(path, error) from error
 
 
-def _parquet_records(path: str, source: SourceConfig) -> Iterator[tuple[str, object]]:
-    """(file row number, record) of every row; only the columns that are asked for are read."""
+def _parquet_records(path: str, fields: Sequence[str], *, extra_keys: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """(file row number, record) of every row; only the columns that are asked for are read, and only ``fields`` must be there."""
     try:
         with fsspec.open(path, "rb") as stream:
             table = parquet.ParquetFile(stream)
-            columns = [_column_of(key, table.schema_arrow.names) for key in (source.prompt_key, source.answer_key)]
+            columns = [_column_of(key, table.schema_arrow.names) for key in fields]
             if not all(columns):
                 raise DataError(
-                    f"{path}: expected columns {source.prompt_key!r} and {source.answer_key!r}, but it has {table.schema_arrow.names}: "
-                    "set prompt_key and answer_key."
+                    f"{path}: expected columns {' and '.join(map(repr, fields))}, but it has {table.schema_arrow.names}: set the keys that "
+                    "name them, such as prompt_key and answer_key."
                 )
-            columns += [_column_of(key, table.schema_arrow.names) for key in source.extra_keys]
+            columns += [_column_of(key, table.schema_arrow.names) for key in extra_keys]
             numbers = itertools.count()
             for batch in table.iter_batches(batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))):
                 for record in batch.to_pylist():

@@ -1,24 +1,32 @@
-"""Whole runs: RL with an optional warm start, or supervised fine-tuning."""
+"""Whole runs, by task: RL and distillation with an optional warm start, supervised stages, evaluation, generation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
+from temper_trainer.algorithms.objectives import preference_objective
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.data.order import PromptStream
+from temper_trainer.data.pairs import PairRow, encode_pairs, load_pairs
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_prompts
 from temper_trainer.data.rows import Row
+from temper_trainer.data.sources import iterate_rows
+from temper_trainer.data.streaming import StreamedItems
+from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.folder import RunFolder, open_folder
+from temper_trainer.loops.inference import generate, open_inference
 from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.length import with_length, with_schedule_length
 from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_tokenizer, with_training
 from temper_trainer.loops.rl import run_rl
-from temper_trainer.loops.sft import SftStage, run_sft
+from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
 from temper_trainer.runtime.opening import Runtime, open_runtime
+from temper_trainer.types import DataCursor, Demonstration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +53,13 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
-    done = 0 if found is None else checkpointer.read_state(found, phase=config.task).step
+    done = 0 if found is None else checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step
     if config.run.total_epochs is None:
         _check_done(done, config=config, found=found)
     problems = load_problems(config)
-    tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *problems.get("warm_start", [])])
+    pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
+    of_pairs = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *of_pairs, *problems.get("warm_start", [])])
     write_config(folder.root)
     with (
         open_runtime(config) as runtime,
@@ -60,6 +70,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             config=config,
             folder=folder,
             problems=problems,
+            pairs=pairs,
             tokenizer=tokenizer,
             log=log,
             digest=digest,
@@ -67,7 +78,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             runtime=runtime,
             done=done,
         )
-        evaluation = run.sft(found) if config.task == "sft" else run.rl(found)
+        evaluation = run.start(found)
         log.draw()
     return RunResult(directory=folder.root, evaluation=evaluation)
 
@@ -79,6 +90,7 @@ class _Run:
     config: TrainerConfig
     folder: RunFolder
     problems: dict[str, list[Row]]
+    pairs: list[PairRow]
     tokenizer: PreTrainedTokenizerBase
     log: RunLog
     digest: str
@@ -87,14 +99,36 @@ class _Run:
     done: int
     """Steps of the checkpoint that the run goes on from; 0 begins."""
 
-    def sft(self, found: Path | None) -> dict[str, float]:
+    def start(self, found: Path | None) -> dict[str, float]:
+        match self.config.task:
+            case "sft" | "dpo" | "rm":
+                return self._supervised(found)
+            case "eval" | "generate":
+                return self._inference()
+            case "rl" | "distill":
+                return self._rl(found)
+
+    def _supervised(self, found: Path | None) -> dict[str, float]:
         config = fit_models(self.config, self.tokenizer)
-        stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder, resume_from=found)
+        if config.task == "sft":
+            stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder, resume_from=found)
+        else:
+            stage = self._pair_stage(config, resume_from=found)
         stage = replace(stage, saves_model=config.run.save_model)
         run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return {}
 
-    def rl(self, found: Path | None) -> dict[str, float]:
+    def _inference(self) -> dict[str, float]:
+        config = fit_models(self.config, self.tokenizer)
+        rows = self.problems.get("eval", self.problems["train"])
+        prompts, num_dropped = encode_prompts(rows, self.tokenizer, config.data)
+        self._count_dropped(config.task, data=num_dropped)
+        with open_inference(config, log=self.log, tokenizer=self.tokenizer, prompts=prompts, runtime=self.runtime) as rooms:
+            if config.task == "eval":
+                return evaluate_all(rooms, step=0, moment="evaluation")
+            return generate(rooms, folder=self.folder)
+
+    def _rl(self, found: Path | None) -> dict[str, float]:
         model = None if self.config.warm_start is None else self._warm_start()
         config = fit_models(self.config, self.tokenizer, trained_model=model)
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
@@ -128,21 +162,67 @@ class _Run:
 
     def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder, resume_from: Path | None) -> SftStage:
         warm_start = config.warm_start
-        demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
-        self._count_dropped(phase, data=num_dropped)
-        check_fits(demonstrations, max_tokens=longest_demonstration(config))
+        if config.data.streaming:
+            open_stream = self._open_streamed(config)
+        else:
+            demonstrations = self._demonstrations(config, phase=phase, rows=rows)
+            open_stream = self._open_all(demonstrations)
+            if warm_start is None:
+                config = with_length(config, num_problems=len(demonstrations))
         if warm_start is None:
-            config = with_length(config, num_problems=len(demonstrations))
             _check_done(self.done, config=config, found=resume_from)
         total_steps = config.run.total_steps if warm_start is None else warm_start.total_steps
         engine = config.actor.engine if warm_start is None else with_training(config.actor.engine, config)
         return SftStage(
             phase=phase,
             engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
-            demonstrations=demonstrations,
+            open_stream=open_stream,
             total_steps=total_steps,
             batch_size=config.batching.prompts_per_step if warm_start is None else warm_start.batch_size,
+            tokens_per_update=config.batching.tokens_per_update,
             folder=folder,
+            resume_from=resume_from,
+        )
+
+    def _demonstrations(self, config: TrainerConfig, *, phase: str, rows: list[Row]) -> list[Demonstration]:
+        demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
+        self._count_dropped(phase, data=num_dropped)
+        check_fits(demonstrations, max_tokens=longest_demonstration(config))
+        return demonstrations
+
+    def _open_all(self, examples: Sequence[Example]) -> Callable[[DataCursor], ExampleStream]:
+        run, shuffle = self.config.run, self.config.data.shuffle
+        return lambda cursor: PromptStream[Example](examples, seed=run.seed, shuffle=shuffle, cursor=cursor)
+
+    def _open_streamed(self, config: TrainerConfig) -> Callable[[DataCursor], ExampleStream]:
+        """Rows are read, tokenised and checked when their turn comes; those with an overlong prompt are passed over where they may be."""
+        data, tokenizer, limit = config.data, self.tokenizer, longest_demonstration(config)
+
+        def one_pass() -> Iterator[Example]:
+            for row in iterate_rows(data.train):
+                demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
+                check_fits(demonstrations, max_tokens=limit)
+                yield from demonstrations
+
+        return lambda cursor: StreamedItems[Example](
+            one_pass, seed=config.run.seed, buffer=data.streaming_buffer, shuffle=data.shuffle, cursor=cursor
+        )
+
+    def _pair_stage(self, config: TrainerConfig, *, resume_from: Path | None) -> SftStage:
+        pairs, num_dropped = encode_pairs(self.pairs, self.tokenizer, config.data)
+        self._count_dropped(config.task, data=num_dropped)
+        check_fits([each for pair in pairs for each in (pair.chosen, pair.rejected)], max_tokens=longest_demonstration(config))
+        config = with_length(config, num_problems=len(pairs))
+        _check_done(self.done, config=config, found=resume_from)
+        return SftStage(
+            phase=config.task,
+            engine=config.actor.engine,
+            open_stream=self._open_all(pairs),
+            objective=preference_objective(config.preference, task=config.task),
+            reference=config.preference.reference if config.task == "dpo" else "none",
+            total_steps=config.run.total_steps,
+            batch_size=config.batching.prompts_per_step,
+            folder=self.folder,
             resume_from=resume_from,
         )
 

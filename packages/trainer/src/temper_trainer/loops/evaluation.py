@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.turns import complete
 from temper_trainer.metrics.log import SampleRow
 from temper_trainer.types import SamplingRequest
 
@@ -31,10 +32,10 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
         SamplingRequest(request_id=i, prompt_tokens=p.tokens, sampling=sampling, seed=derive_seed(run.seed, f"eval-{name}", i))
         for i, p in enumerate(prompts)
     ]
-    completions = rooms.sampler.sample(requests)
-    texts = [rooms.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+    talks, _ = complete(rooms, requests)
+    texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)))
-    rewards = [score.reward for score in scores if score.reward is not None]
+    rewards = [score.reward + talk.reward for score, talk in zip(scores, talks, strict=True) if score.reward is not None]
     rows = [
         SampleRow(prompt=p.text, completion=t, answer=p.answer, reward=s.reward if s.reward is not None else float("nan"))
         for p, t, s in list(zip(prompts, texts, scores, strict=True))[: run.num_table_rows]

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig, TrainerConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import load_rows
@@ -16,11 +17,15 @@ from temper_trainer.loops.folder import RunFolder
 
 
 def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
-    """Rows of the training, held-out and warm-start sources by those names; the last two may be absent."""
-    sources: dict[str, SourceConfig | None] = {"train": config.data.train, "eval": config.data.eval}
+    """Rows of the training, held-out and warm-start sources by those names; the last two may be absent.
+
+    Streamed rows and pairs are not among them: they are read by those who know what they are.
+    """
+    is_read_later = config.data.streaming or config.task in ("dpo", "rm")
+    sources: dict[str, SourceConfig | None] = {"train": None if is_read_later else config.data.train, "eval": config.data.eval}
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
-    return {name: load_rows(source) for name, source in sources.items() if source is not None}
+    return {"train": [], **{name: load_rows(source) for name, source in sources.items() if source is not None}}
 
 
 def open_tokenizer(config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]) -> PreTrainedTokenizerBase:
@@ -49,7 +54,17 @@ def fit_models(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, tra
 
     actor = fit(config.actor)
     assert actor is not None
-    return replace(config, actor=actor, critic=fit(config.critic), ref=fit(config.ref))
+    return replace(config, actor=actor, critic=fit(config.critic), ref=fit(config.ref), teachers=_fit_teachers(config, tokenizer))
+
+
+def _fit_teachers(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, TeacherConfig]:
+    """Teachers from scratch with the tokenizer's vocabulary; those of a directory as they are."""
+    return {
+        name: teacher
+        if teacher.engine.model.path is not None
+        else replace(teacher, engine=replace(teacher.engine, model=_with_vocabulary(teacher.engine.model, tokenizer)))
+        for name, teacher in config.teachers.items()
+    }
 
 
 def longest_demonstration(config: TrainerConfig) -> tuple[int, str]:

@@ -13,22 +13,24 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.algorithms.objectives import needs_old_logprobs, policy_objective, value_objective
+from temper_trainer.algorithms.objectives import policy_objective, value_objective, with_distillation
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
+from temper_trainer.environment.opening import environment_maker
 from temper_trainer.loops.controllers import Controllers, restored_controllers
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
-from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.loops.step import StepResult, measures_old_logprobs, rl_step
 from temper_trainer.metrics.log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
+from temper_trainer.runtime.teachers import open_teachers
 from temper_trainer.types import DataCursor, Prompt
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, WeightBucket, export_buckets
 from temper_trainer.weight_sync.publish import Canary, Publisher
@@ -114,6 +116,9 @@ def open_rooms(
                 roles[name].init()
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
+        teachers = open_teachers(config, runtime=runtime, tokenizer=tokenizer)
+        if teachers is not None:
+            stack.callback(teachers.close)
         publisher = Publisher(export=_exporter(roles["actor"]), sampler=sampler, version=state.weight_version - 1)
         yield Rooms(
             config=config,
@@ -125,6 +130,8 @@ def open_rooms(
             scorer=stack.enter_context(Scorer(config.reward)),
             roles=roles,
             publisher=publisher,
+            teachers=teachers,
+            make_environment=None if config.environment is None else environment_maker(config.environment, tokenizer=tokenizer),
             canary=_canary(config, roles["actor"], prompt=prompts[0]) if config.rollout.canary else None,
         )
 
@@ -158,8 +165,10 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
 def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
     """What every trained role minimises, under the controllers' present coefficients."""
     correction = config.algorithm.rollout_correction
-    is_measured = needs_old_logprobs(config.algorithm, config.batching) or (correction is not None and correction.proximal == "rollout")
-    actor = policy_objective(config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef)
+    is_measured = measures_old_logprobs(config) or (correction is not None and correction.proximal == "rollout")
+    actor: Objective = policy_objective(config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef)
+    if config.teachers and config.distillation.apply_as == "loss":
+        actor = with_distillation(actor if config.task == "rl" else None, config=config.distillation, algorithm=config.algorithm)
     objectives: dict[str, Objective] = {"actor": actor}
     if config.critic is not None:
         objectives["critic"] = value_objective(config.algorithm)

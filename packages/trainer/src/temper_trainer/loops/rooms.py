@@ -7,10 +7,12 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
+from temper_trainer.environment.protocol import MakeEnvironment
 from temper_trainer.metrics.log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import WorkerGroup
+from temper_trainer.teacher.client import TeacherClient
 from temper_trainer.types import Prompt
 from temper_trainer.weight_sync.publish import Canary, Publisher
 
@@ -37,5 +39,9 @@ class Rooms:
     """actor, and critic and ref where the configuration has them."""
     publisher: Publisher
     """Actor to sampler."""
+    teachers: TeacherClient | None
+    """Of on-policy distillation, where the configuration has them."""
+    make_environment: MakeEnvironment | None
+    """Of rollouts of several turns, where the configuration has an environment."""
     canary: Canary | None
     """Compared after every publish, where the configuration wants it."""

@@ -11,8 +11,9 @@ from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.turns import Conversation, complete
 from temper_trainer.reward.shaping import RewardMoments, shape_rewards
-from temper_trainer.types import Completion, FinishReason, Prompt, Rollout, SamplingRequest, Score
+from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,9 @@ def sample_rollouts(
             for i, prompt in enumerate(prompts)
         ]
         asked += prompts
-    completions = rooms.sampler.sample(requests)
-    texts = [rooms.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+    talks, turn_metrics = complete(rooms, requests)
+    completions = [completion for talk in talks for completion in talk.completions]
+    texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     with clock.phase("reward"):
         scores = rooms.scorer.score(list(zip(asked, texts, strict=True)))
     stale = [c for c in completions if c.weight_version != rooms.publisher.version]
@@ -111,9 +113,10 @@ def sample_rollouts(
     rollouts = [
         Rollout(
             prompt=asked[i],
-            completion=completions[i],
+            completion=talks[i].completions[0],
+            turns=tuple(talks[i].turns),
             text=texts[i],
-            reward=score.reward,
+            reward=score.reward + talks[i].reward,
             group_id=first_group + i // group_size,
             sample_id=first + i,
             components=score.components,
@@ -124,17 +127,18 @@ def sample_rollouts(
     ]
     if not rollouts:
         raise BatchError(f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function.")
-    return rollouts, describe_round(rollouts, completions=completions[:num_sampled]) | rooms.scorer.metrics()
+    return rollouts, describe_round(rollouts, talks=talks[:num_sampled]) | turn_metrics | rooms.scorer.metrics()
 
 
-def describe_round(rollouts: Sequence[Rollout], *, completions: Sequence[Completion]) -> dict[str, float]:
-    """Numbers of one round: of the rollouts that have a reward, and of all completions."""
-    lengths = [len(c.tokens) for c in completions]
+def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]) -> dict[str, float]:
+    """Numbers of one round: of the rollouts that have a reward, and of all that were sampled."""
+    completions = [completion for talk in talks for completion in talk.completions]
+    lengths = [sum(len(completion.tokens) for completion in talk.completions) for talk in talks]
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        "reward/failed": float(len(completions) - len(rollouts)),
+        "reward/failed": float(len(talks) - len(rollouts)),
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
@@ -153,8 +157,8 @@ def _shape(
     """The rollouts with rewards in place of scores."""
     shaped = shape_rewards(
         [rollout.reward for rollout in rollouts],
-        lengths=[len(rollout.completion.tokens) for rollout in rollouts],
-        max_tokens=config.sampling.max_tokens,
+        lengths=[rollout.num_tokens for rollout in rollouts],
+        max_tokens=config.longest_completion,
         config=config.reward.shaping,
         moments=moments,
     )
@@ -193,11 +197,12 @@ def _renumbered(rollouts: list[Rollout]) -> list[Rollout]:
 def _over_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Counts added up, maxima, and the plain mean of the rest: rounds ask for equally many completions."""
     found: dict[str, float] = {}
-    for name in rounds[0]:
-        values = [metrics[name] for metrics in rounds]
+    for name in dict.fromkeys(name for metrics in rounds for name in metrics):
+        values = [metrics.get(name, 0.0) for metrics in rounds]
         is_count = name.startswith("reward/") and name not in ("reward/mean", "reward/std")
         if name.endswith("_max"):
             found[name] = max(values)
         else:
-            found[name] = sum(values) if is_count or name == "rollout/tokens" else sum(values) / len(values)
+            is_sum = is_count or name == "rollout/tokens" or name.startswith("tool/")
+            found[name] = sum(values) if is_sum else sum(values) / len(values)
     return found

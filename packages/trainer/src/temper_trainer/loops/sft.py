@@ -1,32 +1,55 @@
-"""Supervised fine-tuning: demonstrations in, a model out; a run of its own, or the warm start before RL."""
+"""Supervised stages: demonstrations or pairs in, a model out; a run of its own (tasks sft, dpo, rm), or the warm start before RL."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.objective import Objective, Query
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objectives import sft_objective
 from temper_trainer.batching.packing import pack
-from temper_trainer.batching.samples import demonstrations_to_samples
+from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
 from temper_trainer.batching.step_plan import layout_of, plan_step
 from temper_trainer.checkpoint.huggingface import write_model_directory
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.order import PromptStream
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.step import update_metrics
+from temper_trainer.loops.step import forward_pass, update_metrics
 from temper_trainer.metrics.log import RunLog
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
-from temper_trainer.types import DataCursor, Demonstration
+from temper_trainer.types import DataCursor, Demonstration, Pair
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
+
+Example = Demonstration | Pair
+"""What a supervised stage learns from."""
+
+
+class ExampleStream(Protocol):
+    """Examples handed out for ever; see ``PromptStream`` and ``StreamedItems``."""
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Where the next take begins."""
+        ...
+
+    def take(self, count: int) -> list[Example]:
+        """The next ``count``."""
+        ...
+
+    def take_within(self, limit: int, *, size_of: Callable[[Example], int]) -> list[Example]:
+        """The next in order until one more would exceed a limit; at least one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +57,21 @@ class SftStage:
     """One supervised stage: what it trains, on what, for how long."""
 
     phase: str
-    """Name in the log: sft or warm_start."""
+    """Name in the log: sft, dpo, rm or warm_start."""
     engine: EngineConfig
     """Of the actor, with this stage's optimiser and schedule."""
-    demonstrations: Sequence[Demonstration]
-    """What is imitated."""
+    open_stream: Callable[[DataCursor], ExampleStream]
+    """What is learned from, from a cursor on."""
+    objective: Objective = field(default_factory=sft_objective)
+    """What is minimised."""
+    reference: Literal["ref", "disabled_adapter", "none"] = "none"
+    """Whose log-probs the objective reads beside the policy's."""
+    tokens_per_update: int | None = None
+    """An update takes examples until the next would exceed this; None takes batch_size of them."""
     total_steps: int
     """Updates."""
     batch_size: int
-    """Demonstrations of one update."""
+    """Examples of one update, where tokens_per_update does not say otherwise."""
     folder: RunFolder
     """Where its checkpoints and model go."""
     resume_from: Path | None
@@ -67,24 +96,31 @@ def run_sft(
         RunInterrupted: stopped from outside; the checkpoint is saved.
     """
     checkpointer = Checkpointer(root=stage.folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
-    stream = PromptStream(stage.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle, cursor=DataCursor())
-    group = runtime.open_group("actor", engine=stage.engine, num_workers=config.actor.num_workers)
-    try:
-        group.init()
-        group.set_objective(sft_objective())
+    stream = stage.open_stream(DataCursor())
+    with ExitStack() as stack:
+        groups = {"actor": runtime.open_group("actor", engine=stage.engine, num_workers=config.actor.num_workers)}
+        stack.callback(groups["actor"].close)
+        if stage.reference == "ref":
+            assert config.ref is not None
+            groups["ref"] = runtime.open_group("ref", engine=config.ref.engine, num_workers=config.ref.num_workers)
+            stack.callback(groups["ref"].close)
+        for group in groups.values():
+            group.init()
+        group = groups["actor"]
+        group.set_objective(stage.objective)
         done = 0
         found = stage.resume_from
         if found is not None:
             state = checkpointer.read_state(found, phase=stage.phase)
             checkpointer.read_roles(found, roles={"actor": group.read_part})
-            stream = PromptStream(stage.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor)
+            stream = stage.open_stream(state.cursor)
             done = state.step
             log.say(f"{stage.phase}: going on from step {done} ({found})")
         if done < stage.total_steps:
             stage.folder.set_model_aside()
         with log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
             for step in range(done + 1, stage.total_steps + 1):
-                log.log(step, _sft_update(config, stage, group=group, stream=stream, step=step), phase=stage.phase)
+                log.log(step, _sft_update(config, stage, groups=groups, stream=stream, step=step), phase=stage.phase)
                 bar.advance()
                 every = config.run.save_every
                 if stop.is_set or step == stage.total_steps or (every and step % every == 0):
@@ -94,8 +130,6 @@ def run_sft(
                         raise RunInterrupted(step=step, checkpoint=str(saved))
         if stage.saves_model:
             write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
-    finally:
-        group.close()
 
 
 def write_model(group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:
@@ -106,19 +140,42 @@ def write_model(group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrain
     return write_model_directory(unpack_buckets(buckets), model=engine.model, tokenizer=tokenizer, directory=directory)
 
 
+def samples_of(examples: Sequence[Example]) -> SequenceBatch:
+    """Demonstrations, or pairs, as samples."""
+    pairs = [example for example in examples if isinstance(example, Pair)]
+    if pairs:
+        return pairs_to_samples(pairs)
+    return demonstrations_to_samples([example for example in examples if isinstance(example, Demonstration)])
+
+
+def num_tokens(example: Example) -> int:
+    """Of a demonstration with its prompt, or of both of a pair."""
+    members = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+    return sum(len(member.prompt.tokens) + len(member.tokens) for member in members)
+
+
 def _sft_update(
-    config: TrainerConfig, stage: SftStage, *, group: WorkerGroup, stream: "PromptStream[Demonstration]", step: int
+    config: TrainerConfig, stage: SftStage, *, groups: Mapping[str, WorkerGroup], stream: ExampleStream, step: int
 ) -> dict[str, float]:
     begin = time.perf_counter()
-    samples = demonstrations_to_samples(stream.take(stage.batch_size))
-    batching = BatchingConfig(prompts_per_step=stage.batch_size, max_tokens=config.batching.max_tokens)
+    limit = stage.tokens_per_update
+    examples = stream.take(stage.batch_size) if limit is None else stream.take_within(limit, size_of=num_tokens)
+    samples = samples_of(examples)
+    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
     seed = derive_seed(config.run.seed, stage.phase, step)
-    (mini_batch,) = plan_step(samples, batching, topologies={"actor": layout_of(group.topology)}, seed=seed).mini_batches
-    result = group.update(pack(samples, mini_batch, "actor", objective=sft_objective()), is_last_of_step=True)
+    layouts = {name: layout_of(group.topology) for name, group in groups.items()}
+    plan = plan_step(samples, batching, topologies=layouts, seed=seed)
+    if stage.reference != "none":
+        role = "ref" if stage.reference == "ref" else "actor"
+        found = forward_pass(groups[role], samples, plan, role=role, query=Query.LOGPROB, without_adapter=role == "actor")
+        samples = samples.with_columns({"ref_logprobs": found})
+    (mini_batch,) = plan.mini_batches
+    result = groups["actor"].update(pack(samples, mini_batch, "actor", objective=stage.objective), is_last_of_step=True)
     seconds = time.perf_counter() - begin
     return {
         **{name if "/" in name else f"actor/{name}": metric.result for name, metric in update_metrics(result).items()},
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
+        "data/examples": float(len(examples)),
         "time/step_s": seconds,
     }

@@ -14,6 +14,7 @@ from temper_engine_api.objective import Objective, Query
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.correction import rollout_correction
+from temper_trainer.algorithms.distillation import teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, sequence_kl
 from temper_trainer.algorithms.mismatch import SQUARES, effective_sample_share, mismatch_metrics
 from temper_trainer.algorithms.objectives import needs_old_logprobs
@@ -22,7 +23,7 @@ from temper_trainer.algorithms.value_loss import ValueObjective, explained_varia
 from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.report import describe, plan_metrics
-from temper_trainer.batching.samples import to_samples
+from temper_trainer.batching.samples import TURNS_AFTER, to_samples
 from temper_trainer.batching.step_plan import StepPlan, layout_of, plan_forward, plan_step
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
@@ -30,7 +31,9 @@ from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.worker import UpdateResult
+from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
 from temper_trainer.types import Rollout
 
 
@@ -88,6 +91,7 @@ def train_on(
         rooms.log.say(describe(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
+    samples, teacher_metrics = ask_teachers(rooms, samples, rollouts=rollouts, clock=clock)
     samples, advantage_metrics, controllers = add_advantages(rooms, samples, rollouts=rollouts, controllers=controllers)
     if can_skip_idle(config):
         plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
@@ -95,13 +99,13 @@ def train_on(
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
     if "policy/entropy" in merged and not math.isnan(merged["policy/entropy"]):
         controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"]))
-    return plan_metrics(plan, samples, role="actor") | advantage_metrics | merged, controllers
+    return plan_metrics(plan, samples, role="actor") | advantage_metrics | teacher_metrics | merged, controllers
 
 
 def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBatch:
     """Add old_logprobs, ref_logprobs and values, each by the micro-batches that the update will use."""
     algorithm, columns = rooms.config.algorithm, {}
-    if needs_old_logprobs(algorithm, rooms.config.batching):
+    if measures_old_logprobs(rooms.config):
         columns["old_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB)
     if "ref" in rooms.roles:
         columns["ref_logprobs"] = _forward(rooms, samples, plan, role="ref", query=Query.LOGPROB)
@@ -112,16 +116,40 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
     return samples.with_columns(columns)
 
 
+def measures_old_logprobs(config: TrainerConfig) -> bool:
+    """Whether a pass before the update measures the policy; see ``needs_old_logprobs``. A reward from teachers needs it too."""
+    is_rewarded = bool(config.teachers) and config.distillation.apply_as == "reward"
+    return is_rewarded or needs_old_logprobs(config.algorithm, config.batching)
+
+
+def ask_teachers(
+    rooms: Rooms, samples: SequenceBatch, *, rollouts: Sequence[Rollout], clock: StepClock
+) -> tuple[SequenceBatch, dict[str, float]]:
+    """Add the teachers' columns, where there are teachers."""
+    if rooms.teachers is None:
+        return samples, {}
+    with clock.phase("teacher"):
+        columns, metrics = rooms.teachers.columns(samples, routes=[rollout.prompt.route for rollout in rollouts])
+    return samples.with_columns(columns), metrics
+
+
 def can_skip_idle(config: TrainerConfig) -> bool:
     """Whether samples without an advantage add nothing to the actor's gradient, and no earlier pass fixed its micro-batches."""
     algorithm = config.algorithm
     has_other_terms = algorithm.entropy_coef != 0 or algorithm.entropy_target is not None or algorithm.kl_loss_coef > 0
-    return not has_other_terms and not needs_old_logprobs(algorithm, config.batching)
+    is_taught = bool(config.teachers) and config.distillation.apply_as == "loss"
+    return not has_other_terms and not is_taught and not measures_old_logprobs(config)
 
 
 def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query, without_adapter: bool = False) -> Tensor:
+    return forward_pass(rooms.roles[role], samples, plan, role=role, query=query, without_adapter=without_adapter)
+
+
+def forward_pass(
+    group: WorkerGroup, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query, without_adapter: bool = False
+) -> Tensor:
     """[T] answers of one role, or of the base of its adapter, over the mini-batches of the first pass."""
-    group, parts = rooms.roles[role], []
+    parts = []
     for mini_batch in plan_forward(plan):
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
         share = pack(samples, mini_batch, role)
@@ -153,11 +181,37 @@ def add_advantages(
         per_completion = sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": per_completion, "ref/kl_coef": kl.coef}
         kl = kl.updated(kl=per_completion, num_samples=samples.num_sequences)
-    added = {"advantages": estimated.advantages}
+    advantages, taught = _with_teacher_reward(rooms, samples, _over_turns(rooms, samples, estimated.advantages))
+    added = {"advantages": advantages}
     if estimated.returns is not None:
         added["returns"] = estimated.returns
     samples, corrected = _with_correction(rooms, samples.with_columns(added))
-    return samples, metrics | estimated.metrics | corrected, replace(controllers, kl=kl)
+    return samples, metrics | estimated.metrics | taught | corrected, replace(controllers, kl=kl)
+
+
+def _over_turns(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> Tensor:
+    """Advantages with the credit of earlier turns discounted, where there are several."""
+    environment = rooms.config.environment
+    if environment is None or environment.turn_discount == 1.0 or TURNS_AFTER not in samples.columns:
+        return advantages
+    return advantages * environment.turn_discount ** samples.columns[TURNS_AFTER]
+
+
+def _with_teacher_reward(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """The teachers' reward of each token added to its own advantage; in task distill it is all there is."""
+    config = rooms.config.distillation
+    if rooms.teachers is None or config.apply_as != "reward":
+        return advantages, {}
+    reward = config.coef * teacher_reward(
+        samples.columns["old_logprobs"],
+        teacher_logprobs=samples.columns[TEACHER_LOGPROBS],
+        weights=samples.columns[TEACHER_WEIGHTS],
+        loss_mask=samples.loss_mask,
+        estimator=config.kl_estimator,
+        clamp=config.clamp,
+    )
+    metrics = {"distill/reward_mean": float(reward[samples.loss_mask].mean())}
+    return (reward if rooms.config.task == "distill" else advantages + reward), metrics
 
 
 def _mismatch(samples: SequenceBatch) -> dict[str, float]:

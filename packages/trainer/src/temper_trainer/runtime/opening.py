@@ -14,6 +14,7 @@ from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
 from temper_trainer.runtime.placement import RoleRequest
+from temper_trainer.runtime.teachers import teacher_roles
 
 
 class Runtime(Protocol):
@@ -69,9 +70,12 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
 
 
 def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
-    """What every role of a run needs, the sampler as ``rollout``."""
+    """What every role of a run needs, the sampler as ``rollout``, replica R of a teacher as ``teacher.NAME.R``."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
-    if config.task == "rl":
+    if config.samples:
         requests["rollout"] = RoleRequest(num_workers=1, pool=config.rollout.pool)
+    for name, teacher in teacher_roles(config.teachers).items():
+        # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
+        requests[name] = RoleRequest(num_workers=teacher.num_workers, pool=f"{teacher.pool}/{name}")
     return requests

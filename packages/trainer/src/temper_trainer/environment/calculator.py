@@ -1,0 +1,72 @@
+"""A calculator: arithmetic on numbers, with bounds on the work that an expression can ask for."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+
+MAX_LENGTH = 200
+"""Characters of an expression."""
+MAX_EXPONENT = 1024
+"""Of a power."""
+MAX_DIGITS = 60
+"""Of an integer result."""
+
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+class CalculationError(ValueError):
+    """An expression that has no value here; the sentence is what the policy reads."""
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % ** and brackets, as text.
+
+    Raises:
+        CalculationError: it is none, is too long, divides by zero, or its value is too large.
+    """
+    text = expression.strip().replace(",", "").replace("×", "*").replace("^", "**")
+    if not text or len(text) > MAX_LENGTH:
+        raise CalculationError(f"an expression has 1 to {MAX_LENGTH} characters")
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise CalculationError("not an arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise CalculationError("division by zero") from error
+    except OverflowError as error:
+        raise CalculationError("the value is too large") from error
+    return _text(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and (abs(right) > MAX_EXPONENT or abs(left) > 10**MAX_DIGITS):
+            raise CalculationError("the value is too large")
+        found = _BINARY[type(node.op)](left, right)
+        if isinstance(found, complex) or (isinstance(found, int) and abs(found) >= 10**MAX_DIGITS):
+            raise CalculationError("the value is too large or not real")
+        return found
+    raise CalculationError("not an arithmetic expression")
+
+
+def _text(value: int | float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        raise CalculationError("the value is too large")
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.10g}"

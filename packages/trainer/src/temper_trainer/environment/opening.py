@@ -1,0 +1,45 @@
+"""From the configuration to the environment of each rollout."""
+
+import importlib
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment.protocol import MakeEnvironment
+from temper_trainer.environment.tools import ToolEnvironment, calculator_tool, python_tool
+
+BUILT_IN = ("calculator", "python")
+
+
+def environment_maker(config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase) -> MakeEnvironment:
+    """What makes one environment for each rollout.
+
+    Raises:
+        ConfigError: the name is neither built in nor an import path of a class that can be made with its arguments.
+    """
+    if config.name in BUILT_IN:
+        if config.arguments:
+            raise ConfigError(f"environment.arguments are set, but the environment {config.name} takes none: remove them.")
+        tool = calculator_tool if config.name == "calculator" else python_tool(config)
+        return lambda: ToolEnvironment(tool, config, tokenizer)
+    module, colon, name = config.name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"environment.name is {config.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
+        )
+    try:
+        found = vars(importlib.import_module(module)).get(name)
+    except ImportError as error:
+        raise ConfigError(f"environment.name names module {module!r}, which can't be imported ({error}): put it on PYTHONPATH.") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"environment.name names {name!r} in {module}, which is no class there: mend the name.")
+    maker: MakeEnvironment = lambda: found(config=config, tokenizer=tokenizer, **config.arguments)  # noqa: E731
+    try:
+        maker()
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name {config.name} can't be made with config, tokenizer and environment.arguments "
+            f"{dict(config.arguments)}: {error}."
+        ) from error
+    return maker

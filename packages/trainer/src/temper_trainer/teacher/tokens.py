@@ -1,0 +1,55 @@
+"""From the policy's token ids to a teacher's and back, where their tokenizers differ and the configuration says to map."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMap:
+    """Ids of the same token text in two vocabularies."""
+
+    forward: Mapping[int, int]
+    """From the policy's id to the teacher's."""
+    backward: Tensor
+    """[teacher's vocabulary] int64 the policy's id, or -1 where it has none."""
+
+    def to_teacher(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
+        """The teacher's ids; None where a token has none."""
+        found = [self.forward.get(token) for token in tokens]
+        return None if None in found else tuple(token for token in found if token is not None)
+
+    def to_policy(self, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """A teacher's likeliest tokens in the policy's ids; those that it lacks get id 0 and log-prob -inf."""
+        ids = self.backward[top_ids]
+        return ids.clamp(min=0), torch.where(ids >= 0, top_logprobs, -torch.inf)
+
+
+def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, may_map: bool) -> TokenMap | None:
+    """None where the vocabularies are the same; else the map between them, if that is allowed.
+
+    Raises:
+        ConfigError: they differ and mapping was not asked for, or they share no token.
+    """
+    ours, theirs = policy.get_vocab(), teacher.get_vocab()
+    if ours == theirs:
+        return None
+    shared = ours.keys() & theirs.keys()
+    moved = [token for token in sorted(shared) if ours[token] != theirs[token]]
+    if not may_map:
+        example = f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other" if moved else ""
+        raise ConfigError(
+            f"teachers.{name} has another tokenizer than the policy: {len(ours)} and {len(theirs)} tokens, {len(shared)} of them in both"
+            f"{example}. Take a teacher with the policy's tokenizer, or set distillation.tokenizer_mismatch=map."
+        )
+    if not shared:
+        raise ConfigError(f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher.")
+    backward = torch.full((max(theirs.values()) + 1,), -1, dtype=torch.int64)
+    for token in shared:
+        backward[theirs[token]] = ours[token]
+    return TokenMap(forward={ours[token]: theirs[token] for token in shared}, backward=backward)

@@ -1,0 +1,114 @@
+"""Rollouts of several turns: what is sampled is what is trained, token for token, and text is never tokenised again."""
+
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from temper_trainer.batching.samples import to_samples
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment.opening import environment_maker
+from temper_trainer.loops.turns import Conversation, Limits, converse
+from temper_trainer.rollout.scripted import ScriptedSampler
+from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
+
+WORDS = ["<eos>", "<unk>", *"0123456789", "+", "-", "*", "=", "#", "\n", " ", "12", "error", ":"]
+IDS = {word: i for i, word in enumerate(WORDS)}
+CONFIG = EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_end="", max_turns=3)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Merges 12 into one token, so that 1 and 2 sampled apart come back as another token when their text is tokenised."""
+    inner = Tokenizer(WordLevel(IDS, unk_token="<unk>"))
+    inner.pre_tokenizer = Split(Regex(r"12|error|[\s\S]"), "isolated")
+    inner.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
+
+
+class RecordingSampler(ScriptedSampler):
+    """A scripted sampler that remembers what it was asked and what it said."""
+
+    def __init__(self, turns: Sequence[Sequence[str]]) -> None:
+        self.seen: list[tuple[SamplingRequest, Completion]] = []
+        super().__init__(lambda request: [IDS[word] for word in turns[len(self.seen)]], end_token_id=0)
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        made = []
+        for request in requests:
+            made += super().sample([request])
+            self.seen.append((request, made[-1]))
+        return made
+
+
+def talk(
+    *turns: Sequence[str], limits: Limits, config: EnvironmentConfig = CONFIG
+) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
+    sampler = RecordingSampler(turns)
+    request = SamplingRequest(request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1)
+    (found,), metrics = converse(sampler, [request], make=environment_maker(config, tokenizer=tokenizer()), limits=limits)
+    return found, sampler, metrics
+
+
+LIMITS = Limits(max_turns=3, max_tokens=40, stop="=")
+
+
+def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_are_trained() -> None:
+    found, sampler, metrics = talk(("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS)
+    assert tokenizer().decode(found.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
+    rollout = Rollout(
+        prompt=Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer=""),
+        completion=found.completions[0],
+        turns=tuple(found.turns),
+        text="",
+        reward=1.0,
+        group_id=0,
+        sample_id=0,
+    )
+    samples = to_samples([rollout], temperature=1.0)
+    said = [WORDS[i] for i, is_trained in zip(samples.tokens.tolist(), samples.loss_mask.tolist(), strict=True) if is_trained]
+    assert said == [*"3*4=", "\n", *"12-2=", "\n", "#", "<eos>"]
+    assert metrics["tool/calls"] == 2.0
+    assert metrics["rollout/turns_mean"] == 3.0
+    # The comparator: the policy saw exactly the tokens that are trained on, although their text has another spelling in tokens.
+    whole = tuple(samples.tokens.tolist())
+    for request, completion in sampler.seen:
+        length = len(request.prompt_tokens)
+        assert whole[:length] == request.prompt_tokens
+        assert whole[length : length + len(completion.tokens)] == completion.tokens
+    again = tokenizer()(tokenizer().decode(whole[1:]), add_special_tokens=False)["input_ids"]
+    assert tuple(again) != whole[1:], "1 and 2 were sampled apart, and would come back as one token"
+
+
+def test_a_rollout_ends_with_its_end_token_or_without_a_call() -> None:
+    ended, _, _ = talk(("3", "<eos>"), limits=LIMITS)
+    silent, _, _ = talk(("3", "+"), limits=LIMITS)
+    assert len(ended.completions) == len(silent.completions) == 1
+
+
+def test_a_call_without_a_value_gets_an_answer_too_and_is_counted() -> None:
+    found, _, metrics = talk(("+", "="), ("\n", "<eos>"), limits=LIMITS)
+    assert metrics["tool/failed"] == 1.0
+    assert found.turns[0].observation[:2] == (IDS["error"], IDS[":"])
+
+
+def test_turns_and_tokens_are_bounded() -> None:
+    calls = [("1", "+", "1", "=")] * 9
+    assert len(talk(*calls, limits=LIMITS)[0].completions) == 3
+    # 4 tokens and an answer of 1, then 1 token of the next completion: 6 in all.
+    short, _, _ = talk(*calls, limits=Limits(max_turns=9, max_tokens=6, stop="="))
+    assert len(short.tokens) == 6
+
+
+def test_a_long_answer_is_cut_and_counted() -> None:
+    found, _, metrics = talk(
+        ("9", "*", "9", "="),
+        ("<eos>",),
+        limits=LIMITS,
+        config=EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_end="", max_turns=3, max_observation_tokens=1),
+    )
+    assert metrics["tool/cut_answers"] == 1.0
+    assert len(found.turns[0].observation) == 1

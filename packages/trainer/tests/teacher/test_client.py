@@ -1,0 +1,117 @@
+"""Routes, token maps and the client of the teachers; the spec is small."""
+
+import pickle
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import LOGPROB_AT_IDS
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
+from temper_trainer.teacher.answers import Question, TeacherAnswer, TeacherError
+from temper_trainer.teacher.balance import share_out
+from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_TOP_LOGPROBS, TEACHER_WEIGHTS, TeacherClient
+from temper_trainer.teacher.spec import MAX_PICKLED_BYTES, TeacherSpec, teacher_spec
+from temper_trainer.teacher.tokens import compare_tokenizers
+
+
+class CountingTeacher:
+    """Says that token t has log-prob -t / 10, and that the likeliest tokens are t + 1, t + 2, ...; honest but for ``forgets``."""
+
+    def __init__(self, *, forgets: int = 0) -> None:
+        self._forgets = forgets
+        self.seen: list[Question] = []
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+        del timeout_s
+        self.seen += questions
+        return [self._answer(question, top_k=top_k) for question in questions]
+
+    def _answer(self, question: Question, *, top_k: int) -> TeacherAnswer:
+        tokens = torch.tensor(question.tokens[question.first + self._forgets :])
+        named = (tokens[:, None] + torch.arange(1, top_k + 1)) if top_k else None
+        logs = None if named is None else torch.full(named.shape, -1.0)
+        return TeacherAnswer(question_id=question.question_id, logprobs=-tokens / 10.0, top_ids=named, top_logprobs=logs)
+
+    def close(self) -> None: ...
+
+
+SPEC = TeacherSpec(routes=(("m", "maths"), ("c", "code")), weights=(("maths", 1.0), ("code", 0.5)), top_k=2, timeout_s=9.0)
+
+
+def two_samples() -> SequenceBatch:
+    return from_sequences(
+        [torch.tensor([1, 2, 3]), torch.tensor([4, 5])],
+        loss_masks=[torch.tensor([False, True, True]), torch.tensor([False, True])],
+        temperature=0.7,
+    )
+
+
+def test_each_sample_is_judged_by_the_teacher_of_its_route() -> None:
+    teachers = {"maths": CountingTeacher(), "code": CountingTeacher()}
+    columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).columns(two_samples(), routes=["c", "m"])
+    assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
+    assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
+    assert columns[LOGPROB_AT_IDS].tolist() == [[0, 0], [3, 4], [4, 5], [0, 0], [6, 7]]
+    assert metrics["teacher/maths/samples"] == metrics["teacher/code/samples"] == 1.0
+    assert teachers["code"].seen[0].first == 1
+    assert teachers["code"].seen[0].temperature == pytest.approx(0.7)
+
+
+def test_a_route_without_a_teacher_is_named() -> None:
+    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()})
+    with pytest.raises(ConfigError, match=r"route 'poetry', but the teachers' routes are m, c"):
+        client.columns(two_samples(), routes=["m", "poetry"])
+
+
+def test_the_only_teacher_teaches_every_route() -> None:
+    spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=0, timeout_s=9.0)
+    columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).columns(two_samples(), routes=["", "x"])
+    assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert TEACHER_TOP_LOGPROBS not in columns
+
+
+def test_a_teacher_that_answers_too_little_is_an_error() -> None:
+    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": CountingTeacher()})
+    with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions of question 0"):
+        client.columns(two_samples(), routes=["m", "c"])
+
+
+def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
+    paths = {f"teacher_{i}": f"/models/{i}/" + "x" * 500 for i in range(32)}
+    teachers = {name: TeacherConfig(engine=FSDPConfig(model=ModelSpec(path=path))) for name, path in paths.items()}
+    assert len(pickle.dumps(teacher_spec(teachers, DistillationConfig()))) < MAX_PICKLED_BYTES < len(pickle.dumps(teachers))
+
+
+def test_questions_go_longest_first_to_the_replica_with_the_fewest_tokens() -> None:
+    questions = [Question(question_id=i, tokens=(0,) * n, first=1, temperature=1.0) for i, n in enumerate((3, 9, 4, 2))]
+    assert share_out(questions, num_replicas=2) == [[1], [2, 0, 3]]
+
+
+def tokenizer_of(*words: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])))
+
+
+def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
+    ours, theirs = tokenizer_of("a", "b", "c"), tokenizer_of("c", "a", "d")
+    assert compare_tokenizers(ours, tokenizer_of("a", "b", "c"), name="t", may_map=False) is None
+    with pytest.raises(ConfigError, match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0"):
+        compare_tokenizers(ours, theirs, name="t", may_map=False)
+    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+    assert found is not None
+    assert found.to_teacher([0, 2]) == (1, 0)
+    assert found.to_teacher([0, 1]) is None
+    ids, logs = found.to_policy(torch.tensor([[0, 2]]), torch.tensor([[-0.1, -0.2]]))
+    assert ids.tolist() == [[2, 0]]
+    assert logs.tolist() == [[pytest.approx(-0.1), -torch.inf]]
