@@ -36,9 +36,18 @@ TWO = (*teacher("adder", seed=5, route="one"), *teacher("mixer", seed=6, route="
 )
 def test_a_policy_comes_closer_to_two_teachers(run: Run, rows: Rows, tmp_path: Path, distillation: tuple[str, ...]) -> None:
     settings = tuple(f"distillation.{each}" for each in distillation)
-    run(tmp_path / "run", *SHORT, "algorithm=distill", *TWO, *settings, "run.total_steps=3", "batching.prompts_per_step=8")
+    run(
+        tmp_path / "run",
+        *SHORT,
+        "algorithm=distill",
+        *TWO,
+        *settings,
+        "run.total_steps=3",
+        "algorithm.group_size=1",
+        "batching.prompts_per_step=16",
+    )
     found = rows(tmp_path / "run")
-    assert all(row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 8.0 for row in found)
+    assert all(row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 16.0 for row in found)
     assert sum(row["teacher/adder/samples"] for row in found) * sum(row["teacher/mixer/samples"] for row in found) > 0
     if "apply_as=reward" not in distillation:
         assert found[-1]["distill/divergence"] < found[0]["distill/divergence"]

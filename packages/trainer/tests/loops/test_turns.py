@@ -96,11 +96,11 @@ def test_a_call_without_a_value_gets_an_answer_too_and_is_counted() -> None:
 
 
 def test_turns_and_tokens_are_bounded() -> None:
-    calls = [("1", "+", "1", "=")] * 9
+    calls = [("\n", "1", "+", "1", "=")] * 9
     assert len(talk(*calls, limits=LIMITS)[0].completions) == 3
-    # 4 tokens and an answer of 1, then 1 token of the next completion: 6 in all.
-    short, _, _ = talk(*calls, limits=Limits(max_turns=9, max_tokens=6, stop="="))
-    assert len(short.tokens) == 6
+    # 5 tokens and an answer of 1, then 1 token of the next completion: 7 in all.
+    short, _, _ = talk(*calls, limits=Limits(max_turns=9, max_tokens=7, stop="="))
+    assert len(short.tokens) == 7
 
 
 def test_a_long_answer_is_cut_and_counted() -> None:
