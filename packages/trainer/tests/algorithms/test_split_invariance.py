@@ -13,7 +13,7 @@ from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
 from temper_engine_api.plan import pack_rank, plan_mini_batch
-from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_engine_api.reduction import count_denominators, reduce_loss, sequence_sum
 from temper_trainer.algorithms.cispo import CispoObjective
 from temper_trainer.algorithms.combined import CombinedObjective
 from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
@@ -21,6 +21,7 @@ from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjec
 from temper_trainer.algorithms.gmpo import GmpoObjective
 from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
 from temper_trainer.algorithms.sapo import SapoObjective
 from temper_trainer.algorithms.sft_loss import SftObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
@@ -48,9 +49,13 @@ OBJECTIVES: tuple[Objective, ...] = (
     *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
     *(TopKObjective(divergence=d) for d in ("forward_kl", "jensen_shannon")),
     TopKObjective(tail=False, clamp=0.5),
+    DpoObjective(sft_coef=0.1),
+    DpoObjective(loss="ipo"),
+    RewardModelObjective(center_coef=0.1),
     CombinedObjective(parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()),
 )
-LENGTHS = (7, 2, 11, 4, 9, 3, 5)
+LENGTHS = (7, 2, 9, 4, 9, 5)
+PAIRS = (0, 0, 1, 1, 2, 2)
 
 
 def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
@@ -59,7 +64,7 @@ def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
-@pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 11), (1, 20), (2, 41), (3, 12)])
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 14), (1, 23), (2, 36), (3, 14)])
 def test_gradient_and_metrics_are_independent_of_the_split(objective: Objective, dp_size: int, max_tokens: int) -> None:
     whole, metrics = run(objective, dp_size=1, max_tokens=sum(LENGTHS))
     split, split_metrics = run(objective, dp_size=dp_size, max_tokens=max_tokens)
@@ -72,7 +77,7 @@ def run(objective: Objective, *, dp_size: int, max_tokens: int) -> tuple[Tensor,
     batch, theta = mini_batch(), torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     batch = batch.with_columns(objective.prepare(batch, seed=4))
     denominators = count_denominators(batch)
-    plan = plan_mini_batch(batch.lengths.tolist(), dp_size=dp_size, max_tokens=max_tokens)
+    plan = plan_mini_batch(batch.lengths.tolist(), dp_size=dp_size, max_tokens=max_tokens, atom_ids=batch.atom_ids.tolist())
     gradient, metrics = torch.zeros(3), []
     for rank in range(dp_size):
         share: PackedBatch = pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
@@ -88,7 +93,8 @@ def answers_of(theta: Tensor, micro: SequenceBatch) -> Answers:
     columns = {q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)}
     answers = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
     named = micro.columns["base_top"] + 0.5 * (micro.columns["features"] @ theta)[:, None]
-    return Answers(columns={**answers, Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0)})
+    scores = sequence_sum(micro.columns["base_value"] + micro.columns["features"] @ theta, micro)
+    return Answers(columns={**answers, Query.SCORE: scores, Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0)})
 
 
 def mini_batch() -> SequenceBatch:
@@ -109,5 +115,10 @@ def mini_batch() -> SequenceBatch:
     columns["features"] = 0.3 * torch.randn(total, 3, generator=draw)
     masks = [(torch.arange(n) >= 1) & (torch.arange(n) % 4 != 3) for n in LENGTHS]
     return from_sequences(
-        [torch.arange(n) for n in LENGTHS], loss_masks=masks, columns={name: column.split(LENGTHS) for name, column in columns.items()}
+        [torch.arange(n) for n in LENGTHS],
+        loss_masks=masks,
+        group_ids=PAIRS,
+        atom_ids=PAIRS,
+        columns={name: column.split(LENGTHS) for name, column in columns.items()},
+        sequence_columns={"is_chosen": torch.tensor([True, False, False, True, True, False])},
     )

@@ -1,0 +1,63 @@
+"""Losses of pairs, worked by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Aggregation, Answers, Objective, Query
+from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
+
+LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])
+"""Chosen: two tokens, sum -2, mean -1; rejected: one token, -2."""
+
+
+def pair() -> SequenceBatch:
+    return from_sequences(
+        [torch.arange(3), torch.arange(2)],
+        loss_masks=[torch.arange(3) > 0, torch.arange(2) > 0],
+        group_ids=[0, 0],
+        atom_ids=[0, 0],
+        columns={"ref_logprobs": [torch.tensor([math.nan, -1.5, -1.5]), torch.tensor([math.nan, -1.0])]},
+        sequence_columns={"is_chosen": torch.tensor([True, False])},
+    )
+
+
+def loss_of(objective: Objective, answers: Answers) -> Tensor:
+    batch = pair()
+    return reduce_loss(objective(answers, batch), batch, denominators=count_denominators(batch), aggregation=objective.aggregation)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        # h = (-2 + 3) - (-2 + 1) = 2; beta h = 1: -ln sigmoid(1) = ln(1 + e^-1) = 0.313262.
+        (DpoObjective(beta=0.5), 0.313262),
+        # 0.9 * 0.313262 + 0.1 * (1 + 0.313262) = 0.413262.
+        (DpoObjective(beta=0.5, label_smoothing=0.1), 0.413262),
+        # Means: (-1 + 1.5) - (-2 + 1) = 1.5; (1.5 - 1 / (2 * 0.5))^2 = 0.25.
+        (DpoObjective(beta=0.5, loss="ipo"), 0.25),
+        # 1 - 0.2 * 2 = 0.6.
+        (DpoObjective(beta=0.2, loss="hinge"), 0.6),
+        # Without a reference: h = -2 + 2 = 0: ln 2 = 0.693147; plus 0.1 * 1, the chosen one's mean.
+        (DpoObjective(beta=0.5, has_reference=False, sft_coef=0.1), 0.793147),
+    ],
+)
+def test_losses_of_a_pair(objective: DpoObjective, expected: float) -> None:
+    assert float(loss_of(objective, Answers(columns={Query.LOGPROB: LOGPROBS}))) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_reward_models_loss_of_a_pair() -> None:
+    # s = 1.5 and 0.5: ln(1 + e^-1) = 0.313262, plus 0.1 * (1.5 + 0.5)^2 = 0.4.
+    answers = Answers(columns={Query.SCORE: torch.tensor([1.5, 0.5])})
+    assert float(loss_of(RewardModelObjective(center_coef=0.1), answers)) == pytest.approx(0.713262, abs=1e-6)
+    assert RewardModelObjective()(answers, pair()).metrics["preference/accuracy"].result == 1.0
+
+
+def test_a_loss_of_pairs_is_a_mean_over_pairs() -> None:
+    with pytest.raises(ConfigError, match="mean over pairs"):
+        DpoObjective(aggregation=Aggregation())

@@ -1,0 +1,137 @@
+"""Tasks beside RL: preferences, reward models, conversations, streams, evaluation and generation, each as a small real run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForTokenClassification
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.loops import RunResult
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+MODEL = (
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "max_position_embeddings: 128}"
+)
+TINY = (
+    "data.tokenizer.kind=word_level",
+    f"actor.engine.model.architecture={MODEL}",
+    "actor.engine.precision.compute=fp32",
+    "actor.engine.device=cpu",
+    "actor.engine.optimizer.lr=1e-2",
+    "batching.prompts_per_step=8",
+    "run.num_threads=1",
+    "data.max_prompt_tokens=32",
+)
+CHAT = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def write(path: Path, records: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return f"data.train.paths=[{path}]"
+
+
+def pairs(tmp_path: Path) -> str:
+    """The right sum is preferred to the sum plus one."""
+    sums = [(a, b) for a in range(1, 5) for b in range(1, 5)]
+    return write(
+        tmp_path / "pairs.jsonl", [{"question": f"{a} + {b}", "chosen": f"= {a + b}", "rejected": f"= {a + b + 1}"} for a, b in sums]
+    )
+
+
+@pytest.mark.parametrize("preference", [("ref=frozen", "preference.sft_coef=0.1"), ("preference={loss: ipo, reference: none}",)])
+def test_dpo_learns_which_completion_is_preferred(run: Run, rows: Rows, tmp_path: Path, preference: tuple[str, ...]) -> None:
+    run(tmp_path / "run", "task=dpo", pairs(tmp_path), *preference, "run.total_steps=12", "run.save_model=false", base=TINY)
+    found = rows(tmp_path / "run", phase="dpo")
+    assert found[-1]["preference/margin"] > found[0]["preference/margin"]
+    if "ref=frozen" in preference:
+        assert found[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy before its first update"
+
+
+def test_a_reward_model_scores_what_is_preferred_higher_and_loads_in_transformers(run: Run, rows: Rows, tmp_path: Path) -> None:
+    result = run(
+        tmp_path / "run",
+        "task=rm",
+        pairs(tmp_path),
+        "actor.engine.model.model_type=reward_model",
+        "preference.center_coef=0.01",
+        "run.total_steps=12",
+        base=TINY,
+    )
+    found = rows(tmp_path / "run", phase="rm")
+    assert found[-1]["preference/margin"] > found[0]["preference/margin"]
+    assert AutoModelForTokenClassification.from_pretrained(result.directory / "huggingface").num_labels == 1
+
+
+def conversations(tmp_path: Path) -> str:
+    talks = [
+        [
+            {"role": "user", "content": f"say {i}"},
+            {"role": "assistant", "content": f"{i}"},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": f"{i}"},
+        ]
+        for i in range(12)
+    ]
+    return write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
+
+
+def test_every_assistant_turn_of_a_conversation_is_trained(run: Run, rows: Rows, tmp_path: Path) -> None:
+    shared = ("task=sft", conversations(tmp_path), "data.train.messages_key=messages", f"data.chat_template='{CHAT}'")
+    run(tmp_path / "all", *shared, "run.total_steps=1", "run.save_model=false", base=TINY)
+    run(tmp_path / "last", *shared, "data.train_on=last", "run.total_steps=1", "run.save_model=false", base=TINY)
+    (everything,), (last,) = (rows(tmp_path / name, phase="sft") for name in ("all", "last"))
+    assert everything["data/tokens"] == last["data/tokens"]
+    assert everything["sft/nll"] != last["sft/nll"]
+
+
+def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [{"question": f"{a} + {b}", "answer": f"= {a + b}"} for a in range(6) for b in range(6)]
+    data = write(tmp_path / "sums.jsonl", records)
+    first = run(tmp_path / "tokenizer", "task=sft", data, "run.total_steps=1", base=TINY).directory / "tokenizer"
+    streamed = (
+        "task=sft",
+        data,
+        "data.streaming=true",
+        "data.streaming_buffer=5",
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={first}",
+        "batching.tokens_per_update=80",
+        "run.save_model=false",
+    )
+    run(tmp_path / "whole", *streamed, "run.total_steps=6", base=TINY)
+    run(tmp_path / "parts", *streamed, "run.total_steps=4", base=TINY)
+    run(tmp_path / "parts", *streamed, "run.total_steps=6", "run.resume=auto", base=TINY)
+    whole = rows(tmp_path / "whole", phase="sft")
+    assert rows(tmp_path / "parts", phase="sft") == whole
+    assert all(row["data/tokens"] <= 80 for row in whole)
+    assert whole[-1]["data/epoch"] >= 1.0
+
+
+def test_a_model_is_evaluated_and_its_completions_written(run: Run, rows: Rows, tmp_path: Path) -> None:
+    data = write(tmp_path / "sums.jsonl", [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)])
+    trained = run(tmp_path / "sft", "task=sft", data, "run.total_steps=2", base=TINY).directory / "huggingface"
+    model = (f"actor.engine.model.path={trained}", data, "reward.function=exact_match", "run.num_threads=1")
+    result = run(tmp_path / "eval", "task=eval", *model, "run.eval_sampling.max_tokens=8", base=())
+    assert 0.0 <= result.evaluation["eval/greedy/reward"] <= 1.0
+    run(tmp_path / "generate", "task=generate", *model, "generate.num_completions=2", "sampling.max_tokens=8", base=())
+    lines = [json.loads(line) for line in (tmp_path / "generate" / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 12
+    assert all(len(line["tokens"][0]) == len(line["logprobs"][0]) for line in lines)
+
+
+def test_a_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:
+    data = write(tmp_path / "pairs.jsonl", [{"question": "q", "chosen": "a", "rejected": "a"}])
+    with pytest.raises(ValueError, match="are equal, which says nothing"):
+        run(tmp_path / "run", "task=dpo", data, "ref=frozen", base=TINY)
+
+
+def test_a_reference_that_nobody_reads_is_refused(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"preference\.reference is none and ref is set"):
+        run(tmp_path / "run", "task=dpo", pairs(tmp_path), "ref=frozen", "preference.reference=none", base=TINY)
