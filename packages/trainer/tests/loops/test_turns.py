@@ -49,7 +49,8 @@ def talk(
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
     sampler = RecordingSampler(turns)
     request = SamplingRequest(request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1)
-    (found,), metrics = converse(sampler, [request], make=environment_maker(config, tokenizer=tokenizer()), limits=limits)
+    prompt = Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer="")
+    (found,), metrics = converse(sampler, [request], prompts=[prompt], make=environment_maker(config, tokenizer=tokenizer()), limits=limits)
     return found, sampler, metrics
 
 

@@ -29,12 +29,8 @@ class Observation:
 class Environment(Protocol):
     """One rollout's world. Steps of different rollouts may run in different threads."""
 
-    def reset(self, prompt: Prompt) -> tuple[int, ...]:
-        """Begin.
-
-        Returns:
-            Token ids that are laid behind the prompt before the first completion, such as a list of tools; mostly none.
-        """
+    def reset(self, prompt: Prompt) -> None:
+        """Begin with this prompt, before the first completion."""
         ...
 
     def step(self, tokens: Sequence[int]) -> Observation:

@@ -31,11 +31,10 @@ class ToolEnvironment:
     said: str = ""
     """Everything decoded so far, answers included."""
 
-    def reset(self, prompt: Prompt) -> tuple[int, ...]:
-        """Nothing is added to the prompt."""
+    def reset(self, prompt: Prompt) -> None:
+        """Forget what was said."""
         del prompt
         self.said = ""
-        return ()
 
     def step(self, tokens: Sequence[int]) -> Observation:
         """The tool's answer where the completion ends in a call; else the rollout is done."""

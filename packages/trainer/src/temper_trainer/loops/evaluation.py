@@ -32,7 +32,7 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
         SamplingRequest(request_id=i, prompt_tokens=p.tokens, sampling=sampling, seed=derive_seed(run.seed, f"eval-{name}", i))
         for i, p in enumerate(prompts)
     ]
-    talks, _ = complete(rooms, requests)
+    talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)))
     rewards = [score.reward + talk.reward for score, talk in zip(scores, talks, strict=True) if score.reward is not None]

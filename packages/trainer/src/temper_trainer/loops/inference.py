@@ -63,7 +63,7 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
         )
         for i, prompt in enumerate(asked)
     ]
-    talks, metrics = complete(rooms, requests)
+    talks, metrics = complete(rooms, requests, prompts=asked)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(asked, texts, strict=True)))
     lines = [

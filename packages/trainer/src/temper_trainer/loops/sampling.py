@@ -100,7 +100,7 @@ def sample_rollouts(
             for i, prompt in enumerate(prompts)
         ]
         asked += prompts
-    talks, turn_metrics = complete(rooms, requests)
+    talks, turn_metrics = complete(rooms, requests, prompts=asked)
     completions = [completion for talk in talks for completion in talk.completions]
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     with clock.phase("reward"):

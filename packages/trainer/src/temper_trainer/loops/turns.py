@@ -10,7 +10,7 @@ from temper_trainer.environment.protocol import Environment, MakeEnvironment
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.rollout.sampler import Sampler
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, Turn
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest, Turn
 
 MAX_THREADS = 16
 """Tools that run at once."""
@@ -69,32 +69,39 @@ class Limits:
     """Text that ends a completion because a call follows from it."""
 
 
-def complete(rooms: Rooms, requests: Sequence[SamplingRequest]) -> tuple[list[Conversation], dict[str, float]]:
-    """Every request to its end: one completion, or, where the run has an environment, as many turns as it takes."""
+def complete(
+    rooms: Rooms, requests: Sequence[SamplingRequest], *, prompts: Sequence[Prompt]
+) -> tuple[list[Conversation], dict[str, float]]:
+    """Every request to its end, each with its prompt: one completion, or, where the run has an environment, as many turns as it takes."""
     config = rooms.config.environment
     if config is None or rooms.make_environment is None:
         completions = rooms.sampler.sample(requests)
         return [Conversation(request=r, environment=None, first=c) for r, c in zip(requests, completions, strict=True)], {}
     longest = config.longest(max(request.sampling.max_tokens for request in requests))
     limits = Limits(max_turns=config.max_turns, max_tokens=longest, stop=config.call_end)
-    return converse(rooms.sampler, requests, make=rooms.make_environment, limits=limits)
+    return converse(rooms.sampler, requests, prompts=prompts, make=rooms.make_environment, limits=limits)
 
 
 def converse(
-    sampler: Sampler, requests: Sequence[SamplingRequest], *, make: MakeEnvironment, limits: Limits
+    sampler: Sampler, requests: Sequence[SamplingRequest], *, prompts: Sequence[Prompt], make: MakeEnvironment, limits: Limits
 ) -> tuple[list[Conversation], dict[str, float]]:
     """Every rollout to its end, all that are open sampled together in each turn.
 
     Args:
         sampler: makes completions.
         requests: the first turn's, one for each rollout; later turns derive their seeds from these.
+        prompts: of the requests, for the environments.
         make: makes the environment of one rollout.
         limits: when a rollout ends although its environment goes on.
 
     Returns:
         Conversations in the order of the requests, and counts of turns and tool calls.
     """
-    talks = [Conversation(request=request, environment=make()) for request in requests]
+    talks = []
+    for request, prompt in zip(requests, prompts, strict=True):
+        environment = make()
+        environment.reset(prompt)
+        talks.append(Conversation(request=request, environment=environment))
     counts: dict[str, float] = {}
     for turn in range(limits.max_turns):
         open_ones = [talk for talk in talks if not talk.is_done]
