@@ -83,7 +83,7 @@ def conversations(tmp_path: Path) -> str:
 
 
 def test_every_assistant_turn_of_a_conversation_is_trained(run: Run, rows: Rows, tmp_path: Path) -> None:
-    shared = ("task=sft", conversations(tmp_path), "data.train.messages_key=messages", f"data.chat_template='{CHAT}'")
+    shared = ("task=sft", conversations(tmp_path), "data.train.messages_key=messages", f'data.chat_template="{CHAT}"')
     run(tmp_path / "all", *shared, "run.total_steps=1", "run.save_model=false", base=TINY)
     run(tmp_path / "last", *shared, "data.train_on=last", "run.total_steps=1", "run.save_model=false", base=TINY)
     (everything,), (last,) = (rows(tmp_path / name, phase="sft") for name in ("all", "last"))

@@ -132,5 +132,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_range("reward.timeout_s", self.timeout_s, above=0)
+        for name, weight in self.components.items():
+            check_range(f"reward.components.{name}", weight)
         check_range("reward.num_workers", self.num_workers, at_least=0)
         check_range("reward.max_failure_share", self.max_failure_share, at_least=0, at_most=1)

@@ -7,9 +7,7 @@ if TYPE_CHECKING:
     from temper_trainer.config.run import TrainerConfig
 
 FOLLOWING: tuple[tuple[str, Callable[["TrainerConfig"], bool]], ...] = (
-    ("algorithm.advantage gdpo", lambda config: config.algorithm.advantage == "gdpo"),
     ("algorithm.reweight", lambda config: config.algorithm.reweight is not None),
-    ("reward.components", lambda config: bool(config.reward.components)),
 )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from temper_trainer.config.shaping import ShapingConfig
+
 if TYPE_CHECKING:
     from temper_trainer.config.run import TrainerConfig
 
@@ -30,6 +32,10 @@ def task_problems(config: "TrainerConfig") -> Iterator[str]:
         yield f"rollout.sampler is {config.rollout.sampler} in task {config.task}, which samples with hf in this release: use rollout=hf."
     if config.task == "generate" and config.generate.num_completions > 1 and config.sampling.temperature == 0:
         yield "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all would be equal: raise the temperature."
+    if config.algorithm.advantage == "gdpo" and not config.reward.components:
+        yield "algorithm.advantage is gdpo, which normalises several rewards apart, but reward.components is empty: name them there."
+    if config.algorithm.advantage == "gdpo" and config.reward.shaping != ShapingConfig():
+        yield "reward.shaping has no effect with algorithm.advantage gdpo, which reads each reward as it was scored: remove it."
     yield from _data_problems(config)
     if config.teachers:
         yield from _placement_problems(config)

@@ -24,6 +24,11 @@ class Rule:
 
 RULES = (
     Rule(
+        keys=("reward.function", "reward.arguments"),
+        applies=lambda config: bool(config.reward.components),
+        reason="with reward.components, which name the functions: remove one of them",
+    ),
+    Rule(
         keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
         applies=lambda config: config.task in ("dpo", "rm"),
         reason="in tasks dpo and rm, which learn from pairs: remove it",

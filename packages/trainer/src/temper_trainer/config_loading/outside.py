@@ -9,7 +9,7 @@ from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.folder import holds_run
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
-from temper_trainer.reward.registry import resolve_reward
+from temper_trainer.reward.registry import resolve_reward, reward_parts
 
 
 def check_outside(config: TrainerConfig) -> None:
@@ -21,7 +21,8 @@ def check_outside(config: TrainerConfig) -> None:
     if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
     if config.samples:
-        resolve_reward(config.reward)
+        for part in reward_parts(config.reward):
+            resolve_reward(part)
 
 
 def _missing_data(config: TrainerConfig) -> Iterator[str]:

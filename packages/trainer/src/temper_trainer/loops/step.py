@@ -175,6 +175,8 @@ def add_advantages(
         values=columns.get("values"),
         kl=token_kl,
         kl_coef=kl.coef,
+        components=torch.tensor([rollout.components for rollout in rollouts]) if algorithm.advantage == "gdpo" else None,
+        component_weights=tuple(rooms.config.reward.components.values()),
         baselines=torch.tensor([rollout.baseline for rollout in rollouts]) if algorithm.advantage == "remax" else None,
     )
     if token_kl is not None:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError
@@ -50,6 +51,13 @@ def register_reward(name: str) -> Callable[[Function], Function]:
         return function
 
     return register
+
+
+def reward_parts(config: RewardConfig) -> list[RewardConfig]:
+    """One configuration for each reward function of a run: that of ``function``, or those of ``components``, which take no arguments."""
+    if not config.components:
+        return [config]
+    return [replace(config, function=name, arguments={}) for name in config.components]
 
 
 def resolve_reward(config: RewardConfig) -> RewardFunction:

@@ -9,7 +9,7 @@ from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import RewardConfig
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
 from temper_trainer.reward.process_scoring import ProcessScoring
-from temper_trainer.reward.registry import resolve_reward
+from temper_trainer.reward.registry import resolve_reward, reward_parts
 from temper_trainer.reward.thread_scoring import ThreadScoring
 from temper_trainer.types import Score
 
@@ -34,22 +34,25 @@ class Scorer:
             ConfigError: see resolve_reward.
         """
         self._config = config
-        self._call = Call(function=resolve_reward(config), arguments=dict(config.arguments))
-        self._scoring: _Scoring | None = None
+        self._calls = [Call(function=resolve_reward(part), arguments=dict(part.arguments)) for part in reward_parts(config)]
+        self._weights = list(config.components.values())
+        self._scorings: list[_Scoring] = []
         self._failures: Counter[FailureKind] = Counter()
 
     def __enter__(self) -> "Scorer":
         config = self._config
-        if config.num_workers:
-            self._scoring = ProcessScoring(self._call, timeout_s=config.timeout_s, num_workers=config.num_workers)
-        else:
-            self._scoring = ThreadScoring(self._call, timeout_s=config.timeout_s)
+        for call in self._calls:
+            self._scorings.append(
+                ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
+                if config.num_workers
+                else ThreadScoring(call, timeout_s=config.timeout_s)
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._scoring is not None
-        self._scoring.close()
-        self._scoring = None
+        for scoring in self._scorings:
+            scoring.close()
+        self._scorings = []
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One score per (prompt, completion text), in order.
@@ -57,18 +60,35 @@ class Scorer:
         Raises:
             RewardFailureError: a larger share of these failed than reward.max_failure_share.
         """
-        assert self._scoring is not None, "a Scorer scores inside its `with` only"
-        outcomes = self._scoring.run(items)
+        assert self._scorings, "a Scorer scores inside its `with` only"
+        by_part = [scoring.run(items) for scoring in self._scorings]
+        # The first failure of an item speaks for it.
+        outcomes = [next((each for each in of_item if each.kind is not None), of_item[0]) for of_item in zip(*by_part, strict=True)]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
         self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
         if len(failed) > self._config.max_failure_share * len(items):
             counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
             raise RewardFailureError(
-                f"{len(failed)} of {len(items)} calls of reward.function {self._config.function} failed ({counts}), more than "
+                f"{len(failed)} of {len(items)} calls of {self._name} failed ({counts}), more than "
                 f"reward.max_failure_share = {self._config.max_failure_share}. The first: {failed[0].kind}: {failed[0].message}\n"
                 f"{failed[0].trace}"
             )
-        return [outcome.as_score() for outcome in outcomes]
+        scores = [outcome.as_score() for outcome in outcomes]
+        return (
+            scores if not self._weights else [self._weighed(score, of_item) for score, of_item in zip(scores, zip(*by_part), strict=True)]
+        )
+
+    @property
+    def _name(self) -> str:
+        parts = self._config.components
+        return f"reward.components {', '.join(parts)}" if parts else f"reward.function {self._config.function}"
+
+    def _weighed(self, score: Score, outcomes: Sequence[Outcome]) -> Score:
+        """The weighted sum of an item's rewards, where none of them failed."""
+        if score.reward is None:
+            return score
+        parts = [part for outcome in outcomes if (part := outcome.as_score().reward) is not None]
+        return Score(reward=sum(w * part for w, part in zip(self._weights, parts, strict=True)), components=tuple(parts))
 
     def metrics(self) -> dict[str, float]:
         """How many calls of the last ``score`` failed, by kind."""
