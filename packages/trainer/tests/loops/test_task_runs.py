@@ -38,10 +38,10 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
 
 
 def pairs(tmp_path: Path) -> str:
-    """The right sum is preferred to the sum plus one."""
+    """A good answer is preferred to a bad one of the same sum."""
     sums = [(a, b) for a in range(1, 5) for b in range(1, 5)]
     return write(
-        tmp_path / "pairs.jsonl", [{"question": f"{a} + {b}", "chosen": f"= {a + b}", "rejected": f"= {a + b + 1}"} for a, b in sums]
+        tmp_path / "pairs.jsonl", [{"question": f"{a} + {b}", "chosen": f"{a + b} good", "rejected": f"{a + b} bad"} for a, b in sums]
     )
 
 

@@ -74,9 +74,9 @@ class Scorer:
                 f"{failed[0].trace}"
             )
         scores = [outcome.as_score() for outcome in outcomes]
-        return (
-            scores if not self._weights else [self._weighed(score, of_item) for score, of_item in zip(scores, zip(*by_part), strict=True)]
-        )
+        if not self._weights:
+            return scores
+        return [self._weighed(score, of_item) for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)]
 
     @property
     def _name(self) -> str:
