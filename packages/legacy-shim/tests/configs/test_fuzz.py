@@ -63,7 +63,7 @@ def check(tokens: list[str], entry: str, version: str | None) -> None:
     assert time.monotonic() - begin < SECONDS
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TOKENS, max_size=12), ENTRIES, RELEASES)
 def test_any_override_list_is_translated_or_refused(tokens: list[str], entry: str, version: str | None) -> None:
     check(tokens, entry, version)
@@ -96,7 +96,7 @@ def check_file(path: Path, text: str) -> None:
         return
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
 def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)

@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
+from temper_legacy_shim.configs.trees import Family, all_keys
 
 from .conftest import CONFIG
 
@@ -15,7 +17,10 @@ DOCS = Path(__file__).parents[4] / "docs/migration/config-rules.md"
 
 def example(key: str) -> str:
     """A key that a pattern matches."""
-    return key.replace("**", "any.leaf").replace("*", "any")
+    if "***" not in key and "**" in key:
+        matching = re.compile(re.escape(key).replace(r"\*\*", ".+").replace(r"\*", "[^.]+") + r"\Z")
+        return next((name for family in get_args(Family) for name in all_keys(family) if matching.match(name)), key.removesuffix(".**"))
+    return key.replace("***", "any.leaf").replace("*", "any")
 
 
 def with_keys() -> list[Rule]:
@@ -43,8 +48,6 @@ def test_ids_are_unique_and_every_row_has_a_reason() -> None:
 
 
 def test_every_key_of_every_default_tree_falls_under_a_rule() -> None:
-    from temper_legacy_shim.configs.trees import all_keys
-
     programs = {"ppo_fsdp": "ppo", "ppo_megatron": "ppo", "sft_columns": "sft1", "sft_fsdp": "sft", "sft_megatron": "sft"}
     missing = [
         (family, key)

@@ -57,7 +57,7 @@ def _manager(draft: Draft) -> None:
 
 def _overlong(draft: Draft) -> None:
     """DAPO's soft penalty of long completions."""
-    places = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer"]
+    places = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
     block = next((place for place in places if draft.switch(f"{place}.enable")), "")
     if not block:
         for place in places:

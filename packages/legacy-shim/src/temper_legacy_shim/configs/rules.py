@@ -5,8 +5,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import get_args
 
 from temper_legacy_shim.configs.translation import Disposition
+from temper_legacy_shim.configs.trees import Family, all_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,8 @@ class Rule:
     programs: tuple[str, ...]
     """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation, evaluation."""
     old: str
-    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it."""
+    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it where a release had
+    that key, ``***`` any rest: blocks whose entries went on to another library."""
     versions: str
     """Releases it is about; empty is all."""
     new: str
@@ -44,19 +47,37 @@ def rules() -> tuple[Rule, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pattern:
+    """Old keys with a wildcard."""
+
+    matches: re.Pattern[str]
+    is_open: bool
+    """Whether keys that no release had are meant too: blocks whose entries went on to another library."""
+    rule: Rule
+
+
 @cache
-def _index(program: str) -> tuple[dict[str, Rule], tuple[tuple[re.Pattern[str], Rule], ...]]:
+def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
     exact: dict[str, Rule] = {}
-    patterns: list[tuple[re.Pattern[str], Rule]] = []
+    patterns: list[_Pattern] = []
     for rule in rules():
         if program not in rule.programs:
             continue
         for key in alternatives(rule.old):
             if "*" in key:
-                patterns.append((_pattern(key), rule))
+                patterns.append(_Pattern(matches=_pattern(key), is_open="**" not in key or "***" in key, rule=rule))
             else:
                 exact.setdefault(key, rule)
     return exact, tuple(patterns)
+
+
+@cache
+def _known() -> frozenset[str]:
+    """Every key and block that a default tree ever had."""
+    leaves = {key for family in get_args(Family) for key in all_keys(family)}
+    blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
+    return frozenset(leaves | blocks)
 
 
 def find_rule(program: str, key: str) -> Rule | None:
@@ -64,7 +85,8 @@ def find_rule(program: str, key: str) -> Rule | None:
     exact, patterns = _index(program)
     if key in exact:
         return exact[key]
-    return next((rule for pattern, rule in patterns if pattern.match(key)), None)
+    is_known = key in _known()
+    return next((item.rule for item in patterns if (item.is_open or is_known) and item.matches.match(key)), None)
 
 
 def rule_named(name: str) -> Rule | None:
@@ -97,7 +119,7 @@ def alternatives(text: str) -> list[str]:
 
 def _pattern(key: str) -> re.Pattern[str]:
     """``a.**`` matches a.b and a.b.c, and a itself where it is a block that was set as a whole."""
-    text = re.escape(key).replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
+    text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
     if text.endswith("\\.\0"):
         text = text[:-3] + r"(\..+)?"
     return re.compile(text.replace("\0", ".+") + r"\Z")

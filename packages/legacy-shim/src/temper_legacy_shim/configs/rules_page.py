@@ -8,9 +8,9 @@ _HEAD = """\
 # Every rule of `temper-migrate config`
 
 Made by `python -m temper_legacy_shim.configs.rules_page` from the table that the translator uses; [the guide](config.md) says how to read
-a report. `{a,b}` is either, `*` one part of a key, `**` the rest. Programs: ppo, sft (second generation), sft1 (first), generation,
-evaluation. Numbers with `#` are pull requests of verl. A row without an old key is a value that is written out because the old default
-differs, or a finding.
+a report. `{a,b}` is either, `*` one part of a key, `**` the rest where a release had that key, `***` any rest. Programs: ppo, sft
+(second generation), sft1 (first), generation, evaluation. Numbers with `#` are pull requests of verl. A row without an old key is a value
+that is written out because the old default differs, or a finding.
 
 | rule | programs | old key | new key | what becomes of it | reason | hazard | source |
 |---|---|---|---|---|---|---|---|

@@ -13,7 +13,9 @@ def yaml_of(translation: Translation) -> str:
     rule in brackets. What a person has to decide stands at the top.
     """
     lines = [*_header(translation), "defaults:", "  - temper"]
-    lines += [f"  - override /{item.key}: {yaml_text(item.value)}  # {item.comment}" for item in translation.settings if item.is_group]
+    lines += [
+        f"  - override /{item.key}: {yaml_text(item.value)}  # {printable(item.comment)}" for item in translation.settings if item.is_group
+    ]
     lines += ["  - _self_", ""]
     lines += _block({item.key: item for item in translation.settings if not item.is_group})
     return "\n".join(lines) + "\n"
@@ -28,8 +30,13 @@ def _header(translation: Translation) -> list[str]:
     for finding in translation.findings:
         if finding.level in ("person", "hazard"):
             word = "DECIDE" if finding.level == "person" else "differs"
-            lines += [f"# {word}: {line}" for line in finding.message.splitlines()]
-    return lines
+            lines.append(f"# {word}: {finding.message}")
+    return [printable(line) for line in lines]
+
+
+def printable(text: str) -> str:
+    """On one line of a YAML file, in which control characters may not stand."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _block(settings: Mapping[str, Setting]) -> list[str]:
@@ -58,5 +65,5 @@ def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
         for depth in range(len(open_blocks), len(parts) - 1):
             lines.append(f"{'  ' * depth}{yaml_text(parts[depth])}:")
             open_blocks.append(parts[depth])
-        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(setting.value)}  # {setting.comment}")
+        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(setting.value)}  # {printable(setting.comment)}")
     return lines

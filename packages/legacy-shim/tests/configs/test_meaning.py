@@ -1,0 +1,187 @@
+"""Meaning kept: what the old run did and what the new one would do, each computed by code that knows nothing of the translator.
+
+The old side is composed by Hydra's parser and OmegaConf on the trees as they were recorded, the new side is the written YAML over the
+trainer's defaults. One table of behaviour-carrying keys; no difference is left without a reason.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from temper_legacy_shim.configs import translate
+from temper_legacy_shim.configs.our_defaults import DEFAULTS
+from temper_legacy_shim.configs.values import flatten
+from temper_legacy_shim.configs.written import yaml_of
+
+A = "actor_rollout_ref.actor"
+Old = Callable[[str], object]
+
+
+def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
+    """The value of a key as the old system had it; None where there is none."""
+    overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
+    said = [token for token in overrides if token.startswith((f"{A}.strategy=", "model_engine="))]
+    is_megatron = "megatron" in f"{row['config_name']}{said}"
+    name = f"main_ppo_{'megatron' if is_megatron else 'fsdp'}.json"
+    flat = json.loads((facts / "defaults" / str(row["tag"]) / name).read_text())["flat"]
+    tree = OmegaConf.create({})
+    for key, value in flat.items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    parser = OverridesParser.create()
+    for token in overrides:
+        if token.startswith(("-", '"', "$", "model_engine")):
+            continue
+        override = parser.parse_override(token)
+        if not override.is_delete():
+            OmegaConf.update(tree, str(override.key_or_group), override.value(), force_add=True)
+
+    def get(key: str) -> object:
+        try:
+            found = OmegaConf.select(tree, key)
+        except OmegaConfBaseException:
+            return None
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+    return get
+
+
+def number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def release(row: Mapping[str, object]) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(row["tag"]).lstrip("v").split(".")[:2])
+
+
+def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
+    """What the new run has to do, from the old one's effective values and release alone; worked out from the old code, by hand."""
+    before_4 = release(row) < (0, 4)
+    in_loss = bool(old(f"{A}.use_kl_loss"))
+    in_reward = (not in_loss) if before_4 else bool(old("algorithm.use_kl_in_reward"))
+    loss_coef = number(old(f"{A}.kl_loss_coef")) if in_loss else 0.0
+    reward_coef = number(old("algorithm.kl_ctrl.kl_coef")) if in_reward else 0.0
+    estimator = str(old("algorithm.kl_penalty") if reward_coef else old(f"{A}.kl_loss_type"))
+    prompts, mini = number(old("data.train_batch_size")), number(old(f"{A}.ppo_mini_batch_size"))
+    updates = max(1, math.ceil(prompts / mini))
+    passes = number(old(f"{A}.ppo_epochs"))
+    can_clip = updates * passes > 1 or reward_coef > 0
+    name = str(old("algorithm.adv_estimator"))
+    whole = old(f"{A}.clip_ratio")
+    low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
+    is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
+    samples = bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
+    rank = int(number(old("actor_rollout_ref.model.lora_rank") or 0))
+    warmup = old(f"{A}.optim.lr_warmup_steps")
+    found = {
+        "algorithm.group_size": old("actor_rollout_ref.rollout.n"),
+        "algorithm.advantage": "dr_grpo" if name == "grpo" and old("algorithm.norm_adv_by_std_in_grpo") is False else name,
+        "algorithm.kl_loss_coef": loss_coef,
+        "algorithm.kl_reward_coef": reward_coef,
+        "algorithm.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator) if loss_coef or reward_coef else "k3",
+        "algorithm.clip_low": (low if low is not None else whole) if can_clip else 0.2,
+        "algorithm.clip_high": (high if high is not None else whole) if can_clip else 0.2,
+        "algorithm.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
+        "algorithm.entropy_coef": old(f"{A}.entropy_coeff"),
+        "algorithm.aggregation": {None: "token_mean", "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean_token_mean"}.get(
+            old(f"{A}.loss_agg_mode"),  # type: ignore[arg-type]
+            "sequence_mean_token_sum",
+        ),
+        "batching.prompts_per_step": prompts,
+        "batching.num_mini_batches": updates,
+        "batching.num_passes": passes,
+        "sampling.temperature": old("actor_rollout_ref.rollout.temperature"),
+        "sampling.top_p": old("actor_rollout_ref.rollout.top_p"),
+        "sampling.top_k": max(0, int(number(old("actor_rollout_ref.rollout.top_k")))),
+        "sampling.max_tokens": old("data.max_response_length"),
+        "data.max_prompt_tokens": old("data.max_prompt_length"),
+        "actor.engine.optimizer.lr": old(f"{A}.optim.lr"),
+        "actor.engine.schedule.warmup_steps": max(0, int(number(warmup))) if warmup is not None else 0,
+        "actor.engine.schedule.advance": "rl_step",
+        "actor.engine.lora.rank": rank,
+        "run.eval_sampling.temperature": number(old("actor_rollout_ref.rollout.val_kwargs.temperature")) if samples else 0.0,
+        "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
+    }
+    decay = old(f"{A}.optim.weight_decay")
+    found["actor.engine.optimizer.weight_decay"] = 0.01 if decay is None else decay
+    if rank:
+        found["actor.engine.lora.alpha"] = old("actor_rollout_ref.model.lora_alpha")
+    if name == "gae":
+        found |= {
+            "algorithm.gamma": old("algorithm.gamma"),
+            "algorithm.gae_lambda": old("algorithm.lam"),
+            "algorithm.value_clip": old("critic.cliprange_value"),
+            "algorithm.whiten_advantages": True,
+            "critic.engine.optimizer.lr": old("critic.optim.lr"),
+        }
+    return found
+
+
+REASONS = {
+    "run.eval_sampling.temperature": "without held-out prompts nothing is evaluated, so nothing is written",
+    "algorithm.dual_clip": "losses other than vanilla have none",
+}
+"""The differences that are explained."""
+
+
+def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
+    if key == "run.eval_sampling.temperature":
+        return "data.eval.paths" not in new
+    return key == "algorithm.dual_clip" and new.get("algorithm.policy_loss", "ppo") != "ppo"
+
+
+def comparable(row: Mapping[str, object]) -> bool:
+    """A core trainer's run whose values the shell knew."""
+    return row["entry"] == "verl.trainer.main_ppo" and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
+
+
+def differences(facts: Path, row: Mapping[str, object]) -> tuple[int, dict[str, tuple[object, object]]]:
+    """Keys that were compared, and those with a difference that nothing explains."""
+    old = old_effective(facts, row)
+    translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    expected = expectations(old, row)
+    found = {
+        key: (value, new.get(key))
+        for key, value in expected.items()
+        if new.get(key) != value and not is_explained(key, old, new) and value is not None
+    }
+    return len(expected), found
+
+
+def compare(facts: Path, rows: list[dict[str, object]]) -> tuple[int, int, dict[str, dict[str, tuple[object, object]]]]:
+    compared, keys, wrong = 0, 0, {}
+    for row in rows:
+        translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+        if any(finding.level == "person" for finding in translation.findings):
+            continue
+        try:
+            count, found = differences(facts, row)
+        except HydraException:
+            continue
+        compared, keys = compared + 1, keys + count
+        if found:
+            wrong[f"{row['tag']} {row['path']}"] = found
+    return compared, keys, wrong
+
+
+def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
+    rows = [row for row in invocations if comparable(row)]
+    compared, keys, wrong = compare(facts, rows[::29])
+    assert wrong == {}
+    assert compared >= 12
+    assert keys >= 12 * 24
+
+
+@pytest.mark.nightly
+def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
+    compared, _, wrong = compare(facts, [row for row in invocations if comparable(row)])
+    assert wrong == {}
+    assert compared >= 60

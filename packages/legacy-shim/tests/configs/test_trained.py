@@ -1,0 +1,148 @@
+"""Translated configurations that really train: a few steps of a tiny model, on data in the old columns."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("temper_trainer", reason="needs temper-trainer and temper-engine-fsdp")
+
+import pyarrow as pa
+from pyarrow import parquet
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from temper_legacy_shim.configs import Outcome, translate
+from temper_legacy_shim.configs.written import yaml_of
+from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.loops import train
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+HERE = ("actor.engine.device=cpu", "actor.engine.precision.compute=fp32", "run.num_threads=1", "rollout.dtype=fp32", "run.table_every=0")
+"""What this machine needs beside the translation: a CPU. Later files win, as a user's own settings would."""
+HERE_SFT = HERE[:3]
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "grpo": ("v0.7.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=2")),
+    "dr_grpo": ("v0.6.1", ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False", "actor_rollout_ref.rollout.n=2")),
+    "rloo": ("v0.4.1", ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2")),
+    "reinforce": ("v0.5.0", ("algorithm.adv_estimator=reinforce_plus_plus",)),
+    "ppo": ("v0.4.0", ("algorithm.adv_estimator=gae", "critic.model.path={model}", "critic.optim.lr=1e-4")),
+    "kl_in_reward": ("v0.3.0.post1", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")),
+    "fsdp2": ("v0.8.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.rollout.n=2")),
+    "lora": ("v0.6.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.n=2")),
+    "cosine": (
+        "v0.7.1",
+        (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
+        ),
+    ),
+}
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if name != "grpo"]
+
+
+@pytest.fixture(scope="module")
+def old_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts in the old columns, and a reward file of the old signature."""
+    folder = tmp_path_factory.mktemp("old")
+    texts = ["user assistant add 1 2 3 4 5 6 7 8 9 0 and #### ?"]
+    tokenizer = build_tokenizer(TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=folder / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"add {i} and {j} ?"}],
+            "reward_model": {"style": "rule", "ground_truth": str((i + j) % 10)},
+            "extra_info": {"index": i, "question": f"add {i} and {j} ?", "answer": f"#### {(i + j) % 10}"},
+        }
+        for i in range(4)
+        for j in range(3)
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'sums' and 'index' in extra_info\n"
+        "    return {'score': float(sum(c.isdigit() for c in solution_str)) / (1 + len(solution_str))}\n"
+    )
+    return folder
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_translated(overrides: list[str], *, version: str, entry: str, here: tuple[str, ...], folder: Path) -> list[dict[str, float]]:
+    """Translate, write, load with what this machine needs, train; the logged rows."""
+    translation = translate(overrides, version=version, entry=entry)
+    assert translation.outcome is not Outcome.PERSON, [f.message for f in translation.findings if f.level == "person"]
+    (folder / "old.yaml").write_text(yaml_of(translation))
+    loaded = load([*here, f"run.dir={folder / 'run'}"], config_dir=str(folder), config_name="old")
+    train(loaded.config, digest=loaded.digest, write_config=lambda place: write_resolved(loaded, place))
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize("kind", ["grpo", *NIGHTLY])
+def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path) -> None:
+    version, extra = KINDS[kind]
+    overrides = [
+        f"data.train_files={old_project / 'train.parquet'}",
+        f"actor_rollout_ref.model.path={old_project / 'model'}",
+        "actor_rollout_ref.rollout.name=hf",
+        f"custom_reward_function.path={old_project / 'reward.py'}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "data.max_prompt_length=16",
+        "data.max_response_length=6",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_epochs=1",
+        "trainer.logger=[console]",
+        "trainer.test_freq=-1",
+        "trainer.resume_mode=disable",
+        *(item.format(model=old_project / "model") for item in extra),
+        f"{'' if version >= 'v0.4' else '+'}trainer.val_before_train=False",
+    ]
+    rows = train_translated(overrides, version=version, entry="verl.trainer.main_ppo", here=HERE, folder=tmp_path)
+    assert [row["step"] for row in rows if row["phase"] == "rl"] == [1, 2, 3]  # one pass of 12 prompts in steps of 4
+    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in rows)
+
+
+def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) -> None:
+    overrides = [
+        f"data.train_files={old_project / 'train.parquet'}",
+        f"model.partial_pretrain={old_project / 'model'}",
+        "data.prompt_key=extra_info",
+        "data.response_key=extra_info",
+        "+data.prompt_dict_keys=['question']",
+        "+data.response_dict_keys=['answer']",
+        "data.train_batch_size=4",
+        "data.micro_batch_size_per_gpu=2",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.total_epochs=2",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+    ]
+    rows = train_translated(overrides, version="v0.6.1", entry="verl.trainer.fsdp_sft_trainer", here=HERE_SFT, folder=tmp_path)
+    assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2, 3, 4, 5, 6]
+    loss = [row["actor/loss"] for row in rows if row["phase"] == "sft"]
+    assert loss[-1] < loss[0]
