@@ -132,7 +132,7 @@ def test_nothing_stays_on_the_device_between_contexts_where_everything_is_offloa
 
 
 def test_an_optimizer_that_never_leaves_the_host_is_refused(config):
-    with pytest.raises(CapabilityError, match="use residency.offload_optimizer"):
+    with pytest.raises(CapabilityError, match=r"use residency\.offload_optimizer"):
         MegatronEngine(replace(config, residency=ResidencySpec(optimizer_on_cpu=True))).init_model()
     assert not torch.distributed.is_initialized()
 
