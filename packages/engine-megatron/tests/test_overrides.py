@@ -36,13 +36,13 @@ def test_recomputation_is_said_once(config):
 def test_what_is_given_reaches_megatron(start):
     engine = start(
         override_transformer_config={"bias_activation_fusion": True, "recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-        override_ddp_config={"bucket_size": 123},
+        override_ddp_config={"pad_buckets_for_high_nccl_busbw": True},
         override_optimizer_config={"log_num_zeros_in_grad": True},
     )
     chunks = engine._parts.runner._chunks
     assert chunks.settings.bias_activation_fusion
     assert chunks.settings.recompute_modules == ["mlp"]
-    assert chunks.wrapped[0].ddp_config.bucket_size == 123
+    assert chunks.wrapped[0].ddp_config.pad_buckets_for_high_nccl_busbw
     assert engine._parts.optimizer._chain.config.log_num_zeros_in_grad
 
 

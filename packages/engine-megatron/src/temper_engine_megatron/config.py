@@ -51,7 +51,7 @@ class MegatronConfig(EngineConfig):
     """Fields of megatron-core's TransformerConfig by name, such as ``bias_activation_fusion: true``; those that a field of this
     configuration or the model decides are refused, and so are names that it does not have."""
     override_ddp_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
-    """The same of DistributedDataParallelConfig, such as ``bucket_size``."""
+    """The same of DistributedDataParallelConfig, such as ``pad_buckets_for_high_nccl_busbw``."""
     override_optimizer_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
     """The same of OptimizerConfig, such as ``decoupled_weight_decay``."""
 

@@ -55,7 +55,14 @@ _DECIDED = frozenset(
     {
         # The engine reduces gradients itself, once per update, and skips what is not finite.
         *("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-        *("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "check_for_nan_in_grad", "check_for_large_grads"),
+        *(
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "bucket_size",
+            "average_in_collective",
+            "check_for_nan_in_grad",
+            "check_for_large_grads",
+        ),
         *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
         # Micro-batches differ in length, and stages tell each other theirs.
         *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype", "autocast_dtype", "enable_autocast"),
