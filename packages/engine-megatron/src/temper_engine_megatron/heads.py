@@ -37,6 +37,8 @@ class Head:
     """Positions whose logits are held at once."""
     is_compiled: bool
     """Whether passes over logits are compiled."""
+    fills_chunks: bool
+    """See HeadShare."""
     tp: dist.ProcessGroup = field(repr=False)
     """Ranks that the vocabulary is split over."""
     cp: dist.ProcessGroup = field(repr=False)
@@ -92,6 +94,7 @@ class Head:
                 chunk=self.chunk,
                 wants_entropy=Query.ENTROPY in queries,
                 is_compiled=self.is_compiled,
+                fills_chunks=self.fills_chunks,
             ),
         )
         return {

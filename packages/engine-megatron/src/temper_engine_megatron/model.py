@@ -309,6 +309,7 @@ def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, m
         vocabulary=vocabulary,
         chunk=config.head_chunk_tokens,
         is_compiled=config.compile_head,
+        fills_chunks=config.deterministic,
         tp=membership.tp,
         cp=membership.cp,
     )
