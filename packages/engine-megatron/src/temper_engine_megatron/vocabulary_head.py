@@ -11,7 +11,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -51,9 +50,6 @@ class HeadShare:
     """Whether the entropy is computed."""
     is_compiled: bool = False
     """Whether each pass over logits is one compiled kernel."""
-    fills_chunks: bool = False
-    """Whether every product has a whole chunk of rows, so that a position has the same bits however many others are asked; a GPU chooses
-    its kernel by the number of rows."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Over all shares, in place."""
@@ -97,7 +93,7 @@ class _Answers(torch.autograd.Function):
         logprobs = heat.new_zeros(chosen.shape)
         logsumexp, entropy = heat.new_zeros(size), heat.new_zeros(size)
         for rows in share.chunks(size):
-            logits = _logits(hidden[rows], words, share)
+            logits = project(hidden[rows], words)
             logsumexp[rows], found = _normaliser_and_entropy(logits, heat[rows], share)
             logprobs[rows] = _at(logits, chosen[rows], share) / heat[rows] - logsumexp[rows, None]
             if share.wants_entropy:
@@ -118,7 +114,7 @@ class _Answers(torch.autograd.Function):
         # Every log-prob pushes all of p down, the normaliser pulls it up.
         pull = grad_logsumexp - grad_logprobs.sum(1)
         for rows in share.chunks(hidden.shape[0]):
-            grad = _logits(hidden[rows], words, share)
+            grad = project(hidden[rows], words)
             columns = (heat[rows, 0], logsumexp[rows], pull[rows], chosen[rows, 0] - share.first, grad_logprobs[rows, 0], entropy[rows])
             slope = grad_entropy[rows] if share.wants_entropy else None
             _kernel(_into_gradient, share)(grad, *columns, slope)
@@ -128,14 +124,6 @@ class _Answers(torch.autograd.Function):
             grad_hidden[rows] = (grad @ words).float()
             grad_weight[: share.size] += (grad.t() @ hidden[rows]).float()
         return share.sum(grad_hidden).to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
-
-
-def _logits(hidden: Tensor, words: Tensor, share: HeadShare) -> Tensor:
-    """[C, V / ranks] in the compute dtype, without temperature."""
-    size = hidden.shape[0]
-    if not share.fills_chunks or size == share.chunk:
-        return project(hidden, words)
-    return project(functional.pad(hidden, (0, 0, 0, share.chunk - size)), words)[:size]
 
 
 @cache

@@ -6,11 +6,12 @@ the row's further fields from ``prompt.extra``, which the translated ``data.trai
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 from temper_legacy_shim.errors import UsageError
 
@@ -62,17 +63,15 @@ def from_file(prompt: ScoredPrompt, text: str, /, *, path: str, name: str = "com
 def by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
     """Score as the old default did: by the row's ``data_source``.
 
-    GSM8K by the number after ``####`` (1 or 0); mathematics by math-verify, which accepts a few spellings that the old comparison of texts
-    did not; DAPO's data by the same with -1 for a wrong answer.
+    GSM8K by the last number after ``#### `` among the last 300 characters, compared as text without commas (1 or 0); mathematics by
+    math-verify, which accepts a few spellings that the old comparison of texts did not; DAPO's data by the same with -1 for a wrong answer.
 
     Raises:
         UsageError: a source that was scored by code of its own; name a reward function for it.
     """
     source = str(prompt.extra.get(SOURCE) or "")
     if source == "openai/gsm8k":
-        from temper_trainer.reward.gsm8k import gsm8k_strict
-
-        return gsm8k_strict(prompt, text)  # type: ignore[arg-type]
+        return _gsm8k(prompt.answer, text)
     if source in _MATHS or source.startswith(_MATHS_BEGIN):
         return _maths(prompt, text)
     if source == "math_dapo" or source.startswith("aime"):
@@ -91,6 +90,12 @@ _MATHS = (
     "math_dapo_reasoning",
 )
 _MATHS_BEGIN = ("numina_",)
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def _gsm8k(answer: str, text: str) -> float:
+    found = _GSM8K_ANSWER.findall(text[-300:])
+    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == answer.rpartition("####")[2].strip())
 
 
 def _maths(prompt: ScoredPrompt, text: str) -> float:
@@ -119,6 +124,6 @@ def _function(path: str, name: str) -> Callable[..., object]:
 
 def _score(found: object, *, what: str) -> float:
     value = found.get("score") if isinstance(found, Mapping) else found
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, SupportsFloat):
         raise UsageError(f"{what} returned {found!r:.80}, but a number, or a mapping with a number under score, is expected.")
     return float(value)

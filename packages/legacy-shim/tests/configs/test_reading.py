@@ -16,8 +16,8 @@ from temper_legacy_shim.errors import UsageError
 
 from .conftest import translated
 
-MISSING = ("tool_config", "inference.name", "precision_debugger.config_path", "precision_debugger.stages")
-"""Interpolations of a value that must be given (???), of a block as a whole, or of one within another; no rule reads them."""
+MISSING = ("tool_config", "inference.name")
+"""Interpolations of a value that must be given (???), or of a block as a whole; no rule reads them."""
 FILES = {
     "ppo_fsdp": "main_ppo_fsdp",
     "ppo_megatron": "main_ppo_megatron",
@@ -101,3 +101,17 @@ def test_versions_in_all_their_spellings(text: str, expected: str) -> None:
 def test_what_is_no_known_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         known_version(text)
+
+
+def test_a_block_given_as_a_whole_goes_by_the_rules_of_its_keys() -> None:
+    found = translated("v0.7.0", "actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.1}", "~critic.optim", "critic=null")
+    block, deleted, taken = found.tokens[-3:]
+    assert (block.disposition, block.new_keys) == ("mapped", ("actor.engine.optimizer.lr", "actor.engine.optimizer.weight_decay"))
+    assert deleted.disposition == taken.disposition == "dropped"
+    assert found.unmapped == {}
+
+
+def test_a_forks_key_in_a_block_that_we_know_is_still_unmapped() -> None:
+    found = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
+    assert [token.disposition for token in found.tokens[-3:]] == ["unmapped"] * 3
+    assert found.unmapped == {"reward_model.my_fork.thing": 2, "actor_rollout_ref.actor.my_loss_weight": 0.1, "trainer.mine.a": 1}

@@ -46,8 +46,7 @@ class Fleet:
     ) -> None:
         self._num_processes = num_processes
         self._folder = folder
-        self.device: Literal["cpu", "cuda"] = device
-        """Where engines compute."""
+        self._device: Literal["cpu", "cuda"] = device
         self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
@@ -76,7 +75,7 @@ class Fleet:
             engine=engine,
             layout=layout,
             rendezvous=self._rendezvous_of(layout),
-            device=self.device,
+            device=self._device,
             job=name,
             arguments=arguments,
         )

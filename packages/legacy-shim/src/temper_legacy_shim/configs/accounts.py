@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.overrides import Override
 from temper_legacy_shim.configs.programs import GROUPS, Program
-from temper_legacy_shim.configs.rules import Rule, find_rule
+from temper_legacy_shim.configs.rules import Rule, find_rule, is_block
 from temper_legacy_shim.configs.translation import Disposition, TokenReport
+from temper_legacy_shim.configs.values import flatten
 
 _CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
 
@@ -29,6 +30,8 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
     rule = find_rule(program, token.key)
     if token.key in GROUPS and rule is not None:
         return _made(token, rule.disposition, rule.reason, rule, new_keys=("model_engine",))
+    if rule is None and (isinstance(token.value, dict) or is_block(token.key)):
+        return _block(draft, token, program=program, new_keys=new_keys)
     if rule is None:
         return _made(token, "unmapped", "a key of no release: a fork's own, or a slip. Nothing was guessed.", None)
     asked = next((f for f in draft.findings if f.level == "person" and token.key in f.old_keys and f.rule != "unmapped"), None)
@@ -44,6 +47,19 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
     if rule.disposition in _CARRYING:
         return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
     return _made(token, rule.disposition, rule.reason, rule)
+
+
+def _block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
+    """A block that was given, or taken away, as a whole: by the rules of its keys."""
+    leaves = flatten(token.value, f"{token.key}.") if isinstance(token.value, dict) else {}
+    found = [find_rule(program, key) for key in leaves]
+    if leaves and any(rule is None for rule in found):
+        return _made(token, "unmapped", "a block with keys of no release: a fork's own. They were not guessed.", None, new_keys=new_keys)
+    if new_keys:
+        names = ", ".join(dict.fromkeys(rule.id for rule in found if rule is not None))
+        return _made(token, "mapped", f"A block given as a whole, by the rules {names}.", found[0] if found else None, new_keys=new_keys)
+    what = "given as a whole; none of its keys has an effect here" if leaves else "taken away as a whole: its keys had no value"
+    return _made(token, "dropped", f"A block {what}.", found[0] if found else None)
 
 
 def _spoken(draft: Draft, key: str) -> str | None:

@@ -155,7 +155,7 @@ def _delete(old: OldConfig, override: Override) -> None:
 def _complaint(old: OldConfig, override: Override) -> str | None:
     """Why Hydra's struct mode refuses it, or None."""
     key = override.key
-    if override.prefix == "++" or "@" in key or "/" in key:
+    if override.prefix == "++" or "@" in key or "/" in key or key.startswith("hydra."):
         return None
     is_there = old.has(key)
     if override.prefix == "+":

@@ -2,7 +2,6 @@
 
 from temper_legacy_shim.configs.data import put_source
 from temper_legacy_shim.configs.draft import Draft
-from temper_legacy_shim.configs.roles import world_size
 from temper_legacy_shim.configs.run_length import build_runtime
 
 
@@ -35,17 +34,18 @@ def _sampling(draft: Draft, block: str) -> None:
     count = "data.n_samples" if draft.old.has("data.n_samples") else f"{block}.n"
     draft.put("generate.num_completions", max(1, draft.integer(count) or 1), rule="gen-samples", old=[count], verbatim=True)
     name = draft.text(f"{block}.name") or "vllm"
-    if name == "hf":
-        draft.put("rollout", "hf", rule="rollout-name", old=[f"{block}.name"], group=True)
-        return
-    draft.put("rollout", "vllm", rule="rollout-name", old=[f"{block}.name"], group=True)
-    size = draft.integer(f"{block}.tensor_model_parallel_size") or 1
-    draft.put("rollout.vllm.tensor_parallel_size", size, rule="rollout-tp", old=[f"{block}.tensor_model_parallel_size"], verbatim=True)
-    draft.copy("rollout.vllm.gpu_memory_utilization", f"{block}.gpu_memory_utilization", rule="rollout-memory", expected="number")
-    draft.put("rollout.dtype", "bf16", rule="rollout-dtype", old=[f"{block}.dtype"])
-    world = world_size(draft)
-    if world is not None and world // size > 1:
-        draft.put("rollout.num_replicas", world // size, rule="rollout-replicas", old=["trainer.nnodes", "trainer.n_gpus_per_node"])
+    draft.put("rollout", "hf", rule="rollout-name", old=[f"{block}.name"], group=True)
+    if name != "hf":
+        draft.find(
+            "hazard",
+            "gen-sampler",
+            f"{block}.name is {name}: task generate samples with transformers in this release (rollout=hf), which draws other tokens from "
+            "the same weights, and slower.",
+            f"{block}.name",
+        )
+    if draft.number(f"{block}.temperature") == 0:
+        for key in (f"{block}.top_p", f"{block}.top_k"):
+            draft.say(key, "greedy completions are not drawn")
 
 
 def _output(draft: Draft) -> None:

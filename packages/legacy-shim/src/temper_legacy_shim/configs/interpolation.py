@@ -1,12 +1,11 @@
 """OmegaConf's interpolations over a flat tree: ``${a.b}``, ``${.sibling}``, ``${oc.select:a.b,default}``, ``${oc.env:NAME,default}``."""
 
-import re
 from collections.abc import Mapping
 
 from temper_legacy_shim.configs.values import Plain, parse_value
 
 _MAX_DEPTH = 20
-_INNERMOST = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
+_MAX_LENGTH = 100_000
 
 
 class Unresolved:
@@ -35,33 +34,51 @@ def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -
 
 
 def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
-    match = _INNERMOST.search(value)
-    while match is not None:
-        found = _lookup(match[1], key, tree, depth)
-        if found is UNRESOLVED:
-            match = _INNERMOST.search(value, match.end())
-            continue
-        if match.span() == (0, len(value)):
-            assert not isinstance(found, Unresolved)
+    """A text with its interpolations, outermost first: a default is looked at only where it is needed."""
+    parts: list[str] = []
+    at = 0
+    while (begin := value.find("${", at)) >= 0:
+        end = _closing(value, begin)
+        if end < 0:
+            break
+        found = _lookup(value[begin + 2 : end], key, tree, depth)
+        if begin == 0 and end == len(value) - 1 and not isinstance(found, Unresolved):
             return found
-        value = value[: match.start()] + str(found) + value[match.end() :]
-        if len(value) > 100_000:
-            return value
-        match = _INNERMOST.search(value)
-    return value
+        text = value[begin : end + 1] if isinstance(found, Unresolved) else "null" if found is None else str(found)
+        parts += [value[at:begin], text]
+        at = end + 1
+        if sum(map(len, parts)) > _MAX_LENGTH:
+            break
+    return "".join([*parts, value[at:]])
+
+
+def _closing(value: str, begin: int) -> int:
+    """Where the brace closes that opens at begin; -1 where none does."""
+    depth = 0
+    for at in range(begin, len(value)):
+        depth += (value[at] == "{") - (value[at] == "}")
+        if depth == 0 and value[at] == "}":
+            return at
+    return -1
 
 
 def _lookup(inner: str, key: str, tree: Mapping[str, Plain], depth: int) -> "Plain | Unresolved":
     name, colon, rest = inner.partition(":")
     if not colon:
-        return _node(inner.strip(), key, tree, depth)
+        return _node(_name(inner, key, tree, depth), key, tree, depth)
     target, comma, default = rest.partition(",")
     if name.strip() == "oc.select":
-        found = _node(target.strip(), key, tree, depth)
-        if found is UNRESOLVED or found is None:
-            return parse_value(default.strip())[0] if comma else None
-        return found
+        found = _node(_name(target, key, tree, depth), key, tree, depth)
+        if found is not UNRESOLVED and found is not None:
+            return found
+        if not comma:
+            return None
+        return resolve(default.strip(), key, tree, depth + 1) if "${" in default else parse_value(default.strip())[0]
     return UNRESOLVED
+
+
+def _name(text: str, key: str, tree: Mapping[str, Plain], depth: int) -> str:
+    return str(resolve(text.strip(), key, tree, depth + 1))
 
 
 def _node(target: str, key: str, tree: Mapping[str, Plain], depth: int) -> "Plain | Unresolved":

@@ -59,6 +59,8 @@ _MEGATRON: dict[str, Plain] = {
     "pipeline_parallel": 1,
     "virtual_pipeline": None,
     "context_parallel": 1,
+    "expert_parallel": 1,
+    "expert_tensor_parallel": None,
     "distributed_optimizer": False,
 }
 _ROLES = ("actor", "critic", "ref")

@@ -8,6 +8,7 @@ from temper_legacy_shim.configs.rl_facts import (
     kl_in_loss,
     needs_critic,
     needs_ref,
+    only_distills,
     updates_per_step,
 )
 
@@ -65,6 +66,13 @@ def build_algorithm(draft: Draft) -> None:
 def _advantage(draft: Draft) -> str:
     old, key = advantage(draft), "algorithm.adv_estimator"
     n = completions_per_prompt(draft)
+    if only_distills(draft):
+        reason = "only teachers say what is better (use_task_rewards is false), so no advantage is estimated from rewards"
+        draft.say(key, reason)
+        draft.say("algorithm.norm_adv_by_std_in_grpo", reason)
+        draft.put("algorithm.advantage", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
+        draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n"], verbatim=True)
+        return "distill"
     ours = _ADVANTAGES.get(old)
     if ours is None:
         draft.find("person", "advantage", f"{key} is {old}, which is no estimator of ours ({', '.join(_ADVANTAGES)}): choose one.", key)

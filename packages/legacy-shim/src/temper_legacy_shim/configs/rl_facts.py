@@ -13,6 +13,8 @@ def advantage(draft: Draft) -> str:
 
 def needs_critic(draft: Draft) -> bool:
     """Whether the old trainer built a critic: for gae, unless critic.enable says otherwise."""
+    if only_distills(draft):
+        return False
     said = draft.old.get("critic.enable")
     if isinstance(said, bool):
         return said
@@ -38,6 +40,11 @@ def is_one_step_off(draft: Draft) -> bool:
 def is_dapo(draft: Draft) -> bool:
     """Whether it is the trainer of DAPO's recipe, or one that filters groups."""
     return "dapo" in draft.old.entry or "entropy" in draft.old.entry
+
+
+def only_distills(draft: Draft) -> bool:
+    """Whether teachers alone said what is better, and no reward."""
+    return draft.switch("distillation.enabled") and not draft.switch("distillation.distillation_loss.use_task_rewards")
 
 
 def filters_groups(draft: Draft) -> bool:

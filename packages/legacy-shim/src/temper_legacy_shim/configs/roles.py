@@ -328,10 +328,23 @@ def _megatron(draft: Draft, role: OldRole) -> None:
     is_sequence = tensor > 1 and (draft.switch(f"{block}.sequence_parallel") or not draft.old.has(f"{block}.sequence_parallel"))
     if is_sequence:
         draft.put(f"{engine}.sequence_parallel", True, rule="megatron-sequence-parallel", old=[f"{block}.sequence_parallel"])
+    _experts(draft, role)
     if role.is_trained:
         distributed = f"{block}.use_distributed_optimizer"
         on = draft.switch(distributed) or not draft.old.has(distributed)
         draft.put(f"{engine}.distributed_optimizer", on, rule="distributed-optimizer", old=[distributed])
+
+
+def _experts(draft: Draft, role: OldRole) -> None:
+    """Ranks that share the experts; the size of one expert's split means something only where there are some."""
+    key, split = f"{role.megatron}.expert_model_parallel_size", f"{role.megatron}.expert_tensor_parallel_size"
+    size = draft.integer(key) or 1
+    draft.put(f"{role.engine}.expert_parallel", size, rule="expert-parallel", old=[key], verbatim=True)
+    if size == 1:
+        draft.say(split, "experts are not divided over ranks, so that it follows tensor_parallel")
+        return
+    if draft.text(split) not in ("", "None"):
+        draft.put(f"{role.engine}.expert_tensor_parallel", draft.integer(split), rule="expert-parallel", old=[split], verbatim=True)
 
 
 def _workers(draft: Draft, role: OldRole) -> None:

@@ -92,7 +92,25 @@ def _server(draft: Draft) -> None:
             *old,
         )
     draft.put("rollout", "vllm", rule="rollout-name", old=old, group=True)
+    _refuse_truncated(draft)
     _vllm(draft)
+
+
+def _refuse_truncated(draft: Draft) -> None:
+    """A temperature together with truncation: the server's log-probs are not those of the distribution that was drawn from."""
+    temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
+    top_k = draft.integer(f"{BLOCK}.top_k") or 0
+    if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
+        return
+    draft.find(
+        "person",
+        "truncated-sampling",
+        f"{BLOCK}.temperature is {temperature} together with top_p {top_p} and top_k {top_k}: vLLM's log-probs are then not those of what "
+        "was drawn, which the old trainer did not look at. Take temperature 1, or top_p 1 and top_k -1, or rollout=hf.",
+        f"{BLOCK}.temperature",
+        f"{BLOCK}.top_p",
+        f"{BLOCK}.top_k",
+    )
 
 
 def _vllm(draft: Draft) -> None:

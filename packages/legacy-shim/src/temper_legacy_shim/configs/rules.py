@@ -89,6 +89,11 @@ def find_rule(program: str, key: str) -> Rule | None:
     return next((item.rule for item in patterns if (item.is_open or is_known) and item.matches.match(key)), None)
 
 
+def is_block(key: str) -> bool:
+    """Whether some release had a block of that name, which may be given or taken away as a whole."""
+    return key in _known() and not any(key in all_keys(family) for family in get_args(Family))
+
+
 def rule_named(name: str) -> Rule | None:
     """The row with that id."""
     return next((rule for rule in rules() if rule.id == name), None)

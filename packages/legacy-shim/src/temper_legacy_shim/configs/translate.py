@@ -11,7 +11,7 @@ from temper_legacy_shim.configs.images import find_images
 from temper_legacy_shim.configs.overrides import Override, read_overrides
 from temper_legacy_shim.configs.ppo import build_ppo
 from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_of
-from temper_legacy_shim.configs.rules import find_rule
+from temper_legacy_shim.configs.rules import find_rule, is_block
 from temper_legacy_shim.configs.sft import build_columns, build_sft
 from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, Translation
 from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
@@ -110,7 +110,9 @@ def _refusals(draft: Draft, tokens: Sequence[Override]) -> None:
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
     """Keys of no release: a fork's own. They are listed, and never guessed."""
-    found = {key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None}
+    found = {
+        key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
+    }
     for key, value in found.items():
         index = draft.old.origin[key]
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")

@@ -1,1 +1,0 @@
-"""The ``vllm`` sampler: servers in processes of their own. Only ``engine`` and ``transfer``, which run there, import vLLM."""

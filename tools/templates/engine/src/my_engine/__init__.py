@@ -1,1 +1,0 @@
-"""A Temper engine; import from its modules."""
