@@ -333,7 +333,9 @@ def test_a_critic_worker_learns(critic_config: dict[str, Any], make_data: MakeDa
     worker.init_model()
     data = make_data(4)
     before = answers(worker.compute_values(data))["values"]
+    data.meta_info["global_token_num"] = [5, 6, 5, 7]
     metrics: Any = worker.update_critic(data).meta_info["metrics"]
+    assert 0 < metrics["perf/mfu/critic"] < 1
     assert len(metrics["critic/vf_loss"]) == 4
     assert metrics["critic/lr"] == 1e-2
     assert not torch.equal(answers(worker.compute_values(data))["values"], before)
@@ -350,7 +352,7 @@ def answers(data: DataProto) -> dict[str, Tensor]:
     ("change", "sentence"),
     [
         ({"strategy": "fsdp"}, "strategy is 'fsdp', but the Megatron workers take megatron"),
-        ({"megatron": {"expert_model_parallel_size": 2}}, "expert_model_parallel_size is 2"),
+        ({"megatron": {"tensor_model_parallel_size": "two"}}, "tensor_model_parallel_size is 'two', but must be a whole number"),
         ({"megatron": {"use_dist_checkpointing": True}}, "temper-migrate checkpoint DIR --to hf"),
         ({"megatron": {"override_transformer_config": {"recompute_granularity": "full"}}}, "overrides recompute_granularity"),
         ({"optim": {"optimizer": "sgd"}}, "carry on adam without further options"),

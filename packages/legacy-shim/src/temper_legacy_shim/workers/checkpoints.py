@@ -25,4 +25,5 @@ def load(engine: BaseEngine, local_path: str | None, hdfs_path: str | None, *, d
             f"{local_path} holds a checkpoint of the older generation ({old[0].name}): convert it with "
             f"`temper-migrate checkpoint {local_path} --to temper --out NEW` and load NEW."
         )
-    engine.load_checkpoint(local_path, hdfs_path, del_local_after_load=delete_download)
+    # The old critic and Megatron workers set it by default, also where nothing was downloaded.
+    engine.load_checkpoint(local_path, hdfs_path, del_local_after_load=delete_download and hdfs_path is not None)

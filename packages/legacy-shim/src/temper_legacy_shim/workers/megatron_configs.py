@@ -103,11 +103,14 @@ class _Configure:
             pipeline_parallel=_size(values, "pipeline_model_parallel_size"),
             virtual_pipeline=None if values.get("virtual_pipeline_model_parallel_size") is None else _size(values, _VIRTUAL),
             context_parallel=_size(values, "context_parallel_size"),
+            expert_parallel=_size(values, "expert_model_parallel_size"),
+            expert_tensor_parallel=None if values.get(_EXPERT_TENSOR) is None else _size(values, _EXPERT_TENSOR),
             distributed_optimizer=optimizer is not None and bool(values.get("use_distributed_optimizer", True)),
         )
 
 
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_EXPERT_TENSOR = "expert_tensor_parallel_size"
 
 
 def _config_class() -> "type[MegatronConfig]":
@@ -122,9 +125,6 @@ def _config_class() -> "type[MegatronConfig]":
 
 
 def _refuse_unsupported(megatron: Values, *, optim: Values | None) -> None:
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if megatron.get(name) not in (None, 1):
-            raise ConfigError(f"megatron.{name} is {megatron[name]}, which the deprecated workers do not carry on: set it to 1.")
     if megatron.get("use_dist_checkpointing"):
         raise ConfigError(
             "megatron.use_dist_checkpointing is set, which began from a checkpoint in Megatron's layout: convert that one with "

@@ -22,6 +22,7 @@ from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.settings import block, plain
+from temper_legacy_shim.workers.speed import share_of_peak
 from temper_legacy_shim.workers.updates import set_rate
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
@@ -88,6 +89,19 @@ class RoleWorker(ABC):
             raise ConfigError(f"engines must map roles to {expected.__name__}, but is {engines!r}.")
         return ("temper" if numerics == "temper" else "legacy"), dict(engines)
 
+    def _machine(self, engine: BaseEngine, data: DataProto, *, sizes: Values, name: str, elapsed_s: float) -> dict[str, float]:
+        """Memory, time and speed of an update by the old names."""
+        numbers = {"timing_s/update": elapsed_s, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        passes = sizes.get("ppo_epochs", 1)
+        lengths = data.meta_info.get("global_token_num")
+        share = share_of_peak(engine, lengths=lengths, passes=passes if isinstance(passes, int) else 1, elapsed_s=elapsed_s)
+        if share is not None:
+            numbers[f"perf/mfu/{name}"] = share
+        if torch.cuda.is_available():
+            numbers["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            numbers["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        return numbers
+
     def start_profile(self, **kwargs: object) -> None:
         """Refused: use torch.profiler around your own calls."""
         raise ConfigError("start_profile() is gone: wrap the call in torch.profiler.profile() instead.")
@@ -150,7 +164,8 @@ class PolicyWorker(RoleWorker):
         lr, begin = rates.begin(), time.perf_counter()
         metrics = self._update(actor, data.to("cpu"))
         rates.end()
-        return DataProto(meta_info={"metrics": {**metrics, **_machine(time.perf_counter() - begin), "actor/lr": lr}})
+        speed = self._machine(actor.engine, data, sizes=block(self.config, "actor"), name="actor", elapsed_s=time.perf_counter() - begin)
+        return DataProto(meta_info={"metrics": {**metrics, **speed, "actor/lr": lr}})
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs and entropys [B, W]; with ``meta_info["is_lora"]`` ref_log_prob, from the model without its adapter."""
@@ -274,7 +289,8 @@ class ValueWorker(RoleWorker):
         lr, begin = self._rates.begin(), time.perf_counter()
         metrics = self._update(critic, data.to("cpu"))
         self._rates.end()
-        return DataProto(meta_info={"metrics": {**metrics, **_machine(time.perf_counter() - begin), "critic/lr": lr}})
+        speed = self._machine(critic.engine, data, sizes=self.config, name="critic", elapsed_s=time.perf_counter() - begin)
+        return DataProto(meta_info={"metrics": {**metrics, **speed, "critic/lr": lr}})
 
     def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
         checkpoints.save(self._critic().engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
@@ -286,12 +302,3 @@ class ValueWorker(RoleWorker):
         if self.critic is None:
             raise EngineStateError("the critic has no model: call init_model() before.")
         return self.critic
-
-
-def _machine(seconds: float) -> dict[str, float]:
-    """Memory and time of an update by the old names; the share of peak speed is left out, since no peak is known here."""
-    numbers = {"timing_s/update": seconds, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if torch.cuda.is_available():
-        numbers["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        numbers["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return numbers
