@@ -10,16 +10,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+from temper_legacy_shim.checkpoints.fsdp import read_weights
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
+from temper_legacy_shim.checkpoints.moments import read_trained_leaves
 from temper_legacy_shim.checkpoints.plan import Options
 from temper_legacy_shim.checkpoints.temper import read_training_state, resumable, training_state
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.errors import LayoutError
 
 WITH_MOMENTS = (
     "v0.2_fsdp1-actor-tied_ws1",
@@ -53,12 +55,13 @@ def _step(samples: Path, name: str, out: Path) -> Path:
     return out
 
 
-def _engine(samples: Path, name: str, *, model_type: str = "language_model") -> FSDPEngine:
+def _engine(samples: Path, name: str, *, model_type: str = "language_model", lora: LoraSpec | None = None) -> FSDPEngine:
     config = FSDPConfig(
         model=ModelSpec(path=str(_base(samples, name)), model_type=model_type),  # type: ignore[arg-type]
         optimizer=OptimizerSpec(**ADAM, clip_grad_norm=None, decays_vectors=True),  # type: ignore[arg-type]
         precision=PrecisionSpec(compute="fp32"),
         device="cpu",
+        lora=lora or LoraSpec(),
     )
     engine = FSDPEngine(config)
     engine.init_model()
@@ -159,11 +162,41 @@ def test_a_receipt_says_that_the_old_checkpoint_had_no_moments(samples: Path, tm
     assert any("has none" in sentence for sentence in receipt["not_carried"])
 
 
-def test_an_adapter_s_checkpoint_says_that_no_engine_resumes_it(samples: Path, tmp_path: Path) -> None:
-    (job,) = plan_jobs(samples / "v0.7.1_fsdp1-lora_ws2/checkpoints", tmp_path / "out")
-    with pytest.raises(UsageError, match="--to peft"):
-        convert(job, Options(target="temper"), Sources())
-    assert list(tmp_path.iterdir()) == []
+WITH_ADAPTERS = ("v0.4.1_fsdp1-lora_ws2", "v0.5.0_fsdp2-lora_ws2", "v0.9.1_fsdp2-loraonly_ws2")
+
+
+@pytest.mark.parametrize("name", WITH_ADAPTERS)
+def test_an_engine_with_an_adapter_goes_on_from_an_old_one(samples: Path, name: str, tmp_path: Path) -> None:
+    out = _step(samples, name, tmp_path / "out")
+    written = {state.name: state for state in read_training_state(out)}
+    assert len(written) == 2 * 7 * 2  # two layers of seven modules, A and B each
+    assert all(state.update_count == 2 and state.second_moment.abs().max() > 0 for state in written.values())
+    engine = _engine(samples, name, lora=LoraSpec(rank=4, alpha=16.0))
+    try:
+        engine.load_checkpoint(str(out))
+        assert (engine.num_updates, engine.num_schedule_steps) == (2, 2)
+        kept = {state.name: state for state in engine.export_state()}
+        _, tensors = engine.export_adapter()
+    finally:
+        engine.close()
+    assert kept.keys() == tensors.keys() == written.keys()
+    golden = load_file(samples / name / "golden_full_state.safetensors")
+    for key, tensor in tensors.items():
+        module, _, half = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        (expected,) = (value for other, value in golden.items() if module in other and f".lora_{half}." in other)
+        assert torch.equal(tensor, expected.float())
+        assert torch.equal(kept[key].first_moment, written[key].first_moment)
+
+
+def test_moments_of_an_adapter_are_told_apart_by_their_shapes(samples: Path) -> None:
+    # FSDP2 keeps shapes, which follow each other as the modules do; a shifted numbering would not fit anywhere.
+    (role,) = find_roles(samples / "v0.5.0_fsdp2-lora_ws2" / "checkpoints")
+    raw = read_weights(role.fsdp_files["model"], where=role.path)
+    leaves = [key for key in raw if ".lora_" in key]
+    with pytest.raises(LayoutError, match="moment number"):
+        read_trained_leaves(role, raw, leaves=[*leaves[1:], leaves[0]])
+    with pytest.raises(LayoutError, match="keeps states of 28 parameters, but 27"):
+        read_trained_leaves(role, raw, leaves=leaves[1:])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron.core")

@@ -67,6 +67,53 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
         LayoutError: they can't be told apart; says why, for the receipt.
         DamagedFileError: a file is damaged, or one is missing.
     """
+    ranks = _read_ranks(role)
+    first = ranks[min(ranks)]
+    parameters = [name for name in parameters if not is_buffer(name)]
+    is_flat = _is_flat(ranks, weights, parameters)
+    found = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
+    return OldOptimizer(moments=found, settings=first.settings)
+
+
+def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves: Sequence[str]) -> OldOptimizer:
+    """Moments of a role that trained some of its parameters alone, each of which is a unit of its own in FSDP1.
+
+    Args:
+        role: with optim files.
+        weights: every tensor of the model files.
+        leaves: names of what was trained, in the order of the model's modules, which is that of the optimiser's numbers.
+
+    Raises:
+        LayoutError: the optimiser keeps another number of states, or states of other lengths.
+        DamagedFileError: a file is damaged, or one is missing.
+    """
+    ranks = _read_ranks(role)
+    first = ranks[min(ranks)]
+    if len(first.states) != len(leaves):
+        raise LayoutError(f"the optimizer keeps states of {len(first.states)} parameters, but {len(leaves)} belong to the adapter")
+    numbers = dict(zip(sorted(first.states), leaves, strict=True))
+    is_flat = not any(isinstance(state["first"], Distributed) for state in first.states.values())
+    order = shard_order(role)
+    found: dict[str, OldMoments] = {}
+    for number, name in numbers.items():
+        sides = {}
+        for side in ("first", "second"):
+            whole = _joined_flat(role, ranks, order, number, side) if is_flat else _whole(role, ranks, number, side, name=name)
+            sides[side] = _unpadded(whole, weights[name].shape, num_shards=len(order), name=name) if is_flat else whole
+            if sides[side].shape != weights[name].shape:
+                raise LayoutError(f"the {side} moment number {number} has shape {sides[side].shape}, but {name} has {weights[name].shape}")
+        found[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=_step(first.states[number]))
+    return OldOptimizer(moments=found, settings=first.settings)
+
+
+def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> LazyTensor:
+    count = math.prod(shape)
+    if flat.shape != (-(-count // num_shards) * num_shards,):
+        raise LayoutError(f"the moments that should belong to {name} have {flat.shape[0]} elements in {num_shards} shards, not {count}")
+    return Unflattened(Rows(flat, ((0, count),)), shape)
+
+
+def _read_ranks(role: Role) -> dict[int, _RankState]:
     files = role.fsdp_files["optim"]
     if set(files) != set(role.fsdp_files["model"]):
         raise DamagedFileError(f"{role.path} has optim files of {sorted(files)}, but model files of {sorted(role.fsdp_files['model'])}.")
@@ -74,13 +121,9 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
     numbers = {frozenset(state.states) for state in ranks.values()}
     if len(numbers) != 1:
         raise DamagedFileError(f"{role.path}: ranks have optimizer states of different parameters: the files are not of one save.")
-    first = ranks[min(ranks)]
-    if not first.states:
+    if not ranks[min(ranks)].states:
         raise LayoutError("the optimizer had made no update, so there are no moments")
-    parameters = [name for name in parameters if not is_buffer(name)]
-    is_flat = _is_flat(ranks, weights, parameters)
-    found = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
-    return OldOptimizer(moments=found, settings=first.settings)
+    return ranks
 
 
 def _read(path: Path, *, rank: int) -> _RankState:

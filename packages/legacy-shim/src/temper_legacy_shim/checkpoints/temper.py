@@ -17,6 +17,8 @@ from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin, find_
 from temper_engine_api.errors import TemperError
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints import receipt as receipts
+from temper_legacy_shim.checkpoints.adapter_state import adapter_optimizer, adapter_weights
+from temper_legacy_shim.checkpoints.adapters import Adapter
 from temper_legacy_shim.checkpoints.convert import Job, check_space, source_record, tool_version
 from temper_legacy_shim.checkpoints.dcp import write_folder
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
@@ -95,10 +97,7 @@ def resumable(model: OldModel) -> ResumableState:
         UsageError: no engine can go on from such a checkpoint.
     """
     if model.adapter is not None:
-        raise UsageError(
-            f"{model.role.path} was trained with an adapter, whose moments belong to the adapter's weights alone; no engine resumes "
-            "such a state yet: use --to peft or --to hf and start a new run from it."
-        )
+        return _resumable_adapter(model, model.adapter)
     if model.head == "reward_model":
         raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
     optimizer, why_not = _optimizer(model)
@@ -122,6 +121,34 @@ def resumable(model: OldModel) -> ResumableState:
         extra=extra,
         carried=(*carried, *extra.carried),
         not_carried=(*why_not, *extra.not_carried),
+    )
+
+
+def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
+    """Of an adapter alone: the base is not part of what an engine saves."""
+    weights = adapter_weights(adapter, model)
+    moments: Mapping[str, OldMoments] = {}
+    settings: Mapping[str, object] = {}
+    extra = read_extra(model.role)
+    carried, why_not = ["the adapter's weights, as float32 masters"], [*extra.not_carried]
+    try:
+        optimizer = adapter_optimizer(model, weights)
+        moments, settings = optimizer.moments, optimizer.settings
+        carried.append(f"both moments and the update counts of {len(moments)} parameters")
+    except LayoutError as error:
+        why_not.insert(0, f"optimizer moments: {error}")
+    note = f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"
+    return ResumableState(
+        model=replace(
+            model,
+            weights={name: _in_float32(tensor) for name, tensor in weights.items()},
+            notes=(*model.notes, note),
+        ),
+        moments=moments,
+        settings=settings,
+        extra=extra,
+        carried=(*carried, *extra.carried),
+        not_carried=tuple(why_not),
     )
 
 
