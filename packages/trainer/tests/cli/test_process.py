@@ -67,7 +67,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path) -> None:
 
 
 def test_wrong_configuration_leaves_no_traceback(tmp_path: Path) -> None:
-    code, out, err = run("task=dpo", cwd=tmp_path)
+    code, out, err = run("task=dop", cwd=tmp_path)
     assert (code, out) == (2, "")
     assert err.startswith("configuration error:\n")
     assert "task is 'dpo', but must be: rl | sft." in err

@@ -59,7 +59,7 @@ def test_missing_file_and_missing_folder_are_named(tmp_path: Path) -> None:
 
 
 def test_unknown_choice_lists_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"there is no choice grop of the group algorithm: choose one of dr_grpo, grpo, ppo,"):
+    with pytest.raises(ConfigError, match=r"there is no choice grop of the group algorithm: choose one of cispo, clip_cov, dapo,"):
         load([*RL, "algorithm=grop"])
 
 

@@ -21,7 +21,7 @@ from .conftest import RL
         ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number."),
         ("run.trackers=jsonl", "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb. A list is written [jsonl]."),
         ("run.trackers=[csv]", "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb."),
-        ("task=dpo", "task is 'dpo', but must be: rl | sft."),
+        ("task=dop", "task is 'dop', but must be: rl | sft | distill | dpo | rm | eval | generate."),
         ("actor.engine.optimizer.betas=[0.9]", "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number."),
         ("actor=5", "actor is 5, but must be a block of keys."),
         ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),

@@ -242,7 +242,9 @@ def _conflicts(config: TrainerConfig) -> list[str]:
             )
     expected = "reward_model" if config.task == "rm" else "language_model"
     if config.actor.engine.model.model_type != expected:
-        found.append(f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: in task {config.task} it is a {expected}.")
+        found.append(
+            f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a {expected} in task {config.task}."
+        )
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:

@@ -1,0 +1,46 @@
+"""Streams: every item once a pass, an order that a cursor restores."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from temper_trainer.data.rows import DataError
+from temper_trainer.data.streaming import StreamedItems
+from temper_trainer.types import DataCursor
+
+
+def stream(*, shuffle: bool = True, cursor: DataCursor | None = None, num_items: int = 10) -> StreamedItems[int]:
+    def one_pass() -> Iterator[int]:
+        yield from range(num_items)
+
+    return StreamedItems(one_pass, seed=3, buffer=4, shuffle=shuffle, cursor=cursor)
+
+
+def test_each_pass_hands_out_every_item_once_in_its_own_order() -> None:
+    items = stream()
+    first, second = items.take(10), items.take(10)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert stream(shuffle=False).take(12) == [*range(10), 0, 1]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 10, 14])
+def test_a_stream_goes_on_at_its_cursor(taken: int) -> None:
+    whole, parts = stream(), stream()
+    before = parts.take(taken)
+    assert before + stream(cursor=parts.cursor).take(9) == whole.take(taken + 9)
+
+
+def test_a_take_by_size_stops_before_the_limit_and_loses_nothing() -> None:
+    items = stream(shuffle=False)
+    assert items.take_within(3, size_of=lambda item: item) == [0, 1, 2]
+    assert items.cursor == DataCursor(epoch=0, index=3)
+    assert items.take_within(3, size_of=lambda item: item) == [3]
+    assert items.take(2) == [4, 5]
+
+
+def test_an_empty_source_and_a_cursor_beyond_the_end_are_refused() -> None:
+    with pytest.raises(DataError, match="there is nothing to hand out"):
+        stream(num_items=0).take(1)
+    with pytest.raises(DataError, match="has only 10 items"):
+        stream(cursor=DataCursor(index=11))
