@@ -56,7 +56,7 @@ def test_only_the_last_turn_where_that_is_asked() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     rewriting = "{{ 'U' * (messages | length // 2) }}" + CHAT
-    with pytest.raises(DataError, match=r"talk 0: the chat template rewrites turn 3 when another follows.*data\.train_on=last"):
+    with pytest.raises(DataError, match=r"talk 0: the chat template rewrites turn 1 when another follows.*data\.train_on=last"):
         encode_conversation(TALK, tokenizer(), config(chat_template=rewriting))
 
 

@@ -7,7 +7,10 @@ from temper_trainer.loops import RunResult
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-CALCULATOR = "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', answer_end: '', turn_discount: 0.9, max_observation_tokens: 8}"
+CALCULATOR = (
+    "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', answer_end: '', turn_discount: 0.9, "
+    "max_observation_tokens: 8}"
+)
 
 
 def test_a_policy_is_trained_on_rollouts_with_a_calculator(run: Run, rows: Rows, tmp_path: Path) -> None:

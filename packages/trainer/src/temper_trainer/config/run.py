@@ -242,9 +242,8 @@ def _conflicts(config: TrainerConfig) -> list[str]:
             )
     expected = "reward_model" if config.task == "rm" else "language_model"
     if config.actor.engine.model.model_type != expected:
-        found.append(
-            f"actor.engine.model.model_type is {config.actor.engine.model.model_type}: the actor is a {expected} in task {config.task}."
-        )
+        own = config.actor.engine.model.model_type
+        found.append(f"actor.engine.model.model_type is {own}: the actor is a {expected} in task {config.task}.")
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
