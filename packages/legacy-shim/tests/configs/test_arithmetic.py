@@ -74,3 +74,18 @@ def test_dapo_without_its_filter_takes_the_generated_batch_as_the_step() -> None
     filtered = values(translated("v0.5.0", "data.gen_batch_size=48", "algorithm.filter_groups.enable=True", entry="recipe.dapo.main_dapo"))
     assert filtered["batching.prompts_per_step"] == 64
     assert filtered["algorithm.dynamic_sampling.prompts_per_round"] == 48
+
+
+def test_a_rate_that_a_schedule_falls_to_becomes_a_share_of_its_peak() -> None:
+    optim = [f"actor_rollout_ref.actor.optim.{item}" for item in ("lr=1e-5", "min_lr=1e-6", "lr_decay_style=cosine", "lr_decay_steps=50")]
+    found = values(translated("v0.6.1", *optim, config_name="ppo_megatron_trainer"))
+    assert found["actor.engine.schedule.kind"] == "cosine"
+    assert abs(float(str(found["actor.engine.schedule.min_lr_ratio"])) - 0.1) < 1e-12
+    assert found["actor.engine.schedule.total_steps"] == 50
+
+
+def test_no_clipping_and_the_home_folder_are_said_in_our_words() -> None:
+    clip, files = "actor_rollout_ref.actor.optim.clip_grad=0.0", "data.train_files=~/data/gsm8k/train.parquet"
+    found = values(translated("v0.6.1", clip, files, config_name="ppo_megatron_trainer"))
+    assert found["actor.engine.optimizer.clip_grad_norm"] is None
+    assert found["data.train.paths"] == ["${oc.env:HOME}/data/gsm8k/train.parquet"]

@@ -14,7 +14,12 @@ def paths_of(draft: Draft, key: str) -> list[str]:
     if value in (None, ""):
         return []
     items: Sequence[Plain] = value if isinstance(value, list) else [value]
-    return [str(item) for item in items if item not in (None, "")]
+    return [_from_home(str(item)) for item in items if item not in (None, "")]
+
+
+def _from_home(path: str) -> str:
+    """The old data loaders expanded ~; here the configuration does."""
+    return "${oc.env:HOME}" + path[1:] if path.startswith("~/") else path
 
 
 def put_source(draft: Draft, *, new: str, old: str) -> bool:
@@ -28,7 +33,7 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
     if any(path.endswith(".json") for path in paths):
         draft.find("hazard", "data-files", f"{old} names .json files: here a file holds one JSON object a line (jsonl).", old)
     single = not isinstance(draft.old.get(old), list)
-    draft.put(f"{new}.paths", list(paths), rule="data-files", old=[old], verbatim=not single)
+    draft.put(f"{new}.paths", list(paths), rule="data-files", old=[old], verbatim=not single and paths == draft.old.get(old))
     draft.put(f"{new}.kind", sorted(kinds)[-1] if len(kinds) == 1 else "parquet", rule="data-kind", old=[old])
     return True
 

@@ -1,6 +1,7 @@
 """The engine of each role: model, adapter, optimiser, schedule, sharding, residency, and how many ranks it has."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.draft import Draft
@@ -119,6 +120,13 @@ def _model(draft: Draft, role: OldRole) -> None:
     if role.name != "ref":  # the group ref=frozen takes the actor's
         key = next((key for key in (f"{role.model}.path", f"{role.model}.partial_pretrain") if draft.text(key)), f"{role.model}.path")
         path = draft.text(key)
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            draft.find(
+                "note",
+                "model-path",
+                f"{path} is a name on a hub or a folder: models are read from a folder here (`hf download {path} --local-dir DIR`).",
+                key,
+            )
         if path:
             draft.put(f"{engine}.model.path", path, rule="model-path", old=[key], verbatim=True)
         elif role.name == "actor":
@@ -177,7 +185,11 @@ def _clip(draft: Draft, role: OldRole) -> None:
     reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
     key = own if reads_own and draft.old.has(own) and not (draft.since("v0.8.0") and draft.old.is_set(optim)) else optim
     if draft.old.has(key):
-        draft.copy(f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number")
+        norm = draft.number(key)
+        if norm is not None and norm <= 0:  # Megatron's word for never
+            draft.put(f"{role.engine}.optimizer.clip_grad_norm", None, rule="grad-clip", old=[key])
+        else:
+            draft.copy(f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number")
     if key == own and draft.since("v0.8.0"):
         draft.find(
             "hazard",
@@ -210,12 +222,27 @@ def _schedule(draft: Draft, role: OldRole) -> None:
     elif ratio:
         draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True)
     if ours != "constant":
-        floor = draft.number(f"{optim}.min_lr_ratio") or 0.0
-        draft.put(f"{engine}.min_lr_ratio", float(floor), rule="min-lr", old=[f"{optim}.min_lr_ratio"])
+        _floor(draft, engine, optim)
     if ours != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
+    if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
+        draft.find(
+            "hazard",
+            "warmup",
+            "the old warm-up began at 0, so that its first step trained nothing; here step k of N has k / N of the peak, and the same rate "
+            "comes one step earlier.",
+            f"{optim}.lr_warmup_steps",
+        )
     if role.block not in ("engine", "model"):  # supervised steps are updates
         draft.put(f"{engine}.advance", "rl_step", rule="schedule-advance")
+
+
+def _floor(draft: Draft, engine: str, optim: str) -> None:
+    """Of a falling schedule; Megatron's is a rate, not a share of the peak."""
+    share, rate, peak = draft.number(f"{optim}.min_lr_ratio"), draft.number(f"{optim}.min_lr"), draft.number(f"{optim}.lr")
+    if share is None and rate and peak:
+        share = rate / peak
+    draft.put(f"{engine}.min_lr_ratio", float(min(1.0, share or 0.0)), rule="min-lr", old=[f"{optim}.min_lr_ratio", f"{optim}.min_lr"])
 
 
 def _is_said(draft: Draft, key: str) -> bool:
@@ -224,9 +251,10 @@ def _is_said(draft: Draft, key: str) -> bool:
 
 def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
     """Where the old trainer took the run's length, ours does too: 0 stands for it."""
-    own = draft.number(f"{optim}.total_training_steps")
-    if own is not None and own > 0:
-        draft.put(f"{engine}.total_steps", int(own), rule="schedule-length", old=[f"{optim}.total_training_steps"], verbatim=True)
+    keys = (f"{optim}.lr_decay_steps", f"{optim}.total_training_steps")
+    key = next((key for key in keys if (draft.number(key) or 0) > 0), "")
+    if key:
+        draft.put(f"{engine}.total_steps", draft.integer(key), rule="schedule-length", old=[key], verbatim=True)
     else:
         draft.put(f"{engine}.total_steps", 0, rule="schedule-length", old=["trainer.total_training_steps", "trainer.total_epochs"])
 

@@ -21,6 +21,13 @@ def build_run(draft: Draft) -> None:
         draft.put("run.eval_every", max(0, frequency or 0), rule="test-freq", old=["trainer.test_freq"])
     build_runtime(draft)
     _warmup_of_critic(draft)
+    if draft.switch("trainer.val_only"):
+        draft.find(
+            "person",
+            "val-only",
+            "trainer.val_only is true: the old run evaluated and did not train. Here that is task=eval, without the keys of training.",
+            "trainer.val_only",
+        )
 
 
 def build_length(draft: Draft) -> None:
@@ -88,6 +95,14 @@ def _resume(draft: Draft) -> None:
             "trainer.resume_from_path",
         )
         return
+    if mode != "disable" and draft.old.is_set("trainer.default_local_dir"):
+        draft.find(
+            "note",
+            "resume",
+            f"checkpoints of the old run in {draft.text('trainer.default_local_dir')} are left alone: convert the last one with "
+            "`temper-migrate checkpoint` where the run shall go on.",
+            "trainer.default_local_dir",
+        )
     draft.put("run.resume", "never" if mode in ("disable", "never") else "auto", rule="resume", old=["trainer.resume_mode"])
 
 
