@@ -1,4 +1,4 @@
-"""The sessions of this repository; `nox -l` lists them.
+"""The sessions of this repository; `nox -l` lists them: everyday ones, questions about one environment, reports, and `nightly`.
 
 The everyday ones share the environment of tools/dev.py and start at once. Those that ask a question about an
 environment (what a wheel declares, what its lower bounds are) make their own with virtualenv.
@@ -99,10 +99,13 @@ def layers(session: nox.Session) -> None:
     _dev(session, "test", "--only", "layers")
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def docs(session: nox.Session) -> None:
-    """Every Python block and every relative link of the pages."""
+    """Every Python block and relative link of the pages; then the site, strictly, in .temper/site/html."""
     _dev(session, "test", "--only", "docs")
+    session.run(str(ensure_environment(ROOT)), "-m", "tools.site", external=True)
+    session.install("-r", "docs/requirements.txt")
+    session.run("mkdocs", "build", "--strict", "--quiet", "-f", ".temper/site/mkdocs.yml")
 
 
 @nox.session(venv_backend="none")
@@ -193,6 +196,20 @@ def build(session: nox.Session) -> None:
         lost = missing_from_wheel(wheel, ROOT / "packages" / package)
         if lost:
             session.error(f"{wheel.name} lacks {', '.join(sorted(lost))}")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("package", list(PACKAGES))
+def coverage(session: nox.Session, package: str) -> None:
+    """Which lines and branches of a package its own tests run, rank processes included; arguments after -- go to pytest."""
+    python = [str(ensure_environment(ROOT)), "-m"]
+    data = f"--data-file={ROOT / '.temper' / 'coverage' / package}"
+    module = "temper_" + package.replace("-", "_")
+    tests = ["pytest", "-q", "-m", "not nightly", *(session.posargs or [f"packages/{package}/tests"])]
+    session.run(*python, "coverage", "erase", data, external=True)
+    session.run(*python, "coverage", "run", data, f"--source={module}", "-m", *tests, external=True, success_codes=[0, 1])
+    session.run(*python, "coverage", "combine", "--quiet", data, external=True)
+    session.run(*python, "coverage", "report", data, "--skip-covered", "--sort=cover", external=True)
 
 
 @nox.session(venv_backend="none")

@@ -41,7 +41,7 @@ def api(package: Path) -> list[str]:
     name = "temper_" + package.name.replace("-", "_")
     top = griffe.load(name, search_paths=[package / "src"], allow_inspection=False)
     assert isinstance(top, griffe.Module)
-    return sorted({line for module in _modules(top, package.name) for line in _members(module)})
+    return sorted({line for module in public_modules(top, package.name) for line in _members(module)})
 
 
 def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
@@ -79,15 +79,15 @@ def write_lock(package: Path) -> int:
     return len(lines)
 
 
-def _modules(module: griffe.Module, package: str) -> Iterator[griffe.Module]:
+def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Module]:
     """The public modules, the package itself first."""
     yield module
-    for name, child in sorted(module.modules.items()):
-        if name.startswith("_") or name in PRIVATE:
+    for name, child in sorted(module.members.items()):
+        if not isinstance(child, griffe.Module) or name.startswith("_") or name in PRIVATE:  # an imported module is an Alias
             continue
         if module.is_package and module.parent is None and package in PUBLIC and name not in PUBLIC[package]:
             continue
-        yield from _modules(child, package)
+        yield from public_modules(child, package)
 
 
 def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:

@@ -30,6 +30,7 @@ EXTRAS = {
 
 TOOLS = (
     "build",
+    "coverage",
     "editables",  # hatchling's, for packages installed in place
     "griffelib",
     "hatchling",

@@ -94,6 +94,15 @@ def test_what_breaks_a_user_is_found(package: Path, old: str, new: str, sentence
     assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [f"temper_example.{sentence}"]
 
 
+def test_a_module_that_is_imported_is_locked_where_it_lies(package: Path) -> None:
+    (package / "src" / "temper_example" / "room.py").write_text("import temper_example\nfrom temper_example import other\nSIZE = 1\n")
+    (package / "src" / "temper_example" / "other.py").write_text("WIDTH = 1\n")
+    assert [line for line in api(package) if "room" in line or "other" in line] == [
+        "temper_example.other.WIDTH: value",
+        "temper_example.room.SIZE: value",
+    ]
+
+
 def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
     _change(package, "class Engine(ABC):", "class _Engine(ABC):")
     assert list(breaks((package / LOCK).read_text().splitlines(), api(package))) == ["temper_example.Engine"]

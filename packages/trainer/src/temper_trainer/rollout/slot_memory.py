@@ -75,7 +75,7 @@ class SlotMemory:
                     tensor[target] = tensor[source]
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, slots: Tensor, rows: Tensor) -> None:
-        """Remember key[rows[i]] and value[rows[i]] [H, L, D] as the first L positions of slot slots[i]."""
+        """Remember key[rows[i]] and value[rows[i]], each [H, L, D], as the first L positions of slot slots[i]."""
         self._allocate(layer, key)
         length = key.shape[2]
         self._keys[layer][slots, :, :length] = key[rows]

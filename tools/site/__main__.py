@@ -1,0 +1,104 @@
+"""`python -m tools.site`: gather every page in .temper/site, ready for `mkdocs build --strict -f .temper/site/mkdocs.yml`.
+
+Pages keep their place, so that their links hold: README.md, CONTRIBUTING.md, docs/, packages/*/README.md. A link to a file of the
+sources brings that file along; a link to a folder becomes its text. The reference is generated.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import griffe
+
+from tools.api import public_modules
+from tools.docs import PAGES
+from tools.environment import PACKAGES
+from tools.site.compatibility import compatibility_page
+from tools.site.configuration import configuration_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TITLES = {
+    "Tour": ("README.md",),
+    "Concepts": ("docs/architecture.md", "docs/numerics.md", "docs/metrics.md"),
+    "How to": ("docs/how-to/*.md", "docs/*.md", "docs/migration/*.md"),
+    "Packages": ("packages/*/README.md",),
+    "Reference": ("reference/*.md",),
+    "Benchmarks": ("docs/benchmarks/*.md",),
+    "Decisions": ("docs/decisions/*.md",),
+    "Contributing": ("CONTRIBUTING.md",),
+}
+"""The sections, and the pages that stand in each, in order; a page stands in the first section that names it."""
+
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def gather(root: Path, folder: Path) -> None:
+    """Write the pages and mkdocs.yml into a folder, which is made anew."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    pages = folder / "pages"
+    for page in sorted({page for pattern in PAGES for page in root.glob(pattern)}):
+        target = pages / page.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_with_files(page, root=root, pages=pages))
+    _write(pages / "reference" / "configuration.md", configuration_page())
+    _write(pages / "reference" / "compatibility.md", compatibility_page(root))
+    for package in PACKAGES:
+        _write(pages / "reference" / f"{package}.md", _reference_page(root, package))
+    _write(folder / "mkdocs.yml", f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n{_paths(root)}nav:\n{_nav(pages)}")
+
+
+def _with_files(page: Path, *, root: Path, pages: Path) -> str:
+    """The text of a page; files that it links to come along, folders become their text."""
+
+    def replace(match: re.Match[str]) -> str:
+        target = (page.parent / match.group(3)).resolve()
+        if "://" in match.group(3) or target.suffix == ".md":
+            return match.group(0)
+        if target.is_dir():
+            return f"`{match.group(3)}`" if match.group(2) in ("", match.group(3)) else match.group(2)
+        copy = pages / target.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(target, copy)
+        return match.group(0)
+
+    return _LINK.sub(replace, page.read_text())
+
+
+def _reference_page(root: Path, package: str) -> str:
+    """Every public module of a package, for mkdocstrings."""
+    lines = [f"# temper-{package}", "", "Generated from the docstrings of the public modules.", ""]
+    top = griffe.load("temper_" + package.replace("-", "_"), search_paths=[root / "packages" / package / "src"], allow_inspection=False)
+    assert isinstance(top, griffe.Module)
+    return "\n".join(lines + [f"::: {module.path}" for module in public_modules(top, package) if module.docstring]) + "\n"
+
+
+def _paths(root: Path) -> str:
+    sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
+    return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n"
+
+
+def _nav(pages: Path) -> str:
+    lines, placed = [], set[Path]()
+    for title, patterns in TITLES.items():
+        found = [path for pattern in patterns for path in sorted(pages.glob(pattern)) if path not in placed]
+        placed.update(found)
+        if len(found) == 1:
+            lines.append(f"  - {title}: {found[0].relative_to(pages)}")
+        else:
+            lines += [f"  - {title}:", *(f"      - {path.relative_to(pages)}" for path in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    gather(ROOT, ROOT / ".temper" / "site")
+    print("the pages are in .temper/site; next: mkdocs build --strict -f .temper/site/mkdocs.yml", file=sys.stderr)

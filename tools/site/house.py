@@ -1,0 +1,70 @@
+"""The figure of the house, drawn from the import contracts in pyproject.toml: a room stands above what it may import.
+
+`python -m tools.site.house` draws docs/house.svg anew.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FIGURE = Path("docs") / "house.svg"
+
+WIDTH, ROW, GAP, MARGIN = 880, 44, 12, 24
+INK, PAPER, FILLS = "#1f2937", "#ffffff", ("#dbeafe", "#dcfce7", "#fef3c7")
+
+
+def contract_layers(root: Path, *, name: str) -> list[list[str]]:
+    """The rows of one layers contract, top first, each with its rooms side by side."""
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    found = next(contract for contract in contracts if contract["name"].startswith(name))
+    return [[room.strip(" ()") for room in row.split("|")] for row in found["layers"]]
+
+
+def house(root: Path) -> str:
+    """The figure as SVG: packages to the left, the trainer's rooms to the right."""
+    packages = [[room.replace("temper_", "").replace("_", "-") for room in row] for row in contract_layers(root, name="Packages")]
+    rooms = [
+        [room.strip("_") if room.startswith("__") else room for room in row] for row in contract_layers(root, name="Inside the trainer")
+    ]
+    height = MARGIN * 3 + 20 + max(len(packages), len(rooms)) * (ROW + GAP)
+    half = (WIDTH - 3 * MARGIN) / 2
+    body = [
+        *_column("the packages", packages, left=MARGIN, width=half),
+        *_column("inside the trainer", rooms, left=2 * MARGIN + half, width=half),
+        f'<text x="{WIDTH / 2}" y="{height - 10}" text-anchor="middle" font-size="12">imports go down, never up or sideways</text>',
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" fill="{INK}" role="img">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def main() -> None:
+    """Draw the file in docs/."""
+    (ROOT / FIGURE).write_text(house(ROOT))
+
+
+def _column(title: str, rows: Sequence[Sequence[str]], *, left: float, width: float) -> Iterator[str]:
+    yield f'<text x="{left}" y="{MARGIN}" font-size="15" font-weight="bold">{escape(title)}</text>'
+    for number, row in enumerate(rows):
+        top = MARGIN + 14 + number * (ROW + GAP)
+        each = (width - GAP * (len(row) - 1)) / len(row)
+        for place, room in enumerate(row):
+            x = left + place * (each + GAP)
+            yield f'<rect x="{x:.1f}" y="{top}" width="{each:.1f}" height="{ROW}" rx="6" fill="{FILLS[number % 3]}" stroke="{INK}"/>'
+            centre, line = x + each / 2, top + ROW / 2 + 5
+            yield f'<text x="{centre:.1f}" y="{line}" text-anchor="middle" font-size="{_size(room, each)}">{escape(room)}</text>'
+
+
+def _size(text: str, width: float) -> float:
+    """The font size at which a text fits; a letter is about six tenths as wide as it is high."""
+    return round(min(14.0, (width - 8) / (0.6 * len(text))), 1)
+
+
+if __name__ == "__main__":
+    main()

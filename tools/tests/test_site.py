@@ -1,0 +1,58 @@
+"""What the site is made of: pages whose links hold, a reference with every key, and a figure that is read from the contracts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading.schema import entries_of
+from tools.docs import broken_links, split_page
+from tools.environment import PACKAGES
+from tools.site.__main__ import gather
+from tools.site.configuration import configuration_page
+from tools.site.house import FIGURE, contract_layers, house
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every page, gathered once."""
+    folder = tmp_path_factory.mktemp("site") / "site"
+    gather(ROOT, folder)
+    return folder
+
+
+def test_every_link_leads_somewhere_inside_the_site(site: Path) -> None:
+    found = [line for page in (site / "pages").rglob("*.md") for line in broken_links(page, split_page(page.read_text())[1])]
+    assert found == []
+
+
+def test_every_page_stands_in_the_navigation(site: Path) -> None:
+    navigation = (site / "mkdocs.yml").read_text()
+    pages = sorted(path.relative_to(site / "pages").as_posix() for path in (site / "pages").rglob("*.md"))
+    assert [page for page in pages if page not in navigation] == []
+    assert {f"reference/{name}.md" for name in (*PACKAGES, "configuration", "compatibility")} <= set(pages)
+
+
+def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -> None:
+    page = configuration_page()
+    rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
+    assert {"task", "batching.max_tokens", "run.seed", "strategy", "tensor_parallel"} <= rows.keys()
+    assert [key for key, meaning in rows.items() if not meaning.strip()] == []
+    for entry in entries_of(TrainerConfig, engine_class=EngineConfig):
+        assert f"`{entry.name}" in page
+    assert "| `runtime.worker_timeout_s` | number | " in page
+    assert " | seconds | " in page
+
+
+def test_the_figure_shows_the_rooms_of_the_contracts(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"'))
+    assert "a_new_room" in house(tmp_path)
+    assert (ROOT / FIGURE).read_text() == house(ROOT), "draw it anew: python -m tools.site.house"
+    drawn = re.findall(r">([^<>]+)</text>", house(ROOT))
+    for row in contract_layers(ROOT, name="Inside the trainer"):
+        assert {room.strip("_") for room in row} <= set(drawn)
+    assert {"engine-api", "trainer", "legacy-shim"} <= set(drawn)
