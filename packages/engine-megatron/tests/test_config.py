@@ -42,3 +42,16 @@ def test_layouts_set_fields_that_exist_and_fill_their_ranks():
     for layout in layouts:
         assert layout.fields.keys() <= known
         assert layout.world_size % MegatronConfig(model=MODEL, **layout.fields).replica_size == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "match"),
+    [
+        (1, (4,), "pipeline_parallel is 1: remove it"),
+        (2, (4,), "must be 2 numbers of at least 1"),
+        (2, (4, 0), "must be 2 numbers of at least 1"),
+    ],
+)
+def test_layers_that_do_not_fit_the_stages_are_refused(stages, layers, match):
+    with pytest.raises(ConfigError, match=match):
+        MegatronConfig(model=MODEL, pipeline_parallel=stages, layers_per_stage=layers)

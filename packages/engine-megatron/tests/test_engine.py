@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import ModelSpec, PrecisionSpec
+from temper_engine_api.specs import ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_megatron.engine import MegatronEngine
 
 
@@ -115,6 +115,26 @@ def test_bf16_keeps_master_weights_in_float32(start, batch):
     exact = {entry.name: entry.master for entry in start().export_state()}
     # Not those of a model that was rounded to bf16 on its way in.
     assert all(torch.equal(masters[name], exact[name]) for name in exact)
+
+
+def test_nothing_stays_on_the_device_between_contexts_where_everything_is_offloaded(start, batch):
+    everything = ResidencySpec(offload_parameters=True, offload_optimizer=True)
+    engine = start(residency=everything, precision=PrecisionSpec(compute="bf16"))
+    engine.set_loss_fn(mean_cost)
+    for _ in range(2):
+        assert engine._parts.residency.bytes_on_device() == 0
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_step(batch)
+            assert engine._parts.residency.bytes_on_device() > 0
+        engine.optimizer_step()
+    assert engine._parts.residency.bytes_on_device() == 0
+
+
+def test_an_optimizer_that_never_leaves_the_host_is_refused(config):
+    with pytest.raises(CapabilityError, match=r"use residency\.offload_optimizer"):
+        MegatronEngine(replace(config, residency=ResidencySpec(optimizer_on_cpu=True))).init_model()
+    assert not torch.distributed.is_initialized()
 
 
 def test_configuring_needs_neither_torch_nor_megatron():

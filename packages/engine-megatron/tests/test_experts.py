@@ -1,11 +1,22 @@
 """Mixtures of experts: the numbers of transformers however experts are divided, and weights that come back bit for bit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from temper_engine_api.conformance.measure import Split, measure_outputs, measure_update, measure_updates, weights_of
+from temper_engine_api.batch import concatenate
+from temper_engine_api.conformance.measure import (
+    Split,
+    measure_outputs,
+    measure_update,
+    measure_updates,
+    merged,
+    update_once,
+    weights_of,
+)
 from temper_engine_api.conformance.models import TinyModel
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS
@@ -13,7 +24,9 @@ from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query
+from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -111,6 +124,67 @@ def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, referenc
     for update, want in zip(divided, alone, strict=True):
         assert_all_close(update.masters, want.masters, UPDATE, what="master weights")
         assert {entry.update_count for entry in update.state.values()} == {entry.update_count for entry in want.state.values()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NothingButBalance(Objective):
+    """A loss of zero."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @property
+    def needs(self):
+        return frozenset({Query.LOGPROB})
+
+    def __call__(self, answers, batch):
+        return LossTerms(loss=0.0 * answers[Query.LOGPROB])
+
+
+def balance_gradient(rank, *, recipe, batch, repeats, weight):
+    """Gradients and metrics of the balancing loss alone, of a batch that stands in the mini-batch so many times, each in a micro-batch."""
+    config = recipe.config_for(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
+    engine = MegatronEngine(replace(config, router_aux_loss=weight))
+    engine.init_model()
+    try:
+        engine.set_loss_fn(NothingButBalance())
+        size = batch.num_sequences
+        whole = concatenate(
+            [replace(batch, sample_ids=batch.sample_ids + size * i, atom_ids=batch.atom_ids * 0 + i) for i in range(repeats)]
+        )
+        plan = plan_mini_batch(
+            whole.lengths.tolist(), atom_ids=whole.atom_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
+            constraints=engine.topology.plan_constraints,
+        )  # fmt: skip
+        return update_once(engine, [pack_rank(whole, plan=plan, rank=0, denominators=count_denominators(whole))])
+    finally:
+        engine.close()
+
+
+def balance_of(recipe, batch):
+    """Switch's loss, summed over layers, of all sequences together, written out."""
+    model = AutoModelForCausalLM.from_pretrained(recipe.model_path, dtype=torch.float32)
+    sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
+    found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
+    total = torch.zeros(())
+    for layer in range(model.config.num_hidden_layers):
+        probabilities = torch.cat([logits[layer].reshape(-1, 8) for logits in found]).softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(3).indices, 1.0)
+        total = total + 8 * (chosen.mean(0) / 3 * probabilities.mean(0)).sum()
+    return model, total
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2-sp-ep2", "cp2-ep2"])
+def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(subject_in, reference, layout):
+    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
+    model, loss = balance_of(recipe, batch)
+    (0.1 * loss).backward()
+    expected = one_by_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for repeats in (1, 2):
+        updates = subject_in(layout).run(balance_gradient, recipe=recipe, batch=batch, repeats=repeats, weight=0.1)
+        gradients = {name: updates[0].gradients[name] for name in expected}
+        assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
+        # Metrics are logged as a mean over layers; 1 is balance.
+        assert_close(merged(updates)["router/load_balancing_loss"], float(loss.detach()) / 4, LOSS, what="metric")
 
 
 def with_experts(config, **changes):

@@ -5,11 +5,12 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_megatron.attention import attend
-from temper_engine_megatron.packing import local_micro_batch
+from temper_engine_megatron.packing import Slicing, local_micro_batch
 
 
-def sliced(batch, **sizes):
-    return local_micro_batch(batch, device=torch.device("cpu"), **sizes)
+def sliced(batch, *, is_packed=True, **sizes):
+    slicing = Slicing(is_packed=is_packed, device=torch.device("cpu"), **sizes)
+    return local_micro_batch(batch, slicing, trained_tokens=4)
 
 
 def micro():
@@ -19,10 +20,21 @@ def micro():
 def test_slices_are_contiguous_and_padded_at_the_end():
     # 5 tokens padded to 8, four for each of two ranks.
     first, second = (sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
-    assert first.tokens.tolist() == [10, 11, 12, 20]
-    assert second.tokens.tolist() == [21, 0, 0, 0]
-    assert (first.positions.tolist(), second.positions.tolist()) == ([0, 1, 2, 0], [1, 0, 0, 0])
-    assert (first.first, second.first, second.size) == (0, 4, 4)
+    assert first.tokens.tolist() == [[10, 11, 12, 20]]
+    assert second.tokens.tolist() == [[21, 0, 0, 0]]
+    assert (first.positions.tolist(), second.positions.tolist()) == ([[0, 1, 2, 0]], [[1, 0, 0, 0]])
+    assert first.place.tolist() == [0, 1, 2, 3, -1]
+    assert second.place.tolist() == [-1, -1, -1, -1, 0]
+
+
+def test_rows_are_padded_to_the_longest_and_sliced_alike():
+    # 3 tokens and 2, padded to 4 places each; two places of both rows for each rank, place after place.
+    first, second = (sliced(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([[10, 11], [20, 21]], [[12, 0], [0, 0]])
+    assert second.positions.tolist() == [[2, 0], [0, 0]]
+    assert second.is_padding.tolist() == [[False, True], [True, True]]
+    assert (first.place.tolist(), second.place.tolist()) == ([0, 2, -1, 1, 3], [-1, -1, 0, -1, -1])
+    assert (first.attention.last, second.attention.last) == (2, 4)
 
 
 def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
@@ -34,21 +46,30 @@ def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
     assert second.key_starts.tolist() == [0, 2, 5]
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_attention_is_that_of_each_sequence_alone(cp_size):
+def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
     # 5, 2 and 9 tokens; four query heads on two key heads. Slices of four ranks cut the last sequence into three.
     draw = torch.Generator().manual_seed(0)
     sizes = (5, 2, 9)
     query = torch.randn(16, 4, 8, generator=draw, dtype=torch.float64)
     key, value = (torch.randn(16, 2, 8, generator=draw, dtype=torch.float64) for _ in range(2))
     batch = from_sequences([torch.zeros(n) for n in sizes], loss_masks=[torch.zeros(n) for n in sizes])
-    mixed = []
-    for rank in range(cp_size):
-        local = sliced(batch, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size)
-        mine = slice(local.first, local.first + local.size)
-        mixed.append(attend(query[mine], key, value, local.attention, scale=0.3))
+    parts = [sliced(batch, is_packed=is_packed, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size) for rank in range(cp_size)]
+    keys, values = (torch.cat([laid_out(x, part) for part in parts]) for x in (key, value))
+    mixed = torch.zeros_like(query)
+    for part in parts:
+        found = attend(laid_out(query, part), keys, values, part.attention, scale=0.3).flatten(0, 1)
+        mixed[part.place >= 0] = found[part.place[part.place >= 0]]
     expected = [alone(q, k, v, scale=0.3) for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)]
-    torch.testing.assert_close(torch.cat(mixed), torch.cat(expected))
+    torch.testing.assert_close(mixed, torch.cat(expected))
+
+
+def laid_out(tokens, part):
+    """[S, R, ...] of a rank, what is no token filled with what would show."""
+    grid = torch.full((part.tokens.numel(), *tokens.shape[1:]), 9.0, dtype=tokens.dtype)
+    grid[part.place[part.place >= 0]] = tokens[part.place >= 0]
+    return grid.view(part.tokens.shape[1], part.tokens.shape[0], *tokens.shape[1:])
 
 
 def alone(query, key, value, *, scale):
@@ -58,7 +79,15 @@ def alone(query, key, value, *, scale):
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value.repeat_interleave(2, dim=1))
 
 
+def test_a_micro_batch_knows_its_share_and_its_padding():
+    batch = from_sequences([torch.zeros(5)], loss_masks=[torch.tensor([0, 0, 1, 1, 1])])
+    second = sliced(batch, cp_size=2, cp_rank=1, token_multiple=4)
+    # Three of the mini-batch's four trained tokens; tokens 4 to 7 of which the first is real.
+    assert second.attention.share == 0.75
+    assert second.is_padding.tolist() == [[False, True, True, True]]
+
+
 def test_given_positions_are_kept():
     given = from_sequences([torch.arange(3)], loss_masks=[torch.zeros(3)])
     given = type(given)(**{**{f: getattr(given, f) for f in given.__slots__}, "position_ids": torch.tensor([5, 7, 9])})
-    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [5, 7, 9, 0]
+    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [[5, 7, 9, 0]]

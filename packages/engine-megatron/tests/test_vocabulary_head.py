@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_megatron.heads import LANGUAGE_QUERIES, Head
-from temper_engine_megatron.packing import local_micro_batch
+from temper_engine_megatron.packing import Slicing, local_micro_batch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
 
 
@@ -67,9 +67,13 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
     tokens = [torch.arange(4), torch.arange(3)]
     columns = {"logprob_at_ids": [torch.zeros(len(t), 1, dtype=torch.int64) for t in tokens]}
     micro = from_sequences(tokens, loss_masks=[torch.zeros(len(t)) for t in tokens], columns=columns)
-    local = local_micro_batch(micro, cp_size=1, cp_rank=0, token_multiple=1, device=torch.device("cpu"))
+    local = local_micro_batch(
+        micro, Slicing(cp_size=1, cp_rank=0, token_multiple=1, is_packed=True, device=torch.device("cpu")), trained_tokens=5
+    )
     weight = torch.nn.Parameter(torch.randn(13, 8))
-    head = Head(projection=weight, bias=None, scalar=None, vocabulary=13, chunk=4, is_compiled=False, tp=group, cp=group)
+    head = Head(
+        projection=weight, bias=None, scalar=None, vocabulary=13, chunk=4, is_compiled=False, fills_chunks=False, tp=group, cp=group
+    )
     answers = head.answer(torch.randn(7, 8), local, queries=LANGUAGE_QUERIES, trained_only=False)
     assert list(answers.columns) == sorted(LANGUAGE_QUERIES)
 
@@ -82,3 +86,15 @@ def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
         few = vocabulary_logprob(hidden[:size], weight, labels[:size], temperature=heat[:size], ids=None, share=share)
         assert torch.equal(few.logprob, whole.logprob[:size])
         assert torch.equal(few.entropy, whole.entropy[:size])
+
+
+def test_whole_chunks_change_no_answer_and_no_gradient(group):
+    hidden, weight, labels, ids, heat = numbers(rows=24)
+    found = []
+    for fills_chunks in (False, True):
+        share = HeadShare(group=group, first=0, size=13, chunk=16, wants_entropy=True, fills_chunks=fills_chunks)
+        columns = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=ids, share=share)
+        total = (columns.logprob + columns.entropy + columns.logprob_at.sum(1)).sum()
+        found.append((columns.logprob, columns.entropy, *torch.autograd.grad(total, [hidden, weight])))
+    for have, want in zip(*found, strict=True):
+        torch.testing.assert_close(have, want)

@@ -1,6 +1,7 @@
 """The fleet tells apart what raises, what dies and what hangs, and goes on afterwards."""
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.conformance.fleet import Fleet, RankFailureError
+from temper_engine_api.conformance.rank_process import Reply, _pickled
 from temper_engine_api.layout import plain_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
@@ -99,3 +101,21 @@ def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
     with pytest.raises(RankFailureError, match=r"rank 1 did not answer \S*test_fleet:sleep_long(.|\n)*sleep_long"):
         run(impatient, sleep_long)
     impatient.close()
+
+
+class _OnDevice(torch.Tensor):
+    """Stands for one that lies on a device: it says so, and only a copy made for the host may travel."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def cpu(self):
+        return torch.tensor([1.0, 2.0])
+
+
+def test_what_a_rank_measured_on_a_device_arrives_in_host_memory():
+    measured = torch.tensor([1.0, 2.0]).as_subclass(_OnDevice)
+    arrived = pickle.loads(_pickled(Reply(value={"gradient": measured})))
+    assert type(arrived.value["gradient"]) is torch.Tensor
+    assert arrived.value["gradient"].tolist() == [1.0, 2.0]

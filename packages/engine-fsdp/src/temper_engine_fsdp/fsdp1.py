@@ -5,7 +5,7 @@ For numbers and checkpoints of systems that were built on it; FSDP2 is faster an
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class FlatShardedModule:
         shapes = {name.removeprefix(PREFIX): parameter.shape for name, parameter in model.named_parameters()}
         layers = set(layers_of(model.hf, names=config.wrap_modules))
         wrap = _wrapping(config, mesh=mesh)
+        self._frozen = _frozen_of(model) if mesh.size(mesh.ndim - 1) == 1 else []
         self._root = wrap(_Shell(wrap(model, CustomPolicy(lambda module: module in layers))), None)
         self.root: nn.Module = self._root
         # Gradients that wait on a rank stay in the compute dtype: sums of many would lose digits there, and torch 2.13 can't put
@@ -48,6 +49,7 @@ class FlatShardedModule:
         self._reduces_always = config.precision.compute != config.precision.parameters
         # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
         self.loss_factor = float(mesh.size())
+        self.evaluation_reads_gradients = True
         found = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
         runs = _runs_of(found, mesh=mesh)
         self.parameters: Parameters = {
@@ -58,17 +60,38 @@ class FlatShardedModule:
     @contextmanager
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
         """See ShardedModule."""
-        if reduces or self._reduces_always:
-            yield
-            return
-        with self._root.no_sync():
-            yield
+        try:
+            with nullcontext() if reduces or self._reduces_always else self._root.no_sync():
+                yield
+        finally:
+            self._put_frozen_back()
+
+    def _put_frozen_back(self) -> None:
+        """Register frozen parameters again where a backward pass left plain tensors in their places.
+
+        FSDP1 does so itself only after gradients have arrived. Without shards (NO_SHARD) the tensors would be taken for new parameters by
+        the next forward pass, which then fails.
+        """
+        for module, name, parameter in self._frozen:
+            if getattr(module, name) is not parameter:
+                delattr(module, name)
+                module.register_parameter(name, parameter)
 
     def end_pass(self) -> None:
         """See ShardedModule: nothing is left, since every module but the empty root reshards after each pass."""
 
     def recover(self) -> None:
         """See ShardedModule: FSDP1 begins anew with the next forward pass."""
+
+
+def _frozen_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Where each parameter without gradient stands, shared ones at each of their places."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not parameter.requires_grad
+    ]
 
 
 def _wrapping(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:

@@ -43,6 +43,7 @@ class RowShardedModule:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.root: nn.Module = model
         self.loss_factor = 1.0
+        self.evaluation_reads_gradients = False
         self._reshards = reshards is not False
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:

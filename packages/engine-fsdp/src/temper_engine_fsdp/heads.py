@@ -120,7 +120,7 @@ class LanguageHead:
             Query.LOGSUMEXP_TERMS: columns.logsumexp,
             Query.LOGPROB_AT: columns.logprob_at,
         }
-        return {query: _place(found[query], at=at, size=batch.num_tokens) for query in request.queries}
+        return {query: _place(found[query], at=at, size=batch.num_tokens) for query in sorted(request.queries)}
 
 
 class ScalarHead:

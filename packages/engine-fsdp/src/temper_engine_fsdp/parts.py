@@ -131,7 +131,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
             slices=SequenceGroup(data_groups.within) if config.sequence_parallel > 1 else None,
         ),
         residency=residency,
-        offloading=Offloading(residency, spec=config.residency),
+        offloading=Offloading(residency, spec=config.residency, evaluation_reads_gradients=sharded.evaluation_reads_gradients),
         data_groups=data_groups,
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         has_fast_matmul=_takes_fast_matmul(config, device=device),

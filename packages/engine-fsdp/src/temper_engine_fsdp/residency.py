@@ -105,8 +105,9 @@ class Residency:
 class Offloading:
     """What a configuration wants parked between which contexts."""
 
-    def __init__(self, residency: Residency, *, spec: ResidencySpec) -> None:
+    def __init__(self, residency: Residency, *, spec: ResidencySpec, evaluation_reads_gradients: bool = False) -> None:
         self._residency = residency
+        self._needed = {**NEEDED, "eval": NEEDED["train"]} if evaluation_reads_gradients else NEEDED
         self._loads_ahead = spec.load_optimizer_in == "train_mode"
         wanted = ((PARAMETERS, spec.offload_parameters), (GRADIENTS, spec.offloads_gradients), (OPTIMIZER, spec.offload_optimizer))
         for name, is_offloaded in wanted:
@@ -122,7 +123,7 @@ class Offloading:
         """
         if self._loads_ahead and mode == "eval":
             self._residency.park(OPTIMIZER)
-        with self._residency.resident(*NEEDED[mode]):
+        with self._residency.resident(*self._needed[mode]):
             if self._loads_ahead and mode == "train":
                 self._residency.send_for(OPTIMIZER)
             try:

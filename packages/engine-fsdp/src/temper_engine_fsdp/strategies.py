@@ -22,6 +22,8 @@ class ShardedModule(Protocol):
     """Sharded master weights."""
     loss_factor: float
     """What a loss is multiplied with so that gradients are summed over ranks."""
+    evaluation_reads_gradients: bool
+    """Whether gradients that wait must be on the device in an evaluation too: FSDP1 makes views of them after each forward pass."""
 
     def micro_batch(self, *, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of one micro-batch of a training pass.

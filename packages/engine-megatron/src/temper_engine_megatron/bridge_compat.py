@@ -1,7 +1,7 @@
 """Megatron-Bridge, imported here and nowhere else, with everything that depends on its version or on Megatron-Core's.
 
 In: a Hugging Face configuration. Out: a Megatron configuration, and for each of Megatron's parameters what it is made of.
-It uses private names of megatron-core 0.16 and Megatron-Bridge 0.3; other lines of either are refused.
+Other lines than megatron-core 0.16 and Megatron-Bridge 0.3 are refused.
 """
 
 import builtins
@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 
@@ -57,7 +59,7 @@ class Translation:
         except ValueError as error:
             raise CapabilityError(f"Megatron-Bridge has no translation of {described.architectures}: {USE_ANOTHER}") from error
         self.settings: Any = auto.to_megatron_provider(load_weights=False)
-        self._registry = auto._model_bridge.mapping_registry()
+        self._registry = _model_bridge().get_model_bridge(getattr(transformers, described.architectures[0])).mapping_registry()
 
     def recipe_of(self, name: str) -> Recipe:
         """Of a parameter by Megatron's name with the layer's global number.
@@ -94,10 +96,10 @@ class Translation:
 def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
     """The bridge finds a translation by the name of the class with a language-model head, whatever head a model has."""
     described = copy.deepcopy(hf_config)
-    known = AutoModelForCausalLM._model_mapping
-    if type(hf_config) not in known:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    if name is None:
         raise CapabilityError(f"{type(hf_config).__name__} has no causal language model in transformers: {USE_ANOTHER}")
-    described.architectures = [known[type(hf_config)].__name__]
+    described.architectures = [name]
     # transformers 5 moved it; bridge 0.3 reads the old place, and without it takes 10000.
     rotary: Mapping[str, object] = described.to_dict().get("rope_parameters") or {}
     if "rope_theta" in rotary:
@@ -142,6 +144,12 @@ def _check_line(name: str, *, taken: SpecifierSet, tested: str) -> None:
             f"{name} is {found}, but the Megatron engine uses names of it that other versions change and takes {taken} "
             f'({tested} is tested): pip install --no-deps "{name}=={tested}"'
         )
+
+
+def _model_bridge() -> Any:
+    from megatron.bridge.models.conversion import model_bridge
+
+    return model_bridge
 
 
 def _param_mapping() -> Any:

@@ -1,7 +1,7 @@
 """MegatronEngine: the engine contract on Megatron-Core, for dense Hugging Face decoder-only language models that Megatron-Bridge knows."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Literal, TypeVar
 
@@ -13,15 +13,17 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine, MicroLoss
 from temper_engine_api.errors import EngineStateError
+from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
-from temper_engine_megatron import numerics, persistence
+from temper_engine_megatron import numerics
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.known_warnings import without_known_warnings
 
 with without_known_warnings():
+    from temper_engine_megatron import persistence
     from temper_engine_megatron.groups import leave
     from temper_engine_megatron.parts import Parts, build_parts
     from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS
@@ -46,6 +48,7 @@ class MegatronEngine(BaseEngine):
             Capability.PIPELINE_PARALLEL,
             Capability.CONTEXT_PARALLEL,
             Capability.OFFLOAD,
+            Capability.FP16,
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
         }
@@ -54,10 +57,11 @@ class MegatronEngine(BaseEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._built: Parts | None = None
+        self._router_balance: Tensor | None = None
 
     def _build(self) -> Topology:
         with without_known_warnings():
-            self._built = build_parts(self.config)
+            self._built = build_parts(self.config, loss_scale=self.loss_scale)
         return self._built.membership.topology
 
     @property
@@ -103,7 +107,13 @@ class MegatronEngine(BaseEngine):
             answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
             if reduce_gradients:
                 runner.reduce()
+        self._router_balance = None if forward_only else runner.take_router_balance()
         return answers
+
+    def _telemetry(self) -> Mapping[str, Metric]:
+        if self._router_balance is None:
+            return {}
+        return {"router/load_balancing_loss": Metric(value=self._router_balance, reduction="sum")}
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
@@ -113,6 +123,8 @@ class MegatronEngine(BaseEngine):
         optimizer = self._parts.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
         with self._numerics():
+            if self.config.precision.compute == "fp16":
+                self._parts.runner.scale_gradients(1.0 / self.loss_scale.value)
             return optimizer.step(lr=lr)
 
     def _zero_gradients(self) -> None:
@@ -123,7 +135,7 @@ class MegatronEngine(BaseEngine):
                 optimizer.zero()
 
     def _export_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+        return self._parts.state.compute_dtype
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         return self._parts.state.iterate_weights(dtype=self._export_dtype())

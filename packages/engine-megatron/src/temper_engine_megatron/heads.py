@@ -37,6 +37,8 @@ class Head:
     """Positions whose logits are held at once."""
     is_compiled: bool
     """Whether passes over logits are compiled."""
+    fills_chunks: bool
+    """See HeadShare."""
     tp: dist.ProcessGroup = field(repr=False)
     """Ranks that the vocabulary is split over."""
     cp: dist.ProcessGroup = field(repr=False)
@@ -57,7 +59,7 @@ class Head:
         """Answers about the whole micro-batch, the same on every rank of the last stage. Collective over them.
 
         Args:
-            hidden: [S, D] of this rank's tokens.
+            hidden: [S R, D] of this rank's places.
             local: the micro-batch.
             queries: what is asked.
             trained_only: only trained positions need an answer; else all that have a predecessor.
@@ -68,8 +70,9 @@ class Head:
         else:
             wanted = whole.loss_mask if trained_only else _has_predecessor(whole)
             at = torch.nonzero(wanted)[:, 0]
-            at = at[(at > local.first) & (at <= local.first + local.size)]
-            rows = hidden.index_select(0, at - 1 - local.first)
+            place = local.place[at - 1]
+            at = at[place >= 0]
+            rows = hidden.index_select(0, place[place >= 0])
             found = self._language(rows, whole, at, queries) if self.scalar is None else {Query.VALUE: self._scalars(rows)}
             columns = {query: _place(found[query], at=at, size=whole.num_tokens) for query in queries}
         # Sorted: sets differ in order between processes, and every rank must add up the same column.
@@ -91,6 +94,7 @@ class Head:
                 chunk=self.chunk,
                 wants_entropy=Query.ENTROPY in queries,
                 is_compiled=self.is_compiled,
+                fills_chunks=self.fills_chunks,
             ),
         )
         return {
@@ -102,8 +106,9 @@ class Head:
 
     def _scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:
         last = local.whole.sequence_starts[1:].long() - 1
-        mine = torch.nonzero((last >= local.first) & (last < local.first + local.size))[:, 0]
-        scores = self._scalars(hidden.index_select(0, last[mine] - local.first))
+        place = local.place[last]
+        mine = torch.nonzero(place >= 0)[:, 0]
+        scores = self._scalars(hidden.index_select(0, place[mine]))
         return _place(scores, at=mine, size=last.shape[0])
 
     def _scalars(self, rows: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from temper_engine_megatron.attention import AttentionLayout, attend
+from temper_engine_megatron.attention import AttentionLayout, RowLayout, attend
 from temper_engine_megatron.collectives import gather_sequence
+from temper_engine_megatron.experts import RoutedLayer, SharingRouter
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -43,11 +44,18 @@ class PackedAttention(MegatronModule):
         self._scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: AttentionLayout, **_: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: AttentionLayout | RowLayout,
+        **_: object,
     ) -> Tensor:
-        """Query [S, 1, H, D], key and value [S, 1, K, D]; returns [S, 1, H D]."""
-        q, k, v = query[:, 0], gather_sequence(key[:, 0], self._group), gather_sequence(value[:, 0], self._group)
-        return attend(q, k, v, packed_seq_params, scale=self._scale).flatten(1)[:, None]
+        """Query [S, R, H, D], key and value [S, R, K, D]; returns [S, R, H D]."""
+        key, value = (gather_sequence(x, self._group) for x in (key, value))
+        return attend(query, key, value, packed_seq_params, scale=self._scale).flatten(2)
 
 
 def block_spec(settings: Any, *, num_layers: int) -> Any:
@@ -59,6 +67,9 @@ def block_spec(settings: Any, *, num_layers: int) -> Any:
         qk_layernorm=settings.qk_layernorm,
         normalization=settings.normalization,
     )
+    if settings.num_moe_experts:
+        layer.module = RoutedLayer
+        layer.submodules.mlp.submodules.router = SharingRouter
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -4,11 +4,12 @@ In: a translation from Hugging Face and the process groups. Out: one module per 
 there is something to train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -19,28 +20,66 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
+from temper_engine_megatron.attention import AttentionLayout, RowLayout
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.heads import Head
 from temper_engine_megatron.layer_spec import block_spec
+from temper_engine_megatron.overrides import plain
 
+_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_RECOMPUTE: Mapping[str, dict[str, object]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 SCALAR_QUERIES = {"value_model": Query.VALUE, "reward_model": Query.SCORE}
 
 
 class PackedGPTModel(GPTModel):
-    """A chunk of a decoder. Positions are those it is given, and the last stage returns hidden states [S, 1, D] instead of logits."""
+    """A chunk of a decoder. Positions are those it is given, and the last stage returns hidden states instead of logits."""
 
     rotary_frequencies: Tensor
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> tuple[object, ...]:
-        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        angles = position_ids[0].float()[:, None] * self.rotary_frequencies.to(position_ids.device)
-        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
-        return embedded, rotary, None, None, None, None
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: AttentionLayout | RowLayout,
+        padding_mask: Tensor,
+    ) -> Tensor:
+        """Of one micro-batch of R rows of which S places are on this rank.
 
-    def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
-        return hidden_states
+        Args:
+            input_ids: [R, S] int64.
+            position_ids: [R, S] int64.
+            attention_mask: of no use here.
+            packed_seq_params: who sees whom.
+            padding_mask: [R, S] bool.
+
+        Returns:
+            [S, R, D], or what sequence parallelism leaves of it here.
+        """
+        angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(position_ids.device)
+        is_balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
+        hidden: Tensor = self.decoder(
+            hidden_states=self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
+            packed_seq_params=packed_seq_params,
+            padding_mask=self._own_part(padding_mask) if is_balanced else None,
+        )
+        return hidden
+
+    def _own_part(self, padding_mask: Tensor) -> Tensor:
+        """[R, S] or what sequence parallelism leaves of it here."""
+        if not self.config.sequence_parallel:
+            return padding_mask
+        tp: dist.ProcessGroup = self.pg_collection.tp
+        return padding_mask.chunk(tp.size(), dim=1)[tp.rank()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +112,7 @@ def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunk.to(membership.device)
     wrapped: tuple[nn.Module, ...] = bare
-    if settings.bf16:
+    if settings.params_dtype is not torch.float32:
         wrapped = tuple(Float16Module(settings, chunk) for chunk in bare)
     if config.optimizer is not None:
         wrapped = tuple(_wrap(chunk, settings, config, membership, is_first=i == 0) for i, chunk in enumerate(wrapped))
@@ -83,7 +122,7 @@ def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
 
 def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig, is_language_model: bool) -> None:
     """Everything about the run that the bridge could not know, and every switch whose default gives wrong numbers here."""
-    dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+    dtype = _DTYPES[config.precision.compute]
     share = -(-hf_config.vocab_size // config.tensor_parallel)
     if share * (config.tensor_parallel - 1) >= hf_config.vocab_size:
         raise ConfigError(
@@ -102,6 +141,7 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         "vocab_size": share * config.tensor_parallel,
         "share_embeddings_and_output_weights": is_language_model and bool(hf_config.tie_word_embeddings),
         # It marks split parameters only where it initialises them; without the marks the gradient norm leaves parts out.
@@ -129,9 +169,10 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "cross_entropy_loss_fusion": False,
         "deterministic_mode": False,
     }
+    wanted |= _RECOMPUTE[config.recompute]
     if settings.num_moe_experts:
         wanted |= _of_experts(settings, config, hf_config=hf_config)
-    for name, value in wanted.items():
+    for name, value in (wanted | plain(config.override_transformer_config)).items():
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)
     settings.finalize()
@@ -158,8 +199,8 @@ def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedC
     return {
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": config.router_aux_loss,
         # Probabilities over all experts, of which the chosen ones are kept as they are, or over the chosen ones alone.
         "moe_router_pre_softmax": not fields.get("norm_topk_prob", True),
     }
@@ -183,7 +224,10 @@ def _stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] 
     if config.pipeline_parallel == 1:
         return None
     count = config.pipeline_parallel * (config.virtual_pipeline or 1)
-    table = [["decoder"] * (num_layers * (i + 1) // count - num_layers * i // count) for i in range(count)]
+    sizes = config.layers_per_stage or [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]
+    if sum(sizes) != num_layers:
+        raise ConfigError(f"layers_per_stage {list(sizes)} adds up to {sum(sizes)}, but the model has {num_layers} layers.")
+    table = [["decoder"] * size for size in sizes]
     table[0].insert(0, "embedding")
     table[-1].append("loss")
     return table
@@ -244,6 +288,7 @@ def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: M
             overlap_grad_reduce=False,
             use_distributed_optimizer=config.distributed_optimizer,
             check_for_nan_in_grad=False,
+            **plain(config.override_ddp_config),
         ),
         module=chunk,
         disable_bucketing=not is_first,
@@ -264,6 +309,7 @@ def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, m
         vocabulary=vocabulary,
         chunk=config.head_chunk_tokens,
         is_compiled=config.compile_head,
+        fills_chunks=config.deterministic,
         tp=membership.tp,
         cp=membership.cp,
     )

@@ -38,7 +38,16 @@ class ParameterState:
 class MegatronAdamW:
     """AdamW of Megatron, distributed over data-parallel ranks or not."""
 
-    def __init__(self, chunks: Sequence[nn.Module], *, spec: OptimizerSpec, is_bf16: bool, is_distributed: bool, membership: Membership):
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        *,
+        spec: OptimizerSpec,
+        dtype: torch.dtype,
+        is_distributed: bool,
+        overrides: Mapping[str, object],
+        membership: Membership,
+    ):
         self._spec = spec
         self._membership = membership
         self._is_distributed = is_distributed
@@ -51,10 +60,14 @@ class MegatronAdamW:
             adam_beta1=beta1,
             adam_beta2=beta2,
             adam_eps=spec.eps,
-            bf16=is_bf16,
-            params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+            bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
+            # Losses are scaled before they come here, and gradients divided again.
+            loss_scale=1.0 if dtype is torch.float16 else None,
+            params_dtype=dtype,
             use_distributed_optimizer=is_distributed,
             clip_grad=0.0,
+            **overrides,
         )
         # Pieces of parameters that remember where they come from make torch warn whenever their gradient is looked at.
         with megatron_on_cpu(), torch.no_grad():
@@ -158,7 +171,8 @@ class MegatronAdamW:
         optimizer = self._optimizer_of(parameter)
         if parameter not in optimizer.model_param_group_index_map:
             return slice(0, 0)
-        found = optimizer._get_model_param_range_map(parameter)["param"]
+        buffer, dtype, bucket = optimizer.model_param_gbuf_map[parameter]
+        found = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
         return slice(found.start, found.end)
 
     def _whole(self, part: Tensor | None, parameter: nn.Parameter, piece: slice) -> Tensor:

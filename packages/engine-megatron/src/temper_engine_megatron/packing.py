@@ -1,15 +1,17 @@
 """One micro-batch as a context-parallel rank computes it: its slice of the padded tokens, their positions, and who sees whom.
 
-T tokens of the micro-batch, S of them and of the padding on this rank; a rank's slice is contiguous.
+T tokens of the micro-batch. Laid end to end they are one row, otherwise each of the R sequences is a row, padded to the longest; this rank
+has S places of every row, side by side.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_megatron.attention import AttentionLayout, attention_layout
+from temper_engine_megatron.attention import AttentionLayout, RowLayout, attention_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,35 +21,78 @@ class LocalMicroBatch:
     whole: SequenceBatch
     """The micro-batch itself, on the device."""
     tokens: Tensor
-    """[S] int64."""
+    """[R, S] int64."""
     positions: Tensor
-    """[S] int64."""
-    attention: AttentionLayout
-    """See AttentionLayout."""
-    first: int
-    """Index of the first token of the slice; it may lie beyond T."""
-
-    @property
-    def size(self) -> int:
-        """S."""
-        return self.tokens.shape[0]
+    """[R, S] int64."""
+    is_padding: Tensor
+    """[R, S] bool."""
+    attention: AttentionLayout | RowLayout
+    """Who sees whom."""
+    place: Tensor
+    """[T] int64, where each token of the micro-batch lies in [S R], place after place of all rows; -1 on other ranks."""
 
 
-def local_micro_batch(micro: SequenceBatch, *, cp_size: int, cp_rank: int, token_multiple: int, device: torch.device) -> LocalMicroBatch:
-    """This rank's slice of a micro-batch, padded to a multiple of ``token_multiple`` tokens over all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How micro-batches are laid out on this rank."""
 
-    A micro-batch on the CPU is split without waiting for the device.
+    cp_size: int
+    """Ranks that share a micro-batch."""
+    cp_rank: int
+    """This one among them."""
+    token_multiple: int
+    """A row is padded to a multiple of so many places over all ranks."""
+    is_packed: bool
+    """Sequences lie end to end, or in a row each."""
+    device: torch.device
+    """Where they go."""
+
+
+def local_micro_batch(micro: SequenceBatch, slicing: Slicing, *, trained_tokens: int) -> LocalMicroBatch:
+    """This rank's slice of a micro-batch; one that lies on the CPU is split without waiting for the device.
+
+    Args:
+        micro: the micro-batch.
+        slicing: see Slicing.
+        trained_tokens: of the whole mini-batch over all ranks.
     """
-    length = micro.num_tokens
-    padding = -length % token_multiple
-    size = (length + padding) // cp_size
-    mine = slice(cp_rank * size, (cp_rank + 1) * size)
-    whole = micro.to(device)
+    starts = micro.sequence_starts.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+    longest = sum(lengths) if slicing.is_packed else max(lengths)
+    length = longest + -longest % slicing.token_multiple
+    size = length // slicing.cp_size
+    mine = slice(slicing.cp_rank * size, (slicing.cp_rank + 1) * size)
+    share = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
+    whole = micro.to(slicing.device)
+    row, column = _places(whole, is_packed=slicing.is_packed)
+    num_rows = 1 if slicing.is_packed else len(lengths)
+    is_here = (column >= mine.start) & (column < mine.stop)
+    attention: AttentionLayout | RowLayout
+    if slicing.is_packed:
+        # Padding is a sequence of its own.
+        attention = attention_layout([*starts, length], mine=mine, share=share, device=slicing.device)
+    else:
+        attention = RowLayout(last=mine.stop, share=share)
+
+    def spread(values: Tensor, empty: float) -> Tensor:
+        grid = values.new_full((num_rows, length), empty)
+        grid[row, column] = values
+        return grid[:, mine]
+
     return LocalMicroBatch(
         whole=whole,
-        tokens=torch.cat([whole.tokens, whole.tokens.new_zeros(padding)])[mine],
-        positions=torch.cat([whole.positions(), whole.tokens.new_zeros(padding)])[mine],
-        # Padding is a sequence of its own.
-        attention=attention_layout([*micro.sequence_starts.tolist(), length + padding], mine=mine, device=device),
-        first=mine.start,
+        tokens=spread(whole.tokens, 0),
+        positions=spread(whole.positions(), 0),
+        is_padding=spread(torch.zeros_like(whole.loss_mask), True),
+        attention=attention,
+        place=torch.where(is_here, (column - mine.start) * num_rows + row, -1),
     )
+
+
+def _places(batch: SequenceBatch, *, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """[T] row and column of each token."""
+    every = torch.arange(batch.num_tokens, device=batch.tokens.device)
+    if is_packed:
+        return torch.zeros_like(every), every
+    row = batch.sequence_index.long()
+    return row, every - batch.sequence_starts.long()[row]

@@ -66,6 +66,8 @@ class ParameterMap:
         self._vocabulary = vocabulary
         self._has_scalar_head = has_scalar_head
         self._tied_copy: nn.Parameter | None = None
+        self.compute_dtype: torch.dtype = chunks.settings.params_dtype
+        """Of every parameter."""
         here = dict(self._named(chunks))
         described = [self._describe(name, parameter) for name, parameter in here.items()]
         # Ranks with other experts repeat what is no expert.

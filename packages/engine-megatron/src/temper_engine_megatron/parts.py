@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.loss_scale import LossScale
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
@@ -14,6 +15,7 @@ from temper_engine_megatron.huggingface import open_tensors, read_config
 from temper_engine_megatron.model import Chunks, build_chunks
 from temper_engine_megatron.numerics import check_deterministic_environment
 from temper_engine_megatron.optimizer import MegatronAdamW
+from temper_engine_megatron.overrides import check_overrides, plain
 from temper_engine_megatron.parameter_map import ParameterMap
 from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Residency
 from temper_engine_megatron.schedule_runner import ScheduleRunner
@@ -38,18 +40,23 @@ class Parts:
     """Where the tensors of all these lie."""
 
 
-def build_parts(config: MegatronConfig) -> Parts:
+def build_parts(config: MegatronConfig, *, loss_scale: LossScale) -> Parts:
     """Build everything; collective."""
+    check_overrides(config)
     hf_config = read_config(config.model)
     translation = Translation(hf_config)
     membership = join(config)
     try:
         if config.deterministic:
             check_deterministic_environment(membership.device)
-        return _build(config, hf_config=hf_config, translation=translation, membership=membership)
+        parts = _build(config, hf_config=hf_config, translation=translation, membership=membership)
     except BaseException:
         leave(membership)
         raise
+    if loss_scale.is_on:
+        # Also of what experts add to the loss.
+        translation.settings.grad_scale_func = lambda loss: loss * loss_scale.value
+    return parts
 
 
 def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Parts:
@@ -60,8 +67,9 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
         optimizer = MegatronAdamW(
             chunks.wrapped,
             spec=config.optimizer,
-            is_bf16=config.precision.compute == "bf16",
+            dtype=chunks.settings.params_dtype,
             is_distributed=config.distributed_optimizer,
+            overrides=plain(config.override_optimizer_config),
             membership=membership,
         )
     parameters = ParameterMap(
@@ -77,7 +85,7 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
     return Parts(
         membership=membership,
         hf_config=hf_config,
-        runner=ScheduleRunner(chunks, membership=membership),
+        runner=ScheduleRunner(chunks, membership=membership, is_packed=config.remove_padding),
         optimizer=optimizer,
         state=state,
         residency=_residency(config, chunks, optimizer),

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,9 +18,12 @@ from torch import Tensor
 from temper_engine_api.checkpoint.saved_state import COUNT, FILES_FOLDER, FIRST, SECOND, SavedState, holds_dcp, holds_files, open_dcp
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_megatron.cpu_device import megatron_on_cpu
 
 FILE_BYTES = 2 << 30
 RANDOM_FOLDER = "random"
+_OF_MEGATRON = "megatron."
+"""Before the name of one of Megatron's own states."""
 
 Held = dict[str, Tensor]
 """What belongs to one name, by the names in the file."""
@@ -104,8 +108,10 @@ def _write_file(tensors: Held, *, directory: str, number: int) -> str:
 
 
 def write_random_state(*, directory: str, rank: int, device: torch.device) -> str:
-    """Write torch's random-number state of this rank; its relative path."""
-    states = {"cpu": torch.get_rng_state()}
+    """Write torch's random-number states of this rank, and those that Megatron keeps for parts of a model; its relative path."""
+    states: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
+    with megatron_on_cpu():
+        states |= {f"{_OF_MEGATRON}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
@@ -124,6 +130,9 @@ def read_random_state(*, directory: str, rank: int, device: torch.device) -> Non
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+    own = {name.removeprefix(_OF_MEGATRON): state for name, state in states.items() if name.startswith(_OF_MEGATRON)}
+    if own:
+        get_cuda_rng_tracker().set_states(own)
 
 
 def write_description(fields: dict[str, object], *, directory: str) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -18,11 +19,12 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import MicroLoss
 from temper_engine_api.objective import Answers, Query
 from temper_engine_megatron.cpu_device import megatron_on_cpu
+from temper_engine_megatron.experts import take_balance
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.heads import Head
 from temper_engine_megatron.known_warnings import without_known_warnings
 from temper_engine_megatron.model import Chunks
-from temper_engine_megatron.packing import LocalMicroBatch, local_micro_batch
+from temper_engine_megatron.packing import LocalMicroBatch, Slicing, local_micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,17 @@ class _Pass:
 class ScheduleRunner:
     """Forward and backward passes over this rank's chunks."""
 
-    def __init__(self, chunks: Chunks, *, membership: Membership) -> None:
+    def __init__(self, chunks: Chunks, *, membership: Membership, is_packed: bool) -> None:
         self._chunks = chunks
         self._membership = membership
+        topology = membership.topology
+        self._slicing = Slicing(
+            cp_size=topology.cp.size,
+            cp_rank=topology.cp.rank,
+            token_multiple=topology.plan_constraints.token_multiple,
+            is_packed=is_packed,
+            device=membership.device,
+        )
         self.has_local_gradients = False
         """Whether gradients wait on this rank to be reduced."""
 
@@ -50,17 +60,8 @@ class ScheduleRunner:
         asked = _Pass(queries=queries, micro_loss=micro_loss, forward_only=forward_only)
         if self._chunks.head is not None:
             self._chunks.head.check(queries)
-        topology = self._membership.topology
-        prepared = [
-            local_micro_batch(
-                micro,
-                cp_size=topology.cp.size,
-                cp_rank=topology.cp.rank,
-                token_multiple=topology.plan_constraints.token_multiple,
-                device=self._membership.device,
-            )
-            for micro in batch.micro_batches()
-        ]
+        trained_tokens = batch.denominators.tokens
+        prepared = [local_micro_batch(micro, self._slicing, trained_tokens=trained_tokens) for micro in batch.micro_batches()]
         if not forward_only:
             self.has_local_gradients = True
         with self._mode(trains=not forward_only), megatron_on_cpu():
@@ -73,7 +74,10 @@ class ScheduleRunner:
         def forward_step(micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module) -> tuple[Tensor, object]:
             local = next(micro_batches)
             output: Tensor = chunk(
-                input_ids=local.tokens[None], position_ids=local.positions[None], attention_mask=None, packed_seq_params=local.attention
+                input_ids=local.tokens,
+                position_ids=local.positions,
+                packed_seq_params=local.attention,
+                padding_mask=local.is_padding,
             )
             return output, lambda hidden: self._finish(hidden, local, asked)
 
@@ -85,7 +89,7 @@ class ScheduleRunner:
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(prepared),
             # Each pair of stages tells the other the true shape.
-            seq_length=prepared[0].size,
+            seq_length=prepared[0].tokens.shape[1],
             micro_batch_size=1,
             forward_only=asked.forward_only,
         )
@@ -97,7 +101,7 @@ class ScheduleRunner:
         if self._chunks.settings.sequence_parallel:
             # Every rank goes on with all tokens and sums gradients where it splits matrices, so each takes back its own rows.
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
-        hidden = output[:, 0]
+        hidden = output.flatten(0, 1)
         is_training = asked.micro_loss is not None and not asked.forward_only
         answers = head.answer(hidden, local, queries=asked.queries, trained_only=is_training)
         if asked.micro_loss is None:
@@ -118,12 +122,29 @@ class ScheduleRunner:
             finalize_model_grads(list(self._chunks.wrapped), None, pg_collection=self._membership.collection)
         self.has_local_gradients = False
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has been reduced."""
+        for chunk in self._chunks.wrapped:
+            assert isinstance(chunk, DistributedDataParallel), "an engine that trains wraps its chunks"
+            chunk.scale_gradients(factor)
+
     def zero(self) -> None:
         """Drop gradients, local and reduced."""
         for chunk in self._chunks.wrapped:
             assert isinstance(chunk, DistributedDataParallel), "an engine that trains wraps its chunks"
             chunk.zero_grad_buffer()
         self.has_local_gradients = False
+
+    def take_router_balance(self) -> Tensor | None:
+        """The load-balancing loss of the calls since the last one, over this replica; None without such a loss. Collective."""
+        settings, membership = self._chunks.settings, self._membership
+        if not settings.num_moe_experts or not settings.moe_aux_loss_coeff:
+            return None
+        layers = [layer for chunk in self._chunks.bare for layer in chunk.decoder.layers]
+        balance = take_balance(layers, num_layers=settings.num_layers).to(membership.device)
+        for group in (membership.collection.tp_cp, membership.pp):
+            dist.all_reduce(balance, group=group)
+        return balance
 
     @contextmanager
     def _mode(self, *, trains: bool) -> Iterator[None]:

@@ -20,6 +20,11 @@ class StateOfRanks:
         self._map = parameters
         self._optimizer = optimizer
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return self._map.compute_dtype
+
     def expected(self) -> list[WeightEntry]:
         """Every Hugging Face name with its shape, in the order of the export."""
         return self._map.expected()
@@ -29,7 +34,7 @@ class StateOfRanks:
         for entry in self._map.entries:
             # In the compute dtype a parameter is its master weight, rounded.
             local = None if entry.parameter is None else entry.parameter.detach()
-            for name, tensor in self._map.to_full(entry, local, dtype=dtype).items():
+            for name, tensor in self._map.to_full(entry, local, dtype=self._map.compute_dtype).items():
                 yield NamedWeight(name, tensor.to(dtype, copy=True))
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -50,6 +51,9 @@ class HeadShare:
     """Whether the entropy is computed."""
     is_compiled: bool = False
     """Whether each pass over logits is one compiled kernel."""
+    fills_chunks: bool = False
+    """Whether every product has a whole chunk of rows, so that a position has the same bits however many others are asked; a GPU chooses
+    its kernel by the number of rows."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Over all shares, in place."""
@@ -93,7 +97,7 @@ class _Answers(torch.autograd.Function):
         logprobs = heat.new_zeros(chosen.shape)
         logsumexp, entropy = heat.new_zeros(size), heat.new_zeros(size)
         for rows in share.chunks(size):
-            logits = project(hidden[rows], words)
+            logits = _logits(hidden[rows], words, share)
             logsumexp[rows], found = _normaliser_and_entropy(logits, heat[rows], share)
             logprobs[rows] = _at(logits, chosen[rows], share) / heat[rows] - logsumexp[rows, None]
             if share.wants_entropy:
@@ -114,7 +118,7 @@ class _Answers(torch.autograd.Function):
         # Every log-prob pushes all of p down, the normaliser pulls it up.
         pull = grad_logsumexp - grad_logprobs.sum(1)
         for rows in share.chunks(hidden.shape[0]):
-            grad = project(hidden[rows], words)
+            grad = _logits(hidden[rows], words, share)
             columns = (heat[rows, 0], logsumexp[rows], pull[rows], chosen[rows, 0] - share.first, grad_logprobs[rows, 0], entropy[rows])
             slope = grad_entropy[rows] if share.wants_entropy else None
             _kernel(_into_gradient, share)(grad, *columns, slope)
@@ -124,6 +128,14 @@ class _Answers(torch.autograd.Function):
             grad_hidden[rows] = (grad @ words).float()
             grad_weight[: share.size] += (grad.t() @ hidden[rows]).float()
         return share.sum(grad_hidden).to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: Tensor, words: Tensor, share: HeadShare) -> Tensor:
+    """[C, V / ranks] in the compute dtype, without temperature."""
+    size = hidden.shape[0]
+    if not share.fills_chunks or size == share.chunk:
+        return project(hidden, words)
+    return project(functional.pad(hidden, (0, 0, 0, share.chunk - size)), words)[:size]
 
 
 @cache

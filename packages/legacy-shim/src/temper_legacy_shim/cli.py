@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from temper_legacy_shim import cli_checkpoint, cli_config, cli_script
+from temper_legacy_shim import cli_checkpoint, cli_config, cli_doctor, cli_imports, cli_script
 from temper_legacy_shim.errors import ShimError
 
 EXIT_FAILED = 1
@@ -24,6 +24,8 @@ app = typer.Typer(
 cli_checkpoint.register(app)
 cli_config.register(app)
 cli_script.register(app)
+cli_imports.register(app)
+cli_doctor.register(app)
 
 
 @app.callback()

@@ -24,6 +24,8 @@ class FinishReason(StrEnum):
     """One of sampling.stop appeared."""
     MAX_TOKENS = "max_tokens"
     """It was cut."""
+    INTERRUPTED = "interrupted"
+    """New weights came; it goes on under them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class SamplingRequest:
     """How."""
     seed: int
     """The tokens drawn depend on it and on the weights, not on what else is being decoded (up to kernel rounding)."""
+    session: int | None = None
+    """Requests that share one go to the same replica, which remembers their beginning; None is the prompt's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +71,15 @@ class Completion:
     request_id: int
     """Of its request."""
     tokens: tuple[int, ...]
-    """Token ids, the end token included where there is one; at least one."""
+    """Token ids, the end token included where there is one; at least one, unless it was interrupted."""
     rollout_logprobs: tuple[float, ...]
     """Log-prob of each token under the sampler's own distribution after temperature, before top-p and top-k."""
     finish_reason: FinishReason
     """Why it ended."""
     weight_version: int
-    """Of the weights that made it."""
+    """Of the weights that made it; of the oldest ones where several did."""
+    token_versions: tuple[int, ...] = ()
+    """Of each token's weights, where weights came in the middle; empty where one version made all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

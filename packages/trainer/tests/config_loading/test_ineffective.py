@@ -19,7 +19,7 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*SFT, "algorithm.clip_low=0.1"], "algorithm.clip_low", "task sft"),
         ([*SFT, "sampling.max_tokens=5"], "sampling.max_tokens", "task sft"),
         ([*SFT, "reward.function=exact_match"], "reward.function", "task sft"),
-        ([*SFT, "loop=async"], "loop", "task sft"),
+        ([*SFT, "loop=async"], "loop", "does not train on what it samples"),
         ([*RL, "loop=one_step_off", "asynchrony.max_staleness=2"], "asynchrony.max_staleness", "loop async"),
         ([*RL, "rollout.vllm.enforce_eager=true"], "rollout.vllm.enforce_eager", "rollout.sampler hf"),
         ([*RL, "runtime.rollout_python=python"], "runtime.rollout_python", "rollout.sampler hf"),

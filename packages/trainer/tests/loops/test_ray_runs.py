@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from temper_trainer.loops import RunResult
-from temper_trainer.loops import rl as rl_loop
+from temper_trainer.loops import step as step_page
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.step import StepResult, rl_step
 from temper_trainer.runtime.group import WorkerError
@@ -64,7 +64,7 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_named_and_the_run_goes_on_fr
         return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
-    monkeypatch.setattr(rl_loop, "rl_step", step_that_loses_a_worker)
+    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_worker)
     with pytest.raises(WorkerError, match=r"actor: .* the worker of rank 0 died.*run\.resume=auto"):
         run(tmp_path / "killed", *kept)
     monkeypatch.undo()

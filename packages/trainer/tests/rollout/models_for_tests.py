@@ -37,6 +37,9 @@ ARCHITECTURES = {
     "mistral_sliding": {"model_type": "mistral", "sliding_window": 5, **SHAPE},
 }
 
+WIDE = {"qwen3_wide": {"model_type": "qwen3", "tie_word_embeddings": False, **SHAPE, "head_dim": 32}}
+"""For vLLM, whose attention on CPUs has no smaller heads."""
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One letter or sign per token: token 2 + i is the i-th of the alphabet."""
@@ -79,7 +82,7 @@ def make_pair(name: str, directory: Path) -> Pair:
     """A seeded model and its saved weights."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURES[name]), attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(ARCHITECTURES | WIDE)[name]), attn_implementation="eager").eval()
     model.save_pretrained(directory)
     # Training sets use_cache false in configs; a sampler must not mind.
     config = json.loads((directory / "config.json").read_text())

@@ -8,6 +8,7 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.scripted import ScriptedSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, pack_buckets
 from temper_trainer.weight_sync.publish import Canary, Publisher
+from temper_trainer.weight_sync.transport import StreamTransport
 
 
 def export() -> list[WeightBucket]:
@@ -18,16 +19,20 @@ def sampler(logprob: float = -1.0) -> ScriptedSampler:
     return ScriptedSampler(lambda request: [request.prompt_tokens[-1]], end_token_id=1, logprob=logprob)
 
 
+def publisher_of(receiver: ScriptedSampler, *, version: int = 0) -> Publisher:
+    return Publisher(transport=StreamTransport(export=export, sampler=receiver), sampler=receiver, version=version)
+
+
 def test_every_publish_has_the_next_number() -> None:
     receiver = sampler()
-    publisher = Publisher(export=export, sampler=receiver, version=4)
+    publisher = publisher_of(receiver, version=4)
     assert [publisher.publish()["weight_sync/version"] for _ in range(3)] == [5.0, 6.0, 7.0]
     assert receiver.weight_version == 7
 
 
 def test_a_canary_that_agrees_reports_its_difference() -> None:
     canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, -1.01], tolerance=0.05)
-    metrics = Publisher(export=export, sampler=sampler()).publish(canary)
+    metrics = publisher_of(sampler()).publish(canary)
     assert metrics["weight_sync/canary_difference"] == pytest.approx(0.01)
 
 
@@ -35,7 +40,7 @@ def test_a_canary_that_agrees_reports_its_difference() -> None:
 def test_a_canary_that_differs_stops_the_run(wrong: float) -> None:
     canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, wrong], tolerance=0.05)
     with pytest.raises(WeightError, match=r"differ by .* rollout\.canary_tolerance"):
-        Publisher(export=export, sampler=sampler()).publish(canary)
+        publisher_of(sampler()).publish(canary)
 
 
 def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
@@ -48,4 +53,4 @@ def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
 
     deaf = Deaf(lambda request: [request.prompt_tokens[-1]], end_token_id=1)
     with pytest.raises(WeightError, match="weights 1 were published, but the sampler holds 0"):
-        Publisher(export=export, sampler=deaf).publish()
+        publisher_of(deaf).publish()

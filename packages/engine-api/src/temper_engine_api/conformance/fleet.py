@@ -46,7 +46,8 @@ class Fleet:
     ) -> None:
         self._num_processes = num_processes
         self._folder = folder
-        self._device: Literal["cpu", "cuda"] = device
+        self.device: Literal["cpu", "cuda"] = device
+        """Where engines compute."""
         self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
@@ -75,7 +76,7 @@ class Fleet:
             engine=engine,
             layout=layout,
             rendezvous=self._rendezvous_of(layout),
-            device=self._device,
+            device=self.device,
             job=name,
             arguments=arguments,
         )

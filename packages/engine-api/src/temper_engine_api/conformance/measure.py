@@ -120,15 +120,20 @@ def update_once(
 
 
 def state_of(engine: BaseEngine) -> dict[str, TrainingState]:
-    """The portable state by name, on rank 0; the others only take part."""
-    state = {entry.name: entry for entry in engine.export_state()}
+    """The portable state by name, in host memory, on rank 0; the others only take part."""
+    state = {entry.name: _on_host(entry) for entry in engine.export_state()}
     return state if engine.topology.global_rank == 0 else {}
 
 
 def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
-    """Exported weights by name, in the order of the stream."""
+    """Exported weights by name, in host memory, in the order of the stream."""
     with engine.export_weights() as stream:
-        return dict(stream)
+        return {name: tensor.cpu() for name, tensor in stream}
+
+
+def _on_host(entry: TrainingState) -> TrainingState:
+    """An engine may give its state where it computes; expected numbers are on the CPU."""
+    return replace(entry, master=entry.master.cpu(), first_moment=entry.first_moment.cpu(), second_moment=entry.second_moment.cpu())
 
 
 def merged(updates: Collection[Update]) -> dict[str, float]:

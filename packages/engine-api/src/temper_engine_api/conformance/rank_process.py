@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import random
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,8 +70,23 @@ def serve(connection: Connection, *, index: int, stack_file: str) -> None:
                 request: Request = pickle.loads(connection.recv_bytes())  # noqa: S301
             except EOFError:
                 break
-            connection.send_bytes(pickle.dumps(station.answer(request)))
+            connection.send_bytes(_pickled(station.answer(request)))
         station.leave()
+
+
+class _ToHost(pickle.Pickler):
+    """Tensors travel in host memory: what they are compared with was computed there."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(reply: "Reply") -> bytes:
+    buffer = io.BytesIO()
+    _ToHost(buffer, pickle.HIGHEST_PROTOCOL).dump(reply)
+    return buffer.getvalue()
 
 
 class _Station:

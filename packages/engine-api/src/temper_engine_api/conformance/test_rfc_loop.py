@@ -107,4 +107,4 @@ def gradients_of_rfc_calls(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, 
         for _ in range(num_calls):
             engine.forward_backward_step(rows, {"calls": 0}, postprocess_fn=postprocess_fn)
     engine.optimizer_step()
-    return {entry.name: entry.first_moment for entry in engine.export_state()}
+    return {entry.name: entry.first_moment.cpu() for entry in engine.export_state()}

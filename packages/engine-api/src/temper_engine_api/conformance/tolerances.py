@@ -25,6 +25,11 @@ GRADIENT = Tolerance(share=1e-5, reason="float32 sums over some hundred terms of
 LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through four layers, summed in another order")
 PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large")
 LOSS = Tolerance(share=2e-6, reason="one float32 number summed over micro-batches and ranks in another order")
+SAME_PLAN = {
+    "cpu": EXACT,
+    "cuda": Tolerance(share=1e-6, reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number"),
+}
+"""Of log-probs that are computed twice with one plan, by device."""
 LOSS_TERMS = 1.0
 """Size of the terms that a loss is the mean of: where they nearly cancel, rounding is a share of them, not of what is left."""
 SMALL_TENSOR = 0.03

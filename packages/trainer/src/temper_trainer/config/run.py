@@ -98,13 +98,19 @@ class RuntimeConfig:
     rollout_python: str | None = None
     """sampler vllm only: the Python interpreter of the servers, such as that of a virtual environment with vLLM, temper-engine-api and
     temper-trainer in it; None is the trainer's own."""
+    rollout_devices: tuple[str, ...] = ()
+    """runtime inline and sampler vllm only: CUDA_VISIBLE_DEVICES of each replica in order, such as ["1", "2,3"]; empty gives every server
+    the driver's own devices."""
     worker_timeout_s: float = 1800.0
     """ray only: longest wait for a worker before the run stops and says which."""
+    watchdog_s: float | None = 300.0
+    """Waits longer than this are told, with who has not answered, once per interval; None tells nothing."""
 
     def __post_init__(self) -> None:
         check_range("runtime.cpus_per_worker", self.cpus_per_worker, above=0)
         check_range("runtime.gpus_per_worker", self.gpus_per_worker, at_least=0)
         check_range("runtime.worker_timeout_s", self.worker_timeout_s, above=0)
+        check_range("runtime.watchdog_s", self.watchdog_s, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +230,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         )
     found += _sizes_that_do_not_fit(config)
     found += _adapters_that_do_not_fit(config, needs_kl=needs_kl)
-    if config.task == "rl":
+    if config.samples:
         found += _rollouts_that_do_not_fit(config)
     if config.task in ("rl", "distill") and config.sampling.temperature == 0:
         found.append("sampling.temperature is 0 (greedy) in task rl, where completions of a prompt would all be equal: set it above 0.")
@@ -292,6 +298,17 @@ def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
         )
     if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
         found.append(f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter travels as a file: use auto.")
+    devices = config.runtime.rollout_devices
+    if devices and len(devices) != config.rollout.num_replicas:
+        found.append(
+            f"runtime.rollout_devices names {len(devices)} sets of devices, but rollout.num_replicas is {config.rollout.num_replicas}: "
+            "name one for each replica."
+        )
+    if config.rollout.vllm.sleep_level and config.loop != "sync":
+        found.append(
+            f"rollout.vllm.sleep_level is {config.rollout.vllm.sleep_level}, but loop is {config.loop}, in which servers sample while the "
+            "actor trains: set it to 0, or use loop=sync."
+        )
     is_truncated = sampling.top_p < 1 or sampling.top_k > 0
     if sampler == "vllm" and sampling.temperature != 1 and is_truncated:
         found.append(

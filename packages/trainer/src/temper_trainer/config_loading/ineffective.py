@@ -124,9 +124,9 @@ RULES = (
         reason="with task sft, which samples nothing: remove it, or set task=rl",
     ),
     Rule(
-        keys=("loop", "asynchrony", "weight_sync", "runtime.rollout_python"),
-        applies=lambda config: config.task == "sft",
-        reason="with task sft, which samples nothing: remove it, or set task=rl",
+        keys=("loop", "asynchrony", "weight_sync"),
+        applies=lambda config: config.task not in ("rl", "distill"),
+        reason="with a task that does not train on what it samples: remove it, or set task=rl or task=distill",
     ),
     Rule(
         keys=("asynchrony",),
@@ -134,7 +134,17 @@ RULES = (
         reason="without loop async: remove it, or set loop=async",
     ),
     Rule(
+        keys=("runtime.rollout_devices",),
+        applies=lambda config: config.runtime.kind == "ray",
+        reason="with runtime.kind ray, which gives servers their devices: remove it, or set runtime.kind=inline",
+    ),
+    Rule(
         keys=("rollout.vllm", "runtime.rollout_python"),
+        applies=lambda config: config.rollout.sampler != "vllm" and all(t.backend != "vllm" for t in config.teachers.values()),
+        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
+    ),
+    Rule(
+        keys=("runtime.rollout_devices",),
         applies=lambda config: config.rollout.sampler != "vllm",
         reason="with rollout.sampler hf: remove it, or set rollout=vllm",
     ),

@@ -19,6 +19,7 @@ from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.types import Prompt, SamplingRequest
 from temper_trainer.weight_sync.publish import Publisher
+from temper_trainer.weight_sync.transport import NothingToSend
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def open_inference(
             sampler=sampler,
             scorer=stack.enter_context(Scorer(config.reward)),
             roles={},
-            publisher=Publisher(export=list, sampler=sampler, version=sampler.weight_version),
+            publisher=Publisher(transport=NothingToSend(), sampler=sampler, version=sampler.weight_version),
             teachers=None,
             make_environment=None if config.environment is None else environment_maker(config.environment, tokenizer=tokenizer),
             canary=None,

@@ -1,6 +1,6 @@
 """A whole RL run: open the rooms, restore, evaluate, step, save, evaluate again, leave a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
@@ -25,14 +24,18 @@ from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
-from temper_trainer.loops.step import StepResult, measures_old_logprobs, rl_step
+from temper_trainer.loops.step import StepResult, measures_old_logprobs
+from temper_trainer.loops.steps import Steps, open_steps
 from temper_trainer.metrics.log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
+from temper_trainer.rollout.continuing import ContinuingSampler
+from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.runtime.teachers import open_teachers
 from temper_trainer.types import DataCursor, Prompt
-from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, WeightBucket, export_buckets
+from temper_trainer.waits import Watchdog
+from temper_trainer.weight_sync.opening import open_transport
 from temper_trainer.weight_sync.publish import Canary, Publisher
 
 
@@ -57,8 +60,6 @@ def run_rl(
     Raises:
         RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
     """
-    if config.loop != "sync":
-        raise ConfigError(f"loop {config.loop} is not in this release yet: use loop=sync.")
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     state = TrainerState(
         phase="rl",
@@ -119,14 +120,16 @@ def open_rooms(
         teachers = open_teachers(config, runtime=runtime, tokenizer=tokenizer)
         if teachers is not None:
             stack.callback(teachers.close)
-        publisher = Publisher(export=_exporter(roles["actor"]), sampler=sampler, version=state.weight_version - 1)
+        transport = open_transport(config, actor=roles["actor"], sampler=sampler)
+        stack.callback(transport.close)
+        publisher = Publisher(transport=transport, sampler=sampler, version=state.weight_version - 1)
         yield Rooms(
             config=config,
             log=log,
             tokenizer=tokenizer,
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor),
             eval_prompts=eval_prompts,
-            sampler=sampler,
+            sampler=_sampler_of_loop(config, sampler),
             scorer=stack.enter_context(Scorer(config.reward)),
             roles=roles,
             publisher=publisher,
@@ -136,15 +139,33 @@ def open_rooms(
         )
 
 
+@contextmanager
+def _open_watched(rooms: Rooms, state: TrainerState, controllers: Controllers) -> Iterator[Steps]:
+    """The loop's steps, with a watchdog over every wait in them."""
+    config = rooms.config
+    if config.loop != "sync" and config.algorithm.rollout_correction is None:
+        rooms.log.say(f"loop {config.loop} trains on completions of older weights as if they were new: see algorithm.rollout_correction")
+    with Watchdog(config.runtime.watchdog_s, say=rooms.log.say), open_steps(rooms, state=state, controllers=controllers) as steps:
+        yield steps
+
+
+def _sampler_of_loop(config: TrainerConfig, sampler: Sampler) -> Sampler:
+    """The sampler as the loop uses it: loop async stops and continues it from two threads."""
+    if config.loop != "async":
+        return sampler
+    assert isinstance(sampler, InterruptibleSampler)
+    return ContinuingSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
+
+
 def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest) -> None:
     config, run, log = rooms.config, rooms.config.run, rooms.log
     controllers = restored_controllers(config.algorithm, state)
     objectives = objectives_of(config, controllers=controllers)
     for role, objective in objectives.items():
         rooms.roles[role].set_objective(objective)
-    with log.bar("rl", total=run.total_steps, start=state.step) as bar:
+    with log.bar("rl", total=run.total_steps, start=state.step) as bar, _open_watched(rooms, state, controllers) as steps:
         for step in range(state.step + 1, run.total_steps + 1):
-            result = rl_step(rooms, step=step, objectives=objectives, controllers=controllers)
+            result = steps.step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
                 objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
                 rooms.roles["actor"].set_objective(objectives["actor"])
@@ -155,9 +176,11 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
                 log.show_samples(step, _rows(result, count=run.num_table_rows))
             is_last = step == run.total_steps
             if run.eval_every and step % run.eval_every == 0 and not is_last:
-                evaluate_all(rooms, step=step, moment=f"step {step}")
+                with steps.settled():
+                    evaluate_all(rooms, step=step, moment=f"step {step}")
             if stop.is_set or is_last or (run.save_every and step % run.save_every == 0):
-                saved = _save(rooms, step=step, controllers=controllers, checkpointer=checkpointer, digest=state.config_digest)
+                made = _state_after(rooms, step=step, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
+                saved = _save(rooms, made, checkpointer=checkpointer)
                 if stop.is_set and not is_last:
                     raise RunInterrupted(step=step, checkpoint=str(saved))
 
@@ -175,11 +198,11 @@ def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[st
     return objectives
 
 
-def _save(rooms: Rooms, *, step: int, controllers: Controllers, checkpointer: Checkpointer, digest: str) -> Path:
-    state = TrainerState(
+def _state_after(rooms: Rooms, *, step: int, cursor: DataCursor, controllers: Controllers, digest: str) -> TrainerState:
+    return TrainerState(
         phase="rl",
         step=step,
-        cursor=rooms.prompts.cursor,
+        cursor=cursor,
         weight_version=rooms.publisher.version,
         config_digest=digest,
         kl_coef=controllers.kl.coef,
@@ -188,6 +211,9 @@ def _save(rooms: Rooms, *, step: int, controllers: Controllers, checkpointer: Ch
         reward_mean=controllers.rewards.mean,
         reward_squares=controllers.rewards.squares,
     )
+
+
+def _save(rooms: Rooms, state: TrainerState, *, checkpointer: Checkpointer) -> Path:
     return checkpointer.save(
         state,
         roles={name: role.write_part for name, role in rooms.roles.items()},
@@ -204,10 +230,6 @@ def _rows(result: StepResult, *, count: int) -> list[SampleRow]:
             seen.add(rollout.group_id)
             rows.append(SampleRow(prompt=rollout.prompt.text, completion=rollout.text, answer=rollout.prompt.answer, reward=rollout.reward))
     return rows
-
-
-def _exporter(actor: WorkerGroup) -> Callable[[], list[WeightBucket]]:
-    return lambda: actor.run(export_buckets, [(DEFAULT_BUCKET_BYTES,)] * actor.num_workers)[0]
 
 
 def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Canary:

@@ -31,6 +31,7 @@ from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.worker import UpdateResult
 from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
@@ -62,6 +63,8 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], con
     begin = time.perf_counter()
     with clock.phase("rollout"):
         collected = collect(rooms, step=step, clock=clock, moments=controllers.rewards)
+    if isinstance(rooms.sampler, VllmSampler):
+        rooms.sampler.sleep()
     controllers = replace(controllers, rewards=collected.moments)
     metrics, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
     metrics = collected.metrics | metrics

@@ -1,5 +1,6 @@
 """The ``hf`` sampler: continuous batching on a transformers model of its own, on any device."""
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -41,6 +42,7 @@ class HfSampler:
         self._tokenizer = tokenizer
         self._config = config
         self._version = 0
+        self._interrupted = threading.Event()
 
     @property
     def weight_version(self) -> int:
@@ -59,13 +61,19 @@ class HfSampler:
             ends=self._ends,
             max_concurrent=self._config.max_concurrent,
             weight_version=self._version,
+            is_interrupted=self._interrupted.is_set,
         )
         return decoding.run()
+
+    def interrupt(self) -> None:
+        """Let open and further calls return at once with what they have, until the next weights."""
+        self._interrupted.set()
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
         """Take a whole set of weights; see Sampler."""
         load_weights(self._open_model(), stream)
         self._version = version
+        self._interrupted.clear()
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ModelSpec
@@ -52,6 +52,25 @@ def end_token_ids(model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int
     ends = set() if tokenizer_end is None else {tokenizer_end}
     if spec.path is not None and model.generation_config is not None:
         named = model.generation_config.eos_token_id
+        ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
+    if not ends:
+        raise ConfigError("neither the tokenizer nor the model's generation config has an end token, so no completion could end.")
+    return frozenset(ends)
+
+
+def named_end_tokens(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
+    """As ``end_token_ids``, from a model's directory alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    ends = set() if tokenizer_end is None else {tokenizer_end}
+    if spec.path is not None:
+        try:
+            generation = GenerationConfig.from_pretrained(spec.path, local_files_only=True)
+        except OSError:  # without generation_config.json, the model's own config speaks
+            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code))
+        named = generation.eos_token_id
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:
         raise ConfigError("neither the tokenizer nor the model's generation config has an end token, so no completion could end.")

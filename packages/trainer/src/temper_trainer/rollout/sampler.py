@@ -39,3 +39,12 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Free memory; nothing may be called afterwards."""
         ...
+
+
+@runtime_checkable
+class InterruptibleSampler(Sampler, Protocol):
+    """A sampler whose open requests can be ended from another thread."""
+
+    def interrupt(self) -> None:
+        """Let every open ``sample`` return what it has, unfinished completions with FinishReason.INTERRUPTED; new weights end the state."""
+        ...

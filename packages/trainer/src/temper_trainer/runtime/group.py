@@ -15,6 +15,7 @@ from temper_engine_api.outputs import Outputs, gather_outputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_trainer.runtime.worker import TrainingWorker, UpdateResult, call_worker, open_worker
+from temper_trainer.waits import waiting
 
 T = TypeVar("T")
 
@@ -140,7 +141,8 @@ class InlineWorkerGroup(WorkerGroup):
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call the method here."""
         (only,) = arguments
-        return [call_worker(self._worker, call, only)]
+        with waiting(f"{self.role}: {call.__qualname__} in this process"):
+            return [call_worker(self._worker, call, only)]
 
     def close(self) -> None:
         """Free the engine."""

@@ -15,6 +15,7 @@ from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
 from temper_trainer.runtime.placement import RoleRequest
 from temper_trainer.runtime.teachers import teacher_roles
+from temper_trainer.runtime.vllm_opening import open_local_servers
 
 
 class Runtime(Protocol):
@@ -41,7 +42,9 @@ class InlineRuntime:
         return InlineWorkerGroup(role, engine_name=self._engine_name, config=engine, is_deprecated=is_deprecated)
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """In this process."""
+        """In this process; vLLM's servers beside it."""
+        if config.rollout.sampler == "vllm":
+            return open_local_servers(config, tokenizer=tokenizer)
         return HfSampler(model=config.actor.engine.model, tokenizer=tokenizer, config=config.rollout)
 
 
@@ -52,8 +55,6 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
     Raises:
         ConfigError: Ray is asked for and not installed, or the cluster is too small.
     """
-    if config.task == "rl" and config.rollout.sampler == "vllm":
-        raise ConfigError("rollout.sampler vllm is not in this release yet: use rollout=hf.")
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     if config.runtime.kind == "inline":
@@ -74,7 +75,9 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
     if config.samples:
-        requests["rollout"] = RoleRequest(num_workers=1, pool=config.rollout.pool)
+        rollout = config.rollout
+        per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
+        requests["rollout"] = RoleRequest(num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica)
     for name, teacher in teacher_roles(config.teachers).items():
         # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
         requests[name] = RoleRequest(num_workers=teacher.num_workers, pool=f"{teacher.pool}/{name}")

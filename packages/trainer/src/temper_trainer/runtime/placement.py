@@ -15,6 +15,8 @@ class RoleRequest:
     """Processes."""
     pool: str
     """Resource pool; the workers of equal rank of one pool's roles share a bundle."""
+    devices_per_worker: int = 1
+    """Times the resources of one worker that each needs, such as the tensor-parallel size of a server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +76,26 @@ def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, 
             pool=pool,
             rank=rank,
             roles=tuple(name for name, request in members.items() if rank < request.num_workers),
-            cpus=runtime.cpus_per_worker,
-            gpus=runtime.gpus_per_worker,
+            cpus=runtime.cpus_per_worker * _devices(pool, members),
+            gpus=runtime.gpus_per_worker * _devices(pool, members),
         )
         for pool, members in pools.items()
         for rank in range(max(request.num_workers for request in members.values()))
     ]
     _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
     return Placement(bundles=tuple(bundles))
+
+
+def _devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
+    """Devices of a pool's bundles; roles that share them need the same number."""
+    sizes = {request.devices_per_worker for request in members.values()}
+    if len(sizes) > 1:
+        listed = ", ".join(f"{name}: {request.devices_per_worker}" for name, request in members.items())
+        raise ConfigError(
+            f"roles of pool {pool!r} need different numbers of devices per worker ({listed}): set rollout.pool to a pool of its own, or "
+            "rollout.vllm.tensor_parallel_size=1."
+        )
+    return sizes.pop()
 
 
 def _check_fits(bundles: Sequence[Bundle], roles: Mapping[str, RoleRequest], *, cpus: float, gpus: float) -> None:

@@ -13,9 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.rollout.vllm.spec import server_spec
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
 from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement
+from temper_trainer.runtime.ray_replica import CALLS_AT_ONCE, RayReplica, ReplicaActor, ReplicaHandle
 from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
 
 logger = logging.getLogger(__name__)
@@ -52,10 +56,26 @@ class RayRuntime:
         )
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """An actor of its own."""
+        """An actor of its own, or one for each of vLLM's servers."""
+        if config.rollout.sampler == "vllm":
+            return self._open_servers(config, tokenizer=tokenizer)
         arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
-        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0)
+        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=2)  # an interrupt passes
         return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
+
+    def _open_servers(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
+        spec = server_spec(config, tokenizer=tokenizer)
+        vllm = config.rollout.vllm
+
+        def replica(number: int) -> Replica:
+            def make_actor() -> ReplicaHandle:
+                actor = self._start(ReplicaActor, config, spec, number, role="rollout", rank=number, calls_at_once=CALLS_AT_ONCE)
+                return cast("ReplicaHandle", actor)
+
+            return RayReplica(make_actor, name=f"rollout replica {number}", start_timeout_s=vllm.start_timeout_s)
+
+        replicas = [replica(number) for number in range(config.rollout.num_replicas)]
+        return VllmSampler(replicas, spec=spec, max_restarts=vllm.max_restarts)
 
     def close(self) -> None:
         """Give resources back, and stop Ray if this run started it."""
@@ -63,13 +83,15 @@ class RayRuntime:
         if self._owns_ray:
             ray.shutdown()
 
-    def _start(self, actor_class: type[object], *arguments: object, role: str, rank: int) -> ActorHandle:
+    def _start(self, actor_class: type[object], *arguments: object, role: str, rank: int, calls_at_once: int = 1) -> ActorHandle:
         """One actor in the bundle of its role and rank."""
         cpus, gpus = self.placement.share_of(role, rank)
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=self.placement.bundle_of(role, rank)
         )
-        remote = ray.remote(actor_class).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0)
+        remote = ray.remote(actor_class).options(
+            num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0, max_concurrency=calls_at_once
+        )
         return cast("ActorHandle", remote.remote(*arguments))
 
 

@@ -18,6 +18,7 @@ from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
+from temper_trainer.waits import waiting
 
 T = TypeVar("T")
 BUCKET_TENSORS = 256
@@ -163,6 +164,10 @@ class RaySampler:
         """Log-prob of each token but the first."""
         return cast("list[list[float]]", self._call(_sampler_logprobs, [tuple(row) for row in tokens], temperature))
 
+    def interrupt(self) -> None:
+        """End open calls with what they have."""
+        self._call(HfSampler.interrupt)
+
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
         """Send a set in parts; the actor loads it only when it is complete."""
         count = 0
@@ -191,22 +196,29 @@ class RaySampler:
 def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what: str) -> list[object]:
     """Results in order; raises as soon as one of them failed, though others still wait in a collective."""
     pending, deadline = list(refs), time.monotonic() + timeout_s
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = [i for i, ref in enumerate(refs) if ref in pending]
-            raise WorkerError(f"{what}: ranks {late} did not answer within runtime.worker_timeout_s = {timeout_s} s.")
-        try:
-            ray.get(ready)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from error
-        except ray.exceptions.RayActorError as error:
-            rank = list(refs).index(ready[0])
-            raise WorkerError(
-                f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). "
-                "Completed steps are safe: go on with run.resume=auto."
-            ) from error
+
+    def late() -> list[int]:
+        return [i for i, ref in enumerate(refs) if ref in pending]
+
+    with waiting(what, who=lambda: f"; ranks {late()} have not answered"):
+        while pending:
+            ready, left = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(f"{what}: ranks {late()} did not answer within runtime.worker_timeout_s = {timeout_s} s.")
+            pending = left
+            _raise_failure(ready[0], rank=list(refs).index(ready[0]), what=what)
     return list(ray.get(list(refs)))
+
+
+def _raise_failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> None:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from error
+    except ray.exceptions.RayActorError as error:
+        raise WorkerError(
+            f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). Completed steps are safe: go on with run.resume=auto."
+        ) from error
 
 
 def _parts(stream: Iterable[NamedWeight]) -> Iterator[list[NamedWeight]]:

@@ -22,6 +22,7 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.runtime.group import WorkerGroup
+from temper_trainer.runtime.vllm_teacher import open_vllm_teacher
 from temper_trainer.runtime.worker import TrainingWorker
 from temper_trainer.teacher.answers import Question, Teacher, TeacherAnswer, TeacherError
 from temper_trainer.teacher.balance import share_out
@@ -204,7 +205,10 @@ def open_teachers(config: TrainerConfig, *, runtime: OpensGroups, tokenizer: Pre
                 maps[name] = found
         for name, teacher in config.teachers.items():
             vocab_size = len(maps[name].backward) if name in maps else len(tokenizer)
-            teachers[name] = _open_engine_teacher(name, teacher, config=config, runtime=runtime, vocab_size=vocab_size)
+            if teacher.backend == "vllm":
+                teachers[name] = open_vllm_teacher(name, teacher, config=config)
+            else:
+                teachers[name] = _open_engine_teacher(name, teacher, config=config, runtime=runtime, vocab_size=vocab_size)
             stack.callback(teachers[name].close)
         stack.pop_all()
     return TeacherClient(spec=teacher_spec(config.teachers, config.distillation), teachers=teachers, token_maps=maps)
@@ -222,8 +226,6 @@ def _role(name: str, replica: int) -> str:
 def _open_engine_teacher(
     name: str, teacher: TeacherConfig, *, config: TrainerConfig, runtime: OpensGroups, vocab_size: int
 ) -> EngineTeacher:
-    if teacher.backend != "engine":
-        raise ConfigError(f"teachers.{name}.backend is {teacher.backend}, which is not in this release yet: use engine.")
     replicas: list[WorkerGroup] = []
     with ExitStack() as stack:
         for replica in range(teacher.num_replicas):

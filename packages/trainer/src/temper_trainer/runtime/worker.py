@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.checkpoint import PartReport
@@ -89,6 +90,10 @@ class TrainingWorker:
     def export_weights(self) -> WeightStream:
         """Full tensors under Hugging Face names; collective over the role's ranks."""
         return self._engine.export_weights()
+
+    def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        """What the two files of Hugging Face PEFT hold; collective over the role's ranks."""
+        return self._engine.export_adapter()
 
     @property
     def is_first(self) -> bool:

@@ -1,15 +1,14 @@
 """Publishing: the actor's weights become the sampler's, under a number that every completion then carries."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from temper_engine_api.errors import WeightError
-from temper_engine_api.weights import NamedWeight
-from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
+from temper_trainer.weight_sync.transport import Transport
 
 
 class ReceivesWeights(Protocol):
@@ -18,10 +17,6 @@ class ReceivesWeights(Protocol):
     @property
     def weight_version(self) -> int:
         """Of the weights it holds; -1 before the first set."""
-        ...
-
-    def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """Load a whole set, strict both ways."""
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
@@ -44,8 +39,8 @@ class Canary:
 class Publisher:
     """Numbers the sets of weights and hands them over; knows what the sampler must hold."""
 
-    def __init__(self, *, export: Callable[[], Iterable[WeightBucket]], sampler: ReceivesWeights, version: int = 0) -> None:
-        self._export = export
+    def __init__(self, *, transport: Transport, sampler: ReceivesWeights, version: int = 0) -> None:
+        self._transport = transport
         self._sampler = sampler
         self.version = version
 
@@ -63,7 +58,7 @@ class Publisher:
         """
         begin = time.perf_counter()
         version = self.version + 1
-        self._sampler.load_weights(unpack_buckets(self._export()), version=version)
+        self._transport.send(version)
         if self._sampler.weight_version != version:
             raise WeightError(f"weights {version} were published, but the sampler holds {self._sampler.weight_version}.")
         self.version = version

@@ -1,0 +1,76 @@
+"""Throughput of the three loops on the same work: the quickstart's model and problems, sampler and actor in Ray processes of their own.
+
+Each loop is a run of `temper-train` in a process of its own; its first two steps are left out. Sampling ahead can win the shorter of
+sampling and training, where there is a core for each; what it costs is staleness, which is reported beside it.
+
+    OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON] [--json FILE]
+
+With --rollout-python the sampler is a vLLM server of that interpreter, else the transformers sampler.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LOOPS = {
+    "sync": ("loop=sync",),
+    "one_step_off": ("loop=one_step_off",),
+    "async, 1": ("loop=async", "asynchrony.max_staleness=1"),
+    "async, 3": ("loop=async", "asynchrony.max_staleness=3"),
+}
+WORK = (
+    "experiment=quickstart",
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.table_every=0",
+    "run.progress=false",
+    "runtime.kind=ray",
+    "runtime.cpus_per_worker=1",
+    "rollout.pool=rollout",
+)
+COLUMNS = ("time/step_s", "time/rollout_s", "time/wait_s", "time/update_s", "time/weight_sync_s", "staleness/mean")
+
+
+def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str, float]]:
+    """Rows of a run, the first two left out."""
+    command = [sys.executable, "-m", "temper_trainer", *WORK, *settings, f"run.total_steps={steps}", f"run.dir={folder}"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(settings)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["phase"] == "rl"][2:]
+
+
+def main() -> None:
+    """Print a table, and write it where asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rollout-python")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    sampler: list[str] = []
+    if chosen.rollout_python:
+        sampler = ["rollout=vllm", f"runtime.rollout_python={chosen.rollout_python}", "rollout.vllm.enforce_eager=true"]
+        sampler += ["rollout.vllm.kv_cache_bytes=67108864", "rollout.max_concurrent=64"]
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, settings in LOOPS.items():
+            rows = run_loop([*sampler, *settings], steps=chosen.steps, folder=Path(folder) / settings[-1])
+            medians = {column: statistics.median(row.get(column, 0.0) for row in rows) for column in COLUMNS}
+            tokens = sum(row["rollout/tokens"] for row in rows)
+            found[name] = {**medians, "tokens_per_s": tokens / sum(row["time/step_s"] for row in rows)}
+    print("| loop | tokens/s | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 2))
+    for name, numbers in found.items():
+        print(f"| {name} | {numbers['tokens_per_s']:.0f} | " + " | ".join(f"{numbers[column]:.3f}" for column in COLUMNS) + " |")
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

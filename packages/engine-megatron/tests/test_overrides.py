@@ -1,0 +1,67 @@
+"""Fields of Megatron's own configurations: taken where they exist and are free, refused with the way out elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_megatron.overrides import check_overrides
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "match"),
+    [
+        ("override_transformer_config", "bias_activation_fussion", "does not have: did you mean bias_activation_fusion"),
+        ("override_transformer_config", "tensor_model_parallel_size", "tensor_parallel of this configuration decides"),
+        ("override_transformer_config", "num_layers", "the model's own config decides"),
+        ("override_transformer_config", "calculate_per_token_loss", "the engine's way of computing needs as it is"),
+        ("override_transformer_config", "hybrid_context_parallel", "context_parallel is one size for all micro-batches"),
+        ("override_ddp_config", "overlap_grad_reduce", "the engine's way of computing needs as it is"),
+        ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),
+        ("override_optimizer_config", "nonesuch", "which OptimizerConfig of megatron-core [0-9.]+ does not have"),
+    ],
+)
+def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, key, name, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        check_overrides(replace(config, **{key: {name: 1}}))
+    assert key in str(caught.value)
+
+
+def test_recomputation_is_said_once(config):
+    twice = replace(config, recompute="layers", override_transformer_config={"recompute_num_layers": 2})
+    with pytest.raises(ConfigError, match="recompute is layers, and override_transformer_config names recompute_num_layers"):
+        check_overrides(twice)
+
+
+def test_what_is_given_reaches_megatron(start):
+    engine = start(
+        override_transformer_config={"bias_activation_fusion": True, "recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        override_ddp_config={"pad_buckets_for_high_nccl_busbw": True},
+        override_optimizer_config={"log_num_zeros_in_grad": True},
+    )
+    chunks = engine._parts.runner._chunks
+    assert chunks.settings.bias_activation_fusion
+    assert chunks.settings.recompute_modules == ["mlp"]
+    assert chunks.wrapped[0].ddp_config.pad_buckets_for_high_nccl_busbw
+    assert engine._parts.optimizer._chain.config.log_num_zeros_in_grad
+
+
+@pytest.mark.parametrize(
+    "changes", [{"remove_padding": False}, {"recompute": "layers"}, {"recompute": "attention"}], ids=lambda changes: next(iter(changes))
+)
+def test_padding_and_recomputation_change_no_number(start, batch, changes):
+    expected, found = (update(start(**fields), batch) for fields in ({}, changes))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def update(engine, batch):
+    """Gradient norms of three updates of two micro-batches each."""
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    norms = []
+    for _ in range(3):
+        engine.optimizer_zero_grad()
+        for part in (batch.select(range(2)), batch.select(range(2, 4))):
+            with engine.train_mode():
+                engine.forward_backward_step(part)
+        norms.append(engine.optimizer_step())
+    return norms

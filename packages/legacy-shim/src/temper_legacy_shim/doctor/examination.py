@@ -1,0 +1,183 @@
+"""What a project folder holds of an older system, and for each finding the step that moves it, its effort and its blockers."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from temper_legacy_shim.configs import Outcome, Translation
+from temper_legacy_shim.errors import ShimError, UsageError
+
+SKIPPED = frozenset({".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", ".tox", ".nox"})
+SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_STEP = re.compile(r"global_step_\d+")
+_RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Kind(StrEnum):
+    """What was found."""
+
+    SCRIPT = "script"
+    CONFIG = "config"
+    CHECKPOINT = "checkpoint"
+    IMPORTS = "imports"
+
+
+class Effort(StrEnum):
+    """What a person has to do beside running the step."""
+
+    NONE = "none"
+    """Nothing: the result means the same."""
+    REVIEW = "review"
+    """Read the report: old defaults are written out, or there are hazards."""
+    DECIDE = "decide"
+    """Answer the blockers first."""
+    REWRITE = "rewrite"
+    """There is no counterpart: write it anew, or leave it behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One thing to move."""
+
+    kind: Kind
+    path: Path
+    """Relative to the folder that was examined."""
+    what: str
+    """What it is, in a few words."""
+    effort: Effort
+    blockers: tuple[str, ...]
+    """What has to be decided, one sentence each."""
+    command: str
+    """What does this step alone."""
+
+
+def examine(folder: Path) -> list[Step]:
+    """The steps that move a project, in the order in which to take them: configs, scripts, checkpoints, imports.
+
+    Raises:
+        UsageError: it is no folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: give the folder of an old project.")
+    configs: list[Step] = []
+    scripts: list[Step] = []
+    checkpoints: list[Step] = []
+    for directory, names, files in _walk(folder):
+        checkpoint = _checkpoint(folder, directory, names, files)
+        if checkpoint is not None:
+            checkpoints.append(checkpoint)
+            names.clear()
+            continue
+        for name in files:
+            path = directory / name
+            if path.suffix in (".yaml", ".yml"):
+                configs += _config(folder, path)
+            elif path.suffix in SCRIPT_SUFFIXES:
+                scripts += _script(folder, path)
+    return [*configs, *scripts, *checkpoints, *_imports(folder)]
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    for directory, names, files in os.walk(folder):
+        names[:] = sorted(name for name in names if name not in SKIPPED)
+        yield Path(directory), names, sorted(files)
+
+
+def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
+    """The effort that a translation's findings ask for, and the findings that block it."""
+    blockers = tuple(finding.message for finding in translation.findings if finding.level == "person")
+    if not translation.settings:
+        return Effort.REWRITE, blockers
+    if translation.outcome is Outcome.PERSON:
+        return Effort.DECIDE, blockers
+    return (Effort.NONE if translation.outcome is Outcome.CLEAN else Effort.REVIEW), ()
+
+
+def _config(folder: Path, path: Path) -> list[Step]:
+    from temper_legacy_shim.configs import translate
+    from temper_legacy_shim.configs.files import entry_of, is_old, read_old_file
+
+    shown = path.relative_to(folder)
+    command = f"temper-migrate config {shown}"
+    try:
+        old = read_old_file(path)
+        if not is_old(old.values):
+            return []
+        groups = [f"{group}={choice}" for group, choice in old.groups.items()]
+        translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, base=old.values)
+    except ShimError as error:
+        if "actor_rollout_ref" not in path.read_text(errors="replace"):
+            return []
+        return [Step(kind=Kind.CONFIG, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)]
+    effort, blockers = effort_of(translation)
+    what = f"{translation.source.program} of {translation.source.version}"
+    return [Step(kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
+
+
+def _script(folder: Path, path: Path) -> list[Step]:
+    from temper_legacy_shim.scripts.migrate import migrate_script
+    from temper_legacy_shim.scripts.reports import persons
+
+    shown = path.relative_to(folder)
+    command = f"temper-migrate script {shown}"
+    text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    try:
+        migration = migrate_script(text, folder=path.parent)
+    except ShimError as error:
+        if not re.search(r"\b(verl|recipe)[./]", text):
+            return []
+        return [Step(kind=Kind.SCRIPT, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)]
+    if not migration.launches:
+        return []
+    efforts = [effort_of(each.translation)[0] for each in migration.launches]
+    order = list(Effort)
+    effort = max(efforts, key=order.index)
+    blockers = tuple(persons(migration))
+    if blockers and effort is not Effort.REWRITE:
+        effort = Effort.DECIDE
+    entries = ", ".join(dict.fromkeys(each.launch.entry for each in migration.launches))
+    what = f"{len(migration.launches)} launch{'es' * (len(migration.launches) > 1)} of {entries}"
+    return [Step(kind=Kind.SCRIPT, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
+
+
+def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
+    """A run or a step by its names; what is inside is read where the converters are installed."""
+    is_run = _TRACKER in files or any(_STEP.fullmatch(name) for name in names)
+    if not (is_run or any(_RANK_FILE.fullmatch(name) for name in files)):
+        return None
+    shown = directory.relative_to(folder)
+    command = f"temper-migrate checkpoint {shown} --check"
+    try:
+        from temper_legacy_shim.checkpoints.layouts import find_roles
+    except ImportError:
+        hint = "what it holds is not known: pip install 'temper-legacy-shim[checkpoint]'"
+        return Step(kind=Kind.CHECKPOINT, path=shown, what="a checkpoint", effort=Effort.DECIDE, blockers=(hint,), command=command)
+    try:
+        roles = find_roles(directory)
+    except ShimError as error:
+        return Step(kind=Kind.CHECKPOINT, path=shown, what="a checkpoint", effort=Effort.DECIDE, blockers=(str(error),), command=command)
+    what = "; ".join(f"{role.name}: {role.kind}, {role.world_size} ranks, {role.version}" for role in roles)
+    blockers = tuple(f"{role.name} has no config.json: give --hf-config" for role in roles if role.described_in() is None)
+    effort = Effort.DECIDE if blockers else Effort.NONE
+    return Step(kind=Kind.CHECKPOINT, path=shown, what=what, effort=effort, blockers=blockers, command=command)
+
+
+def _imports(folder: Path) -> list[Step]:
+    from temper_legacy_shim.imports.files import change_files
+
+    out = []
+    for change in change_files([folder], keeps_legacy=False):
+        left = tuple(
+            f"line {remark.line}: {remark.old}{' -> ' + remark.new if remark.new else ''}: {remark.what_to_do}"
+            for remark in change.remarks
+            if remark.what_to_do
+        )
+        shown = change.path.relative_to(folder)
+        what = f"{len(change.remarks)} old name{'s' * (len(change.remarks) != 1)}"
+        effort = Effort.DECIDE if left else Effort.REVIEW
+        out.append(Step(kind=Kind.IMPORTS, path=shown, what=what, effort=effort, blockers=left, command=f"temper-migrate imports {shown}"))
+    return out

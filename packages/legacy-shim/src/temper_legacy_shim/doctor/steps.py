@@ -1,0 +1,93 @@
+"""Carry out one step of a plan: into a new folder, with nothing of the project changed and nothing overwritten."""
+
+from pathlib import Path
+
+from temper_legacy_shim.configs import translate
+from temper_legacy_shim.configs.files import entry_of, read_old_file
+from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.doctor.examination import Effort, Kind, Step
+from temper_legacy_shim.errors import ShimError
+
+
+def target_of(step: Step, out: Path) -> Path:
+    """What the step writes below the new folder."""
+    if step.kind is Kind.IMPORTS:
+        return out / step.path.with_name(step.path.name + ".diff")
+    return out / (step.path if step.path != Path() else Path("checkpoint"))
+
+
+def carry_out(step: Step, folder: Path, out: Path) -> str:
+    """Do one step.
+
+    Args:
+        step: of a plan of `folder`.
+        folder: the old project; it is only read.
+        out: the new folder.
+
+    Returns:
+        What was done, or why nothing was, in one sentence.
+
+    Raises:
+        ShimError: it could not be done; what other steps wrote stays.
+    """
+    target = target_of(step, out)
+    if target.exists():
+        return f"{target} exists already, and stays as it is"
+    if step.effort is Effort.REWRITE:
+        return "there is no counterpart: nothing was written"
+    match step.kind:
+        case Kind.CONFIG:
+            return _config(folder / step.path, target)
+        case Kind.SCRIPT:
+            return _script(folder / step.path, target)
+        case Kind.CHECKPOINT:
+            return _checkpoint(folder / step.path, target)
+        case Kind.IMPORTS:
+            return _imports(folder / step.path, target)
+
+
+def _config(path: Path, target: Path) -> str:
+    old = read_old_file(path)
+    groups = [f"{group}={choice}" for group, choice in old.groups.items()]
+    translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, base=old.values)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(yaml_of(translation), encoding="utf-8")
+    return f"wrote {target}"
+
+
+def _script(path: Path, target: Path) -> str:
+    from temper_legacy_shim.scripts.migrate import migrate_script
+
+    text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    migration = migrate_script(text, folder=path.parent)
+    if migration.script is None:
+        return "it launches no old trainer: nothing was written"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(migration.script.text.encode("utf-8", errors="surrogateescape"))
+    target.chmod(path.stat().st_mode & 0o777)
+    return f"wrote {target}"
+
+
+def _checkpoint(path: Path, target: Path) -> str:
+    try:
+        from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+        from temper_legacy_shim.checkpoints.model import Sources
+        from temper_legacy_shim.checkpoints.plan import Options
+    except ImportError as error:
+        raise ShimError(
+            "converting checkpoints needs numpy, safetensors and torch: pip install 'temper-legacy-shim[checkpoint]'"
+        ) from error
+    receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
+    return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"
+
+
+def _imports(path: Path, target: Path) -> str:
+    from temper_legacy_shim.imports.files import change_files
+
+    changes = change_files([path], keeps_legacy=False)
+    diff = "".join(change.diff() for change in changes)
+    if not diff:
+        return "no old name has a successor: nothing was written"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(diff, encoding="utf-8")
+    return f"wrote {target}; `temper-migrate imports {path} --write` applies it"

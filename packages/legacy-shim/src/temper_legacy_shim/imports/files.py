@@ -1,0 +1,109 @@
+"""Python files of a project: which ones mention the old package, what they become, and writing them in place without losing one."""
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper_legacy_shim.errors import OutputError, UsageError
+from temper_legacy_shim.old_paths import PACKAGE
+
+_SKIPPED = frozenset(
+    {".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", "build", "dist", ".tox", ".nox"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRemark:
+    """One old name in a file, or why the file was not read."""
+
+    line: int
+    old: str
+    new: str
+    what_to_do: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChange:
+    """One file that mentions the old package."""
+
+    path: Path
+    before: bytes
+    after: bytes
+    remarks: tuple[FileRemark, ...]
+
+    @property
+    def needs_person(self) -> bool:
+        """Whether something is left to do by hand."""
+        return any(remark.what_to_do for remark in self.remarks)
+
+    def diff(self) -> str:
+        """What changes, as ``patch`` reads it; empty where nothing does."""
+        if self.before == self.after:
+            return ""
+        before, after = (content.decode("utf-8", errors="replace").splitlines(keepends=True) for content in (self.before, self.after))
+        return "".join(difflib.unified_diff(before, after, fromfile=f"a/{self.path}", tofile=f"b/{self.path}"))
+
+
+def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChange]:
+    """Every Python file below the paths that mentions the old package; nothing is written.
+
+    Raises:
+        UsageError: a path is not there.
+    """
+    found = [path for given in paths for path in _python_files(given)]
+    mentioning = [(path, content) for path in dict.fromkeys(found) if PACKAGE.encode() in (content := _content(path))]
+    if not mentioning:
+        return []
+    # libcst takes a while to import, and most projects need it once.
+    from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
+
+    out = []
+    for path, content in mentioning:
+        try:
+            changed = change_imports(content, keeps_legacy=keeps_legacy)
+        except NotPythonError as error:
+            remark = FileRemark(line=1, old="", new="", what_to_do=f"this is no Python that can be parsed ({error}): change it by hand")
+            out.append(FileChange(path=path, before=content, after=content, remarks=(remark,)))
+            continue
+        remarks = tuple(FileRemark(line=r.line, old=r.old, new=r.new, what_to_do=r.what_to_do) for r in changed.remarks)
+        if remarks:
+            out.append(FileChange(path=path, before=content, after=changed.content, remarks=remarks))
+    return out
+
+
+def write_in_place(change: FileChange) -> None:
+    """Replace a file's content, whole or not at all; its mode stays.
+
+    Raises:
+        OutputError: it changed since it was read, or can't be written.
+    """
+    try:
+        if change.path.read_bytes() != change.before:
+            raise OutputError(f"{change.path} was changed by someone else meanwhile: run the command again.")
+        target = change.path.resolve()
+        beside = target.with_name(f".{target.name}.temper-migrate")
+        beside.write_bytes(change.after)
+        beside.chmod(target.stat().st_mode & 0o777)
+        os.replace(beside, target)
+    except OSError as error:
+        raise OutputError(f"{change.path} can't be written ({error.strerror}): nothing of it was changed.") from error
+
+
+def _python_files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise UsageError(f"{path} is not there: give Python files, or folders with some.")
+    for folder, names, files in os.walk(path):
+        names[:] = sorted(name for name in names if name not in _SKIPPED)
+        yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error

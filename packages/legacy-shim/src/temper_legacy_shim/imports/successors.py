@@ -1,0 +1,120 @@
+"""Old names and their successors: Temper's own, and the deprecated ones of this package for a time of transition."""
+
+from dataclasses import dataclass
+
+from temper_legacy_shim.old_paths import MODULES, PACKAGE
+
+_TRAINER = "temper_trainer"
+_ALGORITHMS = f"{_TRAINER}.algorithms"
+_CORE = f"{PACKAGE}.trainer.ppo.core_algos"
+_WORKER = f"{_TRAINER}.runtime.worker:TrainingWorker"
+_CRITIC = f"{_TRAINER}.runtime.worker:CriticWorker"
+_FSDP, _MEGATRON = "temper_engine_fsdp.engine:FSDPEngine", "temper_engine_megatron.engine:MegatronEngine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Successor:
+    """What an old name becomes."""
+
+    target: str
+    """``module:name``."""
+    how: str
+    """What else has to change at its uses, as an instruction; empty where it takes the same arguments."""
+
+
+_OURS: dict[str, Successor] = {}
+
+
+def _row(names: tuple[str, ...], target: str, how: str) -> None:
+    _OURS.update(dict.fromkeys(names, Successor(target=target, how=how)))
+
+
+def _in(modules: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    return tuple(f"{PACKAGE}.{module}.{name}" for module in modules for name in names)
+
+
+_OBJECTIVE = "give it a PolicyObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
+_VALUES = "configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()"
+_ROLES = "make one for each role; temper_trainer.rollout.hf.HfSampler samples, temper_trainer.weight_sync.publish.Publisher moves weights"
+_both = ("workers.fsdp_workers", "workers.megatron_workers")
+_row(_in(_both, "ActorRolloutRefWorker", "AsyncActorRolloutRefWorker"), _WORKER, _ROLES)
+_row(_in((*_both, "workers.engine_workers"), "CriticWorker"), _CRITIC, "configure it with model_type value_model")
+_row(_in(("workers.engine_workers",), "ActorRolloutRefWorker", "TrainingWorker"), _WORKER, _ROLES)
+_row(_in(("workers.actor", "workers.actor.dp_actor"), "DataParallelPPOActor"), _FSDP, _OBJECTIVE)
+_row(_in(("workers.actor", "workers.actor.megatron_actor"), "MegatronPPOActor"), _MEGATRON, _OBJECTIVE)
+_row(_in(("workers.critic", "workers.critic.dp_critic"), "DataParallelPPOCritic"), _FSDP, _VALUES)
+_row(_in(("workers.critic", "workers.critic.megatron_critic"), "MegatronPPOCritic"), _MEGATRON, _VALUES)
+_engine_modules = ("workers.engine", "workers.engine.base")
+_row(_in(_engine_modules, "BaseEngine"), "temper_engine_api.engine:BaseEngine", "see docs/writing-an-engine.md for its methods")
+_row(
+    _in(("workers.engine", "workers.engine.fsdp", "workers.engine.fsdp.transformer_impl"), "FSDPEngine", "FSDPEngineWithLMHead"),
+    _FSDP,
+    "configure it with one FSDPConfig",
+)
+_row(
+    _in(
+        ("workers.engine", "workers.engine.megatron", "workers.engine.megatron.transformer_impl"),
+        "MegatronEngine",
+        "MegatronEngineWithLMHead",
+    ),
+    _MEGATRON,
+    "configure it with one MegatronConfig",
+)
+_proto = "sequences lie end to end in it; padded mappings are converted by temper_engine_api.padding"
+_row((f"{PACKAGE}.DataProto", f"{PACKAGE}.protocol.DataProto"), "temper_engine_api.batch:PackedBatch", _proto)
+_row((f"{_CORE}.agg_loss",), "temper_engine_api.reduction:reduce_loss", "its denominators are those of the whole mini-batch")
+_row((f"{_CORE}.kl_penalty",), f"{_ALGORITHMS}.kl:estimate_kl", "write kl, mse, low_var_kl as estimator k1, k2, k3")
+_row((f"{_CORE}.AdaptiveKLController", f"{_CORE}.FixedKLController"), f"{_ALGORITHMS}.kl:KlController", "it is one class for both")
+_row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.gae:generalised_advantage", "samples are packed, not padded")
+_row((f"{_CORE}.compute_grpo_outcome_advantage",), f"{_ALGORITHMS}.grpo:group_relative_advantage", "rewards are one number a sample")
+_row((f"{_CORE}.compute_rloo_outcome_advantage",), f"{_ALGORITHMS}.rloo:leave_one_out_advantage", "rewards are one number a sample")
+_policy = tuple(f"{_CORE}.{name}" for name in ("compute_policy_loss", "compute_policy_loss_vanilla"))
+_row(_policy, f"{_ALGORITHMS}.policy_loss:PolicyObjective", "an engine calls it; it returns losses by token, which the engine reduces")
+_row((f"{_CORE}.compute_value_loss",), f"{_ALGORITHMS}.value_loss:ValueObjective", "an engine calls it, as a loss of a value_model")
+
+WITHOUT: tuple[tuple[str, str], ...] = (
+    (f"{PACKAGE}.trainer.ppo.ray_trainer", "the loop is temper-train's; its pages are temper_trainer.loops"),
+    (f"{PACKAGE}.trainer.main", "run temper-train"),
+    (
+        f"{PACKAGE}.utils.reward_score",
+        "name a scoring function in reward.function; temper_legacy_shim.old_rewards calls those of the old signature",
+    ),
+    (f"{PACKAGE}.workers.reward_manager", "a reward is a function: name it in reward.function"),
+    (f"{PACKAGE}.experimental.reward_loop", "a reward is a function: name it in reward.function"),
+    (f"{PACKAGE}.single_controller", "worker groups are temper_trainer.runtime's; an engine computes its dispatch itself (shard_data)"),
+    (f"{PACKAGE}.workers.rollout", "sampling is temper_trainer.rollout's, behind its Sampler"),
+    (f"{PACKAGE}.workers.sharding_manager", "an engine moves its own parts: train_mode() and eval_mode()"),
+    (f"{PACKAGE}.utils.checkpoint", "engines save and load themselves; old files are read by temper-migrate checkpoint"),
+    (f"{PACKAGE}.model_merger", "use temper-migrate checkpoint"),
+    (f"{PACKAGE}.utils.dataset", "data is read by temper_trainer.data; columns are named in its configuration"),
+    (f"{PACKAGE}.tools", "environments are temper_trainer's"),
+    (f"{PACKAGE}.utils.tracking", "trackers are chosen in run.trackers"),
+)
+"""Advice for names without a successor, by the beginning of their path; the first that fits counts."""
+
+
+def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
+    """The successor of an old full name, if it has one.
+
+    Args:
+        name: such as ``verl.workers.fsdp_workers.CriticWorker``.
+        keeps_legacy: prefer this package's deprecated class, which takes the old arguments.
+    """
+    if keeps_legacy:
+        module, _, attribute = name.rpartition(".")
+        found = MODULES.get(module, {}).get(attribute)
+        if found is not None:
+            return Successor(target=found, how="")
+    return _OURS.get(name)
+
+
+def advice_for(name: str) -> str:
+    """What to do about a name without a successor."""
+    found = next((advice for start, advice in WITHOUT if name == start or name.startswith((f"{start}.", f"{start}_"))), "")
+    return found or "there is no such thing in Temper: keep a copy of the function in your own code, or do without"
+
+
+def rows() -> list[tuple[str, Successor, str]]:
+    """Every row: old name, Temper's own, and the deprecated one of this package, empty where there is none."""
+    legacy = {f"{module}.{name}": target for module, offers in MODULES.items() for name, target in offers.items()}
+    return [(name, successor, legacy.get(name, "")) for name, successor in sorted(_OURS.items())]

@@ -1,0 +1,79 @@
+"""The plan of a project, and carrying it out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.doctor.examination import Effort, Kind, examine
+
+RUN = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 data.train_files=a.parquet \\\n"
+    "    actor_rollout_ref.model.path=m actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
+)
+CONFIG = "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {name: vllm, n: 4}}\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "old"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "scripts/run.sh").write_text(RUN)
+    (folder / "scripts/clean.sh").write_text("rm -rf /tmp/x\n")
+    (folder / "conf.yaml").write_text(CONFIG)
+    (folder / "other.yaml").write_text("name: mine\n")
+    (folder / "reward.py").write_text("from verl import DataProto\nfrom verl.utils.tracking import Tracking\n")
+    return folder
+
+
+def test_everything_old_is_found_and_nothing_else(project: Path) -> None:
+    steps = {str(step.path): step for step in examine(project)}
+    assert list(steps) == ["conf.yaml", "scripts/run.sh", "reward.py"]
+    assert [step.kind for step in steps.values()] == [Kind.CONFIG, Kind.SCRIPT, Kind.IMPORTS]
+    assert steps["scripts/run.sh"].effort is Effort.REVIEW
+    assert steps["reward.py"].effort is Effort.DECIDE
+    assert "run.trackers" in steps["reward.py"].blockers[1]
+
+
+def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(project: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    out = tmp_path / "new"
+    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes", "--json"], catch_exceptions=False)
+    assert done.exit_code == 20
+    steps = json.loads(done.stdout)["steps"]
+    assert all(step["result"].startswith("wrote") for step in steps)
+    assert "temper-train" in (out / "scripts/run.sh").read_text()
+    assert "+from temper_engine_api.batch import PackedBatch" in (out / "reward.py.diff").read_text()
+    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
+    again = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes", "--json"], catch_exceptions=False)
+    assert all("stays as it is" in step["result"] for step in json.loads(again.stdout)["steps"])
+
+
+def test_a_step_may_be_left_out(project: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out)], input="y\nn\nn\n", catch_exceptions=False)
+    assert "left out" not in (out / "conf.yaml").read_text()
+    assert sorted(path.name for path in out.rglob("*") if path.is_file()) == ["conf.yaml"]
+    assert done.exit_code == 20
+
+
+def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "nothing of an older system" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: an environment with temper-legacy-shim[checkpoint] runs this")
+    project, out = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(samples / "v0.7.1_fsdp2-actor-untied_ws2/checkpoints", project / "checkpoints")
+    (step,) = examine(project)
+    assert (step.kind, step.effort) == (Kind.CHECKPOINT, Effort.NONE)
+    assert "actor: fsdp, 2 ranks" in step.what
+    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert (out / "checkpoints/config.json").is_file()

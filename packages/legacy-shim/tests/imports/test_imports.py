@@ -1,0 +1,117 @@
+"""The codemod: what it changes, what it leaves, what it reports; and its table against the classes that it names."""
+
+import ast
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
+from temper_legacy_shim.imports.successors import rows
+
+OURS = "from temper_trainer.runtime.worker import TrainingWorker\n"
+
+
+def _change(text: str, *, keeps_legacy: bool = False) -> str:
+    return change_imports(text.encode(), keeps_legacy=keeps_legacy).content.decode()
+
+
+def test_an_imported_class_and_its_uses_get_the_new_name() -> None:
+    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\nworker = ActorRolloutRefWorker(config)  # mine\n"
+    assert _change(text) == OURS + "\nworker = TrainingWorker(config)  # mine\n"
+
+
+def test_keep_legacy_takes_the_deprecated_class_and_leaves_its_uses() -> None:
+    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\nActorRolloutRefWorker(config)\n"
+    expected = "from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker\nActorRolloutRefWorker(config)\n"
+    assert _change(text, keeps_legacy=True) == expected
+    assert all(not remark.what_to_do for remark in change_imports(text.encode(), keeps_legacy=True).remarks)
+
+
+def test_an_alias_stays_and_so_do_its_uses() -> None:
+    text = "from verl import DataProto as Batch\nBatch.concat([])\n"
+    assert _change(text) == "from temper_engine_api.batch import PackedBatch as Batch\nBatch.concat([])\n"
+
+
+def test_names_without_a_successor_stay_and_are_reported_with_their_line() -> None:
+    text = "import os\nfrom verl.protocol import (\n    DataProto,  # data\n    DataProtoFuture,\n)\n"
+    changed = change_imports(text.encode(), keeps_legacy=False)
+    tree = ast.parse(changed.content)
+    assert [node.module for node in tree.body if isinstance(node, ast.ImportFrom)] == ["verl.protocol", "temper_engine_api.batch"]
+    (left,) = [remark for remark in changed.remarks if not remark.new]
+    assert (left.line, left.old) == (2, "verl.protocol.DataProtoFuture")
+
+
+def test_a_module_imported_whole_is_replaced_with_what_was_used_of_it() -> None:
+    text = "import verl.workers.fsdp_workers as fw\nimport os, sys\n\n\ndef f():\n    return fw.CriticWorker(fw)\n"
+    changed = change_imports(text.encode(), keeps_legacy=True)
+    assert b"CriticWorker(fw)" in changed.content
+    plain = "import verl.workers.fsdp_workers\n\nx = verl.workers.fsdp_workers.CriticWorker(1)\n"
+    assert _change(plain, keeps_legacy=True) == "from temper_legacy_shim.workers.fsdp_workers import CriticWorker\n\nx = CriticWorker(1)\n"
+
+
+def test_a_local_name_of_the_same_spelling_is_not_touched() -> None:
+    text = (
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\ndef f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n"
+    )
+    assert _change(text).endswith("def f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n")
+
+
+def test_a_new_name_that_is_taken_is_imported_under_the_old_one() -> None:
+    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\nclass TrainingWorker(ActorRolloutRefWorker):\n    pass\n"
+    changed = _change(text)
+    assert changed.startswith("from temper_trainer.runtime.worker import TrainingWorker as ActorRolloutRefWorker\n")
+    assert "class TrainingWorker(ActorRolloutRefWorker):" in changed
+
+
+def test_imports_inside_blocks_and_on_shared_lines_keep_their_place() -> None:
+    text = "try:\n    import os; from verl import DataProto  # late\nexcept ImportError:\n    DataProto = None\n"
+    changed = _change(text, keeps_legacy=True)
+    assert ast.parse(changed)
+    assert "    import os\n    from temper_legacy_shim.data_proto import DataProto  # late\n" in changed
+
+
+def test_texts_and_stars_are_left_to_a_person() -> None:
+    text = 'from verl.protocol import *\nmock.patch("verl.workers.fsdp_workers.CriticWorker")\n'
+    changed = change_imports(text.encode(), keeps_legacy=False)
+    assert changed.content.decode() == text
+    assert [remark.line for remark in changed.remarks] == [1, 2]
+
+
+def test_changing_twice_changes_nothing_more() -> None:
+    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker\nActorRolloutRefWorker()\n"
+    once = _change(text)
+    assert _change(once) == once
+
+
+def test_what_is_no_python_is_our_own_error() -> None:
+    with pytest.raises(NotPythonError):
+        change_imports(b"from verl import (\n", keeps_legacy=False)
+
+
+def test_every_target_of_the_table_exists() -> None:
+    for old, successor, legacy in rows():
+        for target in filter(None, (successor.target, legacy)):
+            module, _, name = target.partition(":")
+            if module.startswith("temper_engine_megatron") or "megatron" in module:
+                pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+            assert hasattr(importlib.import_module(module), name), old
+
+
+def test_nothing_is_written_without_write_and_only_changed_files_with_it(tmp_path: Path) -> None:
+    old, other = tmp_path / "a.py", tmp_path / "b.py"
+    old.write_text("from verl import DataProto\n")
+    other.write_text("import os\n")
+    stamp = other.stat().st_mtime_ns
+    done = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy"], catch_exceptions=False)
+    assert done.exit_code == 10
+    assert "+from temper_legacy_shim.data_proto import DataProto" in done.stdout
+    assert old.read_text() == "from verl import DataProto\n"
+    written = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy", "--write", "--json"], catch_exceptions=False)
+    assert json.loads(written.stdout)["files"][0]["is_changed"]
+    assert old.read_text() == "from temper_legacy_shim.data_proto import DataProto\n"
+    assert other.stat().st_mtime_ns == stamp
+    assert CliRunner().invoke(app, ["imports", str(tmp_path)], catch_exceptions=False).exit_code == 0

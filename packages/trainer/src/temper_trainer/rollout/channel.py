@@ -1,0 +1,164 @@
+"""A channel from one trainer process to the workers of samplers: a process group of its own, beside those of either side.
+
+Rank 0 sends buckets of bytes, every other rank receives each of them. ``nccl`` and ``gloo`` broadcast; ``cuda_ipc`` leaves the bytes where
+the sender wrote them, for receivers on the same GPU, and uses gloo to take turns.
+"""
+
+import pickle
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from temper_engine_api.errors import WeightError
+from temper_trainer.rollout.parcels import Parcel, check_digest, digest_of
+
+Backend = Literal["nccl", "gloo", "cuda_ipc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelSpec:
+    """Where the members of a channel meet."""
+
+    backend: Backend
+    """How bytes travel."""
+    address: str
+    """Of the sender."""
+    port: int
+    """A free one there."""
+    size: int
+    """Members, the sender included."""
+    buffer_bytes: int
+    """Largest bucket."""
+    with_digest: bool
+    """Whether a checksum follows every bucket."""
+    first_rank: int = 0
+    """Of the workers of one replica; 0 is the sender."""
+    timeout_s: float = 600.0
+    """Longest wait for another member."""
+
+    def plain(self) -> dict[str, object]:
+        """For a message."""
+        return asdict(self)
+
+
+class _Work(Protocol):
+    def wait(self) -> bool: ...
+
+
+class _Group(Protocol):
+    """What NCCL's and gloo's process groups share; torch's stubs leave it out."""
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> _Work: ...
+
+    def barrier(self, options: object) -> _Work: ...
+
+    def abort(self) -> None: ...
+
+
+class Channel:
+    """One member's end."""
+
+    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._device = device
+        timeout = timedelta(seconds=spec.timeout_s)
+        store = dist.TCPStore(spec.address, spec.port, spec.size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        if spec.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
+        else:
+            self._group = cast("_Group", dist.ProcessGroupGloo(store, rank, spec.size, timeout))
+        self._store = store
+        if spec.backend == "cuda_ipc":
+            self._share_buffer()
+
+    def send(self, data: Tensor) -> None:
+        """Hand one bucket to every receiver; ``data`` may be used again afterwards."""
+        if self._spec.backend == "cuda_ipc":
+            torch.cuda.synchronize(self._device)
+            self._meet()
+            self._meet()
+        else:
+            self._broadcast(data)
+        if self._spec.with_digest:
+            self._broadcast(_word(digest_of(data), device=self._control_device))
+
+    def receive(self, parcel: Parcel) -> Tensor:
+        """[num_bytes] uint8 of the next bucket, until the next call.
+
+        Raises:
+            WeightError: it arrived damaged.
+        """
+        data = self.buffer(parcel.num_bytes)
+        if self._spec.backend == "cuda_ipc":
+            self._meet()
+            data = data.clone()
+            torch.cuda.synchronize(self._device)
+            self._meet()
+        else:
+            self._broadcast(data)
+        if self._spec.with_digest:
+            digest = _word(0, device=self._control_device)
+            self._broadcast(digest)
+            check_digest(data, Parcel(entries=parcel.entries, num_bytes=parcel.num_bytes, digest=int(digest.item()) % 2**64))
+        return data
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, the same memory every time as long as it is large enough.
+
+        Raises:
+            WeightError: cuda_ipc, and the bucket is larger than the buffer that was agreed on.
+        """
+        if len(self._buffer) < num_bytes:
+            if self._spec.backend == "cuda_ipc":
+                raise WeightError(
+                    f"a tensor of {num_bytes} bytes is larger than weight_sync.bucket_bytes, and cuda_ipc can't grow its buffer: raise it."
+                )
+            self._buffer = torch.empty(max(num_bytes, self._spec.buffer_bytes), dtype=torch.uint8, device=self._device)
+        return self._buffer[:num_bytes]
+
+    def close(self) -> None:
+        """Leave."""
+        if self._spec.backend == "nccl":
+            self._group.abort()
+
+    @property
+    def _control_device(self) -> torch.device:
+        return self._device if self._spec.backend == "nccl" else torch.device("cpu")
+
+    def _broadcast(self, data: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([data], options).wait()
+
+    def _meet(self) -> None:
+        self._group.barrier(dist.BarrierOptions()).wait()
+
+    def _share_buffer(self) -> None:
+        """The sender's buffer, mapped into every receiver."""
+        if self._rank == 0:
+            self._buffer = torch.empty(self._spec.buffer_bytes, dtype=torch.uint8, device=self._device)
+            self._store.set("buffer", pickle.dumps(reduce_tensor(self._buffer)))  # type: ignore[arg-type]  # bytes are taken too
+        else:
+            rebuild, arguments = pickle.loads(self._store.get("buffer"))  # noqa: S301 - written by our own sender a moment ago
+            self._buffer = rebuild(*arguments)
+
+
+def open_channel(plain: dict[str, object], *, worker_rank: int, device: torch.device) -> Channel:
+    """A receiver's end, from the message that names the channel."""
+    spec = ChannelSpec(**plain)  # type: ignore[arg-type]
+    return Channel(spec, rank=spec.first_rank + worker_rank, device=device)
+
+
+def _word(value: int, *, device: torch.device) -> Tensor:
+    """[1] int64 that holds an unsigned number of 64 bits."""
+    return torch.tensor([value - 2**64 if value >= 2**63 else value], dtype=torch.int64, device=device)

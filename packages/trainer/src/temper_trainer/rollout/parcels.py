@@ -1,0 +1,148 @@
+"""Weights as files in shared memory: one bucket is one file, which its reader maps instead of copying. Needs torch alone."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight
+
+ALIGNMENT = 64
+"""Bytes; every tensor begins at a multiple."""
+_BLOCK = 1 << 19
+"""Words whose weighted sum is taken at once: small enough to stay in a processor's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParcelEntry:
+    """One tensor in a parcel."""
+
+    name: str
+    """Under Hugging Face names."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    """torch's name, such as bfloat16."""
+    offset: int
+    """Bytes from the parcel's begin."""
+
+    def read(self, data: Tensor) -> Tensor:
+        """The tensor as a view of a parcel's bytes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        num_bytes = dtype.itemsize
+        for size in self.shape:
+            num_bytes *= size
+        return data[self.offset : self.offset + num_bytes].view(dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What a receiver must know of one bucket."""
+
+    entries: tuple[ParcelEntry, ...]
+    """In the order of the stream."""
+    num_bytes: int
+    """Of the whole parcel."""
+    digest: int | None
+    """See ``digest_of``; None is unchecked."""
+    path: str | None = None
+    """Its file; None where the bytes travel in another way."""
+
+
+def layout_of(weights: Sequence[NamedWeight]) -> tuple[tuple[ParcelEntry, ...], int]:
+    """Where each tensor of a bucket lies, and the bucket's size in bytes."""
+    entries, offset = [], 0
+    for name, tensor in weights:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(ParcelEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset))
+        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return tuple(entries), max(offset, ALIGNMENT)
+
+
+def fill(data: Tensor, weights: Sequence[NamedWeight], entries: Sequence[ParcelEntry]) -> None:
+    """Copy the tensors of a bucket into its bytes, on whatever device those are."""
+    for weight, entry in zip(weights, entries, strict=True):
+        entry.read(data).copy_(weight.tensor.detach())
+
+
+def write_parcel(weights: Sequence[NamedWeight], path: Path, *, with_digest: bool) -> Parcel:
+    """One bucket as a file.
+
+    Raises:
+        WeightError: there is no room.
+    """
+    entries, num_bytes = layout_of(weights)
+    try:
+        with path.open("xb") as file:
+            # A write into a mapped file beyond the memory that is left would end the process; this says so first.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise WeightError(
+            f"{num_bytes} bytes of weights don't fit into {path.parent}: {error.strerror}. Give shared memory more room (df {path.parent})."
+        ) from error
+    data = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+    fill(data, weights, entries)
+    return Parcel(entries=entries, num_bytes=num_bytes, digest=digest_of(data) if with_digest else None, path=str(path))
+
+
+def open_parcel(parcel: Parcel) -> Tensor:
+    """[num_bytes] uint8, mapped from the parcel's file.
+
+    Raises:
+        WeightError: the file is not there or has another size.
+    """
+    assert parcel.path is not None
+    path = Path(parcel.path)
+    if not path.is_file() or path.stat().st_size != parcel.num_bytes:
+        size = path.stat().st_size if path.is_file() else "missing"
+        raise WeightError(f"the weights' file {path} is {size}, but should have {parcel.num_bytes} bytes: is this its machine?")
+    return torch.from_file(str(path), shared=False, size=parcel.num_bytes, dtype=torch.uint8)
+
+
+def check_digest(data: Tensor, parcel: Parcel) -> None:
+    """Compare a bucket's bytes with what was sent.
+
+    Raises:
+        WeightError: they differ.
+    """
+    if parcel.digest is not None and digest_of(data) != parcel.digest:
+        first = parcel.entries[0].name if parcel.entries else "nothing"
+        raise WeightError(f"the bucket of weights from {first} on arrived damaged (checksum differs): publish the weights again.")
+
+
+def named_weights(data: Tensor, parcel: Parcel) -> Iterator[NamedWeight]:
+    """The tensors of a parcel as views of its bytes."""
+    return (NamedWeight(entry.name, entry.read(data)) for entry in parcel.entries)
+
+
+def cut(stream: Iterable[NamedWeight], *, bucket_bytes: int) -> Iterator[list[NamedWeight]]:
+    """A stream in parts of at most ``bucket_bytes``, a larger tensor alone; nothing is copied, so a part must be used before the next."""
+    held: list[NamedWeight] = []
+    size = 0
+    for weight in stream:
+        weight_bytes = weight.tensor.numel() * weight.tensor.element_size()
+        if held and size + weight_bytes > bucket_bytes:
+            yield held
+            held, size = [], 0
+        held.append(weight)
+        size += weight_bytes
+    if held:
+        yield held
+
+
+def digest_of(data: Tensor) -> int:
+    """A checksum of uint8 data on its own device, at the speed of memory: every word times an odd number of its place, summed modulo 2^64.
+
+    It finds damage, swaps and stale parts; it does not withstand someone who forges it.
+    """
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    rest = torch.nn.functional.pad(data[len(words) * 8 :], (0, 8 - len(data) % 8)).view(torch.int64)
+    places = torch.arange(_BLOCK, device=data.device) * 2 + 1
+    sums = [(block * places[: len(block)]).sum() * (2 * i + 1) for i, block in enumerate(words.split(_BLOCK))]
+    total = torch.stack([*sums, rest.sum()]).sum()
+    return (int(total) + len(data)) % 2**64

@@ -1,0 +1,210 @@
+"""A server process and the trainer's end of its socket: start, ask, watch, end. vLLM is not imported here."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import cast
+
+from temper_engine_api.errors import ConfigError, TemperError, WeightError
+from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.vllm.messages import Answer, Ask, Fault, Ready, ServerSpec
+from temper_trainer.types import Completion, SamplingRequest
+
+logger = logging.getLogger(__name__)
+
+MODULE = "temper_trainer.rollout.vllm.server"
+TAIL_LINES = 30
+_KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError": WeightError}
+"""Errors of the server that keep their type; every other kind is a ReplicaError."""
+
+
+class ServerProcess:
+    """A Replica in a process of its own, started with another interpreter where one is given."""
+
+    def __init__(self, spec: ServerSpec, *, name: str, python: str, log_file: Path, start_timeout_s: float, stall_timeout_s: float) -> None:
+        self._spec = spec
+        self._name = name
+        self._python = python
+        self._log_file = log_file
+        self._start_timeout_s = start_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[object, object] | None = None
+        self._open: dict[int, Future[object]] = {}
+        self._reader: threading.Thread | None = None
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._last_sign = time.monotonic()
+        self.process_id: int | None = None
+        """Of the server, while it runs."""
+
+    @property
+    def name(self) -> str:
+        """For sentences."""
+        return self._name
+
+    def start(self) -> None:
+        """Begin, and wait until the model is built.
+
+        Raises:
+            ReplicaError: the process ended or took too long; with the end of its log.
+        """
+        self.close()
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="temper-") as directory:
+            address = f"{directory}/socket"
+            with Listener(address, family="AF_UNIX") as listener, self._log_file.open("ab") as log:
+                try:
+                    # A group of its own: its workers end with it, and Ctrl-C in the terminal reaches the trainer alone.
+                    self._process = subprocess.Popen(
+                        [self._python, "-m", MODULE, address],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    raise ConfigError(f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}.") from error
+                self.process_id = self._process.pid
+                self._connection = self._accept(listener, deadline=begin + self._start_timeout_s)
+        self._connection.send(self._spec)
+        self._wait_until_ready(deadline=begin + self._start_timeout_s)
+        logger.info("%s is ready after %.0f s; its log is %s", self._name, time.monotonic() - begin, self._log_file)
+        self._last_sign = time.monotonic()
+        self._open = {}
+        self._reader = threading.Thread(target=self._read, args=(self._connection, self._open), daemon=True, name=self._name)
+        self._reader.start()
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+        """Completions in the order of the requests."""
+        return cast("Future[list[Completion]]", self.call("sample", list(requests)))
+
+    def call(self, method: str, *arguments: object) -> "Future[object]":
+        """Ask the server; the future fails with ReplicaError as soon as the server dies or stalls."""
+        future: Future[object] = Future()
+        with self._lock:
+            if self._connection is None:
+                future.set_exception(self._dead("is not running"))
+                return future
+            number = next(self._numbers)
+            if not self._open:
+                self._last_sign = time.monotonic()
+            self._open[number] = future
+            try:
+                self._connection.send(Ask(number=number, method=method, arguments=arguments))
+            except OSError:
+                self._open.pop(number, None)
+                future.set_exception(self._dead("died"))
+        return future
+
+    def close(self) -> None:
+        """End the server and everything it started."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            process, self._process = self._process, None
+            reader, self._reader = self._reader, None
+            self.process_id = None
+        if process is not None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                logger.debug("%s has ended by itself", self._name)
+            process.wait()
+        if connection is not None and reader is None:
+            connection.close()  # otherwise its reader does, which sees the end of the process
+
+    def _accept(self, listener: Listener, *, deadline: float) -> "Connection[object, object]":
+        """The server's connection; a process that ends before it connects has failed."""
+        found: list[Connection[object, object]] = []
+        waiting = threading.Thread(target=lambda: found.append(listener.accept()), daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(0.05)
+            self._check_starting(deadline)
+        return found[0]
+
+    def _wait_until_ready(self, *, deadline: float) -> None:
+        assert self._connection is not None
+        try:
+            while not self._connection.poll(0.2):
+                self._check_starting(deadline)
+            ready = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failed("ended while it built its model") from error
+        assert isinstance(ready, Ready)
+        logger.info("%s: vLLM %s on %s", self._name, ready.vllm_version, ready.device)
+
+    def _check_starting(self, deadline: float) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise self._failed(f"did not start (exit status {code})")
+        if time.monotonic() > deadline:
+            raise self._failed(f"was not ready within rollout.vllm.start_timeout_s = {self._start_timeout_s:g} s")
+
+    def _read(self, connection: "Connection[object, object]", waiting: "dict[int, Future[object]]") -> None:
+        """Give answers to those who wait, until the server goes away or stalls."""
+        reason = "died"
+        try:
+            while True:
+                if not connection.poll(1.0):
+                    if waiting and time.monotonic() - self._last_sign > self._stall_timeout_s:
+                        reason = f"gave no sign of life for rollout.vllm.stall_timeout_s = {self._stall_timeout_s:g} s"
+                        break
+                    continue
+                message = connection.recv()
+                self._last_sign = time.monotonic()
+                if isinstance(message, Answer):
+                    _settle(waiting.pop(message.number, None), value=message.value)
+                elif isinstance(message, Fault):
+                    kind = _KINDS.get(message.kind, ReplicaError)
+                    _settle(waiting.pop(message.number, None), error=kind(f"{self._name}: {message.text}"))
+        except (EOFError, OSError):
+            logger.debug("%s: its connection is closed", self._name)
+        with self._lock:
+            is_current = self._connection is connection
+        if is_current:
+            self.close()
+        connection.close()
+        error = self._dead(reason)
+        while waiting:
+            _settle(waiting.popitem()[1], error=error)
+
+    def _dead(self, what: str) -> ReplicaError:
+        return ReplicaError(f"{self._name} {what}. The end of its log, {self._log_file}:\n{self._tail()}")
+
+    def _failed(self, what: str) -> ReplicaError:
+        error = self._dead(what)
+        self.close()
+        return error
+
+    def _tail(self) -> str:
+        if not self._log_file.exists():
+            return "    (empty)"
+        with self._log_file.open("rb") as file:
+            file.seek(max(0, self._log_file.stat().st_size - 32768))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (empty)"
+
+
+def _settle(future: "Future[object] | None", *, value: object = None, error: Exception | None = None) -> None:
+    """Finish a future that may have been given up."""
+    if future is None:
+        return
+    try:
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        logger.debug("an answer came for a call that was given up")

@@ -1,0 +1,120 @@
+"""A vLLM server on another node: a Ray actor holds its process, the driver holds the actor."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar, cast
+
+import ray
+
+from temper_engine_api.errors import TemperError
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.runtime.vllm_opening import make_server
+from temper_trainer.types import Completion, SamplingRequest
+
+T = TypeVar("T")
+CALLS_AT_ONCE = 64
+"""Of one server; an interrupt must get through while others wait for their completions."""
+
+
+class _Method(Protocol):
+    def remote(self, *arguments: object) -> "ray.ObjectRef[object]": ...
+
+
+class ReplicaHandle(Protocol):
+    """What a Ray handle to a ReplicaActor offers."""
+
+    start: _Method
+    sample: _Method
+    call: _Method
+
+
+class ReplicaActor:
+    """Holds one server process on its node; Ray gives it the server's resources."""
+
+    def __init__(self, config: TrainerConfig, spec: ServerSpec, number: int) -> None:
+        self._server = make_server(config, spec=spec, number=number)
+
+    def start(self) -> int:
+        """Start the server; its process id."""
+        self._server.start()
+        assert self._server.process_id is not None
+        return self._server.process_id
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Completions in order."""
+        return self._server.sample(requests).result()
+
+    def call(self, method: str, arguments: tuple[object, ...]) -> object:
+        """A method of the server's engine."""
+        return self._server.call(method, *arguments).result()
+
+
+class RayReplica:
+    """A Replica in a Ray actor; a death of the actor or of its node is a death of the replica."""
+
+    def __init__(self, make_actor: Callable[[], ReplicaHandle], *, name: str, start_timeout_s: float) -> None:
+        self._make_actor = make_actor
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._actor: ReplicaHandle | None = None
+        self.process_id: int | None = None
+        """Of the server on its node."""
+
+    @property
+    def name(self) -> str:
+        """For sentences."""
+        return self._name
+
+    def start(self) -> None:
+        """A new actor with a new server; the old ones end."""
+        self.close()
+        self._actor = self._make_actor()
+        try:
+            # The server has its own limit; the rest is for Ray to start an actor.
+            self.process_id = cast("int", ray.get(self._actor.start.remote(), timeout=self._start_timeout_s + 120))
+        except ray.exceptions.RayError as error:
+            self.close()
+            raise _translated(error, name=self._name) from error
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+        """Completions in order."""
+        return cast("Future[list[Completion]]", self._ask(lambda actor: actor.sample.remote(list(requests))))
+
+    def call(self, method: str, *arguments: object) -> "Future[object]":
+        """A method of the server's engine."""
+        return self._ask(lambda actor: actor.call.remote(method, arguments))
+
+    def close(self) -> None:
+        """End actor and server."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
+            self.process_id = None
+
+    def _ask(self, ask: "Callable[[ReplicaHandle], ray.ObjectRef[object]]") -> "Future[object]":
+        future: Future[object] = Future()
+        actor = self._actor
+        if actor is None:
+            future.set_exception(ReplicaError(f"{self._name} is not running."))
+            return future
+        ref = ask(actor)
+
+        def wait() -> None:
+            try:
+                future.set_result(ray.get(ref))
+            except ray.exceptions.RayError as error:
+                future.set_exception(_translated(error, name=self._name))
+
+        threading.Thread(target=wait, daemon=True, name=self._name).start()
+        return future
+
+
+def _translated(error: "ray.exceptions.RayError", *, name: str) -> Exception:
+    """The server's own error, or a ReplicaError for the actor's death."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TemperError):
+        return cast("Exception", error.cause)
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ReplicaError(f"{name} died: {first}")

@@ -1,0 +1,155 @@
+"""Weights through files in shared memory, on one machine: the actor writes each bucket once, every server maps it.
+
+The last set stays until the next one is loaded everywhere, so that a server that is started again gets it too.
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from temper_engine_api.errors import TemperError, WeightError
+from temper_trainer.rollout.parcels import Parcel, cut, write_parcel
+from temper_trainer.rollout.replica import Replica
+from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.weight_sync.buckets import ExportsWeights
+from temper_trainer.weight_sync.transport import RunsOnRanks
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ExportsAdapter(Protocol):
+    """A training worker with an adapter."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of its role."""
+        ...
+
+    def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        """PEFT's configuration and tensors; collective."""
+        ...
+
+
+class SharedMemoryTransport:
+    """Whole sets of weights; see the module."""
+
+    def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler, bucket_bytes: int, with_digest: bool) -> None:
+        self._actor = actor
+        self._sampler = sampler
+        self._bucket_bytes = bucket_bytes
+        self._with_digest = with_digest
+        self._folder = _make_folder()
+        self._previous: Path | None = None
+
+    def send(self, version: int) -> None:
+        """Write every bucket, let every server map them, remove the set before."""
+        folder = self._folder / f"version-{version}"
+        arguments = (str(folder), self._bucket_bytes, self._with_digest)
+        parcels = self._actor.run(write_set, [arguments] * self._actor.num_workers)[0]
+
+        def load(replica: Replica) -> "Future[object]":
+            return replica.call("load_files", parcels, version)
+
+        self._sampler.load(load, version=version)
+        self._remove_previous()
+        self._previous = folder
+
+    def close(self) -> None:
+        """Remove the files."""
+        _remove(self._folder, actor=self._actor)
+
+    def _remove_previous(self) -> None:
+        if self._previous is not None:
+            self._actor.run(remove_folder, [(str(self._previous),)] * self._actor.num_workers)
+            self._previous = None
+
+
+class AdapterTransport:
+    """The LoRA adapter alone, as a PEFT directory in shared memory, under a new version each time."""
+
+    def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler) -> None:
+        self._actor = actor
+        self._sampler = sampler
+        self._folder = _make_folder()
+        self._previous: Path | None = None
+
+    def send(self, version: int) -> None:
+        """Write the adapter, load it everywhere, remove the one before."""
+        folder = self._folder / f"version-{version}"
+        num_tensors = self._actor.run(write_adapter, [(str(folder),)] * self._actor.num_workers)[0]
+        if not num_tensors:
+            raise WeightError("the actor's adapter has no tensors: look at actor.engine.lora.target_modules.")
+
+        def load(replica: Replica) -> "Future[object]":
+            return replica.call("load_adapter", str(folder), version)
+
+        self._sampler.load(load, version=version)
+        if self._previous is not None:
+            self._actor.run(remove_folder, [(str(self._previous),)] * self._actor.num_workers)
+        self._previous = folder
+
+    def close(self) -> None:
+        """Remove the files."""
+        _remove(self._folder, actor=self._actor)
+
+
+def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_digest: bool) -> list[Parcel]:
+    """Runs on every rank of the actor: rank 0 writes the buckets, the others take part in the gathering and return nothing."""
+    with worker.export_weights() as stream:
+        if not worker.is_first:
+            for _ in stream:
+                pass
+            return []
+        _fresh(Path(folder))
+        parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
+        return [write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest) for i, part in parts]
+
+
+def write_adapter(worker: ExportsAdapter, folder: str) -> int:
+    """Runs on every rank of the actor: rank 0 writes PEFT's two files; returns how many tensors there are."""
+    config, tensors = worker.export_adapter()
+    if worker.is_first:
+        _fresh(Path(folder))
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(dict(config)))
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    return len(tensors)
+
+
+def remove_folder(worker: ExportsWeights, folder: str) -> None:
+    """Runs on every rank of the actor; only what this run has written lies there."""
+    if worker.is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(folder: Path, *, actor: RunsOnRanks) -> None:
+    """From here, where the actor may have died, and from the actor's machine, where that is another one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        actor.run(remove_folder, [(str(folder),)] * actor.num_workers)
+    except TemperError as error:
+        logger.warning("the actor can't remove the weights in %s any more: %s", folder, error)
+
+
+def _fresh(folder: Path) -> None:
+    """An empty folder for one set; what a failed attempt at the same version left is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def _make_folder() -> Path:
+    """A name that no other run uses; rank 0 of the actor makes it, on its own machine."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return root / f"temper-{os.getuid()}-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,77 @@
+"""What carries a set of weights from the actor to the sampler; the publisher numbers the sets and checks what arrived."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
+
+T = TypeVar("T")
+
+
+class RunsOnRanks(Protocol):
+    """The actor's worker group, as far as a transport is concerned."""
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks."""
+        ...
+
+    def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
+        """Call a function of a worker on every rank at once."""
+        ...
+
+
+class Transport(Protocol):
+    """One way for a set of weights."""
+
+    def send(self, version: int) -> None:
+        """Hand over the actor's present weights; afterwards the sampler reports the version.
+
+        Raises:
+            WeightError: the set is damaged or does not fit; the sampler is not to be used then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the journey needed."""
+        ...
+
+
+class TakesStream(Protocol):
+    """A sampler that loads weights in its own process."""
+
+    def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
+        """Load a whole set, strict both ways."""
+        ...
+
+
+class StreamTransport:
+    """Buckets with checksums through the driver: in one process, or through Ray's object store."""
+
+    def __init__(self, *, export: Callable[[], Iterable[WeightBucket]], sampler: TakesStream) -> None:
+        self._export = export
+        self._sampler = sampler
+
+    def send(self, version: int) -> None:
+        """Export, check, load."""
+        self._sampler.load_weights(unpack_buckets(self._export()), version=version)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class NothingToSend:
+    """For a sampler that keeps the weights it was opened with."""
+
+    def send(self, version: int) -> None:
+        """Refuse: there is no actor.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError("this task has no actor whose weights could be published.")
+
+    def close(self) -> None:
+        """Nothing is held."""

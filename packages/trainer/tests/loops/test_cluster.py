@@ -1,0 +1,62 @@
+"""Several Ray nodes on this machine: roles on different nodes, equal numbers, and a node that is lost."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper_trainer.loops import RunResult
+from temper_trainer.loops import step as step_page
+from temper_trainer.loops.rooms import Rooms
+from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.runtime.group import WorkerError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=3", "sampling.max_tokens=12")
+APART = ("runtime.kind=ray", "runtime.cpus_per_worker=1", "rollout.pool=rollout")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core each: two pools cannot share one."""
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    ray.init(address=made.address, log_to_driver=False, configure_logging=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_roles_on_different_nodes_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, cluster: Any) -> None:
+    run(tmp_path / "inline", *LEAN)
+    run(tmp_path / "apart", *LEAN, *APART)
+    assert rows(tmp_path / "apart") == rows(tmp_path / "inline")
+
+
+def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(
+    run: Run, rows: Rows, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_that_loses_a_node(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        if step == 3:
+            (other,) = cluster.worker_nodes
+            cluster.remove_node(other, allow_graceful=False)
+        return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_node)
+    with pytest.raises(WorkerError, match=r"died.*run\.resume=auto"):
+        run(tmp_path / "lost", *LEAN, *APART, "run.save_every=1", "runtime.worker_timeout_s=120")
+    monkeypatch.undo()
+    cluster.add_node(num_cpus=1)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    run(tmp_path / "lost", *LEAN, *APART, "run.save_every=1", "run.resume=auto")
+    run(tmp_path / "whole", *LEAN)
+    assert rows(tmp_path / "lost") == rows(tmp_path / "whole")

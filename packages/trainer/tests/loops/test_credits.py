@@ -1,0 +1,92 @@
+"""The credit model, played by a scheduler that chooses among everything that may happen next."""
+
+import random
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_trainer.loops.credits import CreditAccount, Credits
+
+NUM_BATCHES = 40
+
+
+def play(max_staleness: int, *, samplers: int, seed: int, slow: int | None = None) -> list[int]:
+    """Run to the end; the staleness of each batch when it was trained on. ``slow`` is a batch that ends only when nothing else can."""
+    choose = random.Random(seed)
+    account = Credits(max_staleness=max_staleness)
+    begun_at: dict[int, int] = {}
+    open_batches: set[int] = set()
+    staleness: list[int] = []
+    while account.trained < NUM_BATCHES:
+        events: list[tuple[str, int]] = []
+        if account.may_begin and len(open_batches) < samplers and account.begun < NUM_BATCHES:
+            events.append(("begin", account.begun))
+        events += [("finish", batch) for batch in sorted(open_batches) if batch != slow]
+        if account.may_train:
+            events.append(("train", account.trained))
+        if not events:
+            assert slow in open_batches, f"deadlock: nothing can happen in {account}"
+            events = [("finish", slow)]
+        kind, batch = choose.choice(events)
+        if kind == "begin":
+            begun_at[batch] = account.trained
+            open_batches.add(batch)
+            account = account.begin()
+        elif kind == "finish":
+            open_batches.remove(batch)
+            account = account.finish(batch)
+        else:
+            staleness.append(account.trained - begun_at[batch])
+            account = account.train()
+        assert account.begun - account.trained <= max_staleness + 1
+    return staleness
+
+
+@given(max_staleness=st.integers(0, 5), samplers=st.integers(1, 4), seed=st.integers(0, 10_000))
+def test_every_order_of_events_trains_every_batch_once_and_none_too_old(max_staleness: int, samplers: int, seed: int) -> None:
+    staleness = play(max_staleness, samplers=samplers, seed=seed)
+    assert len(staleness) == NUM_BATCHES
+    assert min(staleness) >= 0
+    assert max(staleness) <= max_staleness
+
+
+@given(slow=st.integers(0, NUM_BATCHES - 1), seed=st.integers(0, 1000))
+def test_a_batch_that_takes_longest_is_never_starved_or_overtaken(slow: int, seed: int) -> None:
+    assert max(play(2, samplers=3, seed=seed, slow=slow)) <= 2
+
+
+def test_without_staleness_a_batch_waits_for_the_update_before_it() -> None:
+    account = Credits(max_staleness=0).begin()
+    assert not account.may_begin
+    assert account.finish(0).train().may_begin
+
+
+def test_training_waits_for_the_next_batch_in_order() -> None:
+    account = Credits(max_staleness=1).begin().begin().finish(1)
+    assert not account.may_train
+    assert account.finish(0).may_train
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_threads_see_the_same_account(max_staleness: int) -> None:
+    account = CreditAccount(max_staleness)
+    seen: list[int] = []
+    sampled = threading.Semaphore(0)
+
+    def sample() -> None:
+        while (batch := account.wait_to_begin()) is not None:
+            seen.append(batch)
+            account.finish(batch)
+            sampled.release()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    for _ in range(10):
+        assert sampled.acquire(timeout=30)
+        account.train()
+    account.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert seen[:10] == list(range(10))

@@ -1,0 +1,125 @@
+"""Buckets of weights as files, and over a channel."""
+
+import os
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.rollout.channel import Channel, ChannelSpec
+from temper_trainer.rollout.parcels import (
+    Parcel,
+    check_digest,
+    cut,
+    digest_of,
+    fill,
+    layout_of,
+    named_weights,
+    open_parcel,
+    write_parcel,
+)
+
+WEIGHTS = [
+    NamedWeight("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
+    NamedWeight("b", torch.randn(5, dtype=torch.bfloat16)),
+    NamedWeight("c", torch.tensor(3, dtype=torch.int64)),
+    NamedWeight("d", torch.randn(4, 7)[:, ::2]),  # not contiguous
+]
+
+
+def assert_equal(found: list[NamedWeight], expected: list[NamedWeight]) -> None:
+    assert [weight.name for weight in found] == [weight.name for weight in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.tensor.dtype == other.tensor.dtype
+        assert torch.equal(one.tensor, other.tensor)
+
+
+def test_a_parcel_holds_its_tensors_bit_for_bit(tmp_path: Path) -> None:
+    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_parcel(parcel)
+    check_digest(data, parcel)
+    assert_equal(list(named_weights(data, parcel)), WEIGHTS)
+
+
+def test_a_single_changed_bit_is_found(tmp_path: Path) -> None:
+    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_parcel(parcel).clone()
+    for place in (0, 17, len(data) - 1):
+        changed = data.clone()
+        changed[place] ^= 128
+        with pytest.raises(WeightError, match="from a on arrived damaged"):
+            check_digest(changed, parcel)
+
+
+def test_a_file_that_is_gone_or_cut_is_named(tmp_path: Path) -> None:
+    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=False)
+    os.truncate(tmp_path / "p", 8)
+    with pytest.raises(WeightError, match=r"p is 8, but should have \d+ bytes"):
+        open_parcel(parcel)
+    with pytest.raises(WeightError, match="is missing"):
+        open_parcel(replace(parcel, path=str(tmp_path / "q")))
+
+
+def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    # A sparse tensor of more bytes than any file may have: only its size is looked at.
+    huge = NamedWeight("huge", torch.empty(1, dtype=torch.uint8).expand(1 << 62))
+    with pytest.raises(WeightError, match=r"bytes of weights don't fit into .*Give shared memory more room"):
+        write_parcel([huge], tmp_path / "p", with_digest=False)
+    assert not (tmp_path / "p").exists()
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=20), bucket=st.integers(1, 400))
+def test_cutting_loses_nothing_keeps_the_order_and_its_bound(sizes: list[int], bucket: int) -> None:
+    weights = [NamedWeight(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
+    parts = list(cut(weights, bucket_bytes=bucket))
+    assert [weight.name for part in parts for weight in part] == [weight.name for weight in weights]
+    assert all(len(part) == 1 or sum(w.tensor.numel() * 4 for w in part) <= bucket for part in parts)
+
+
+def test_swapped_blocks_have_another_digest() -> None:
+    data = torch.arange(1 << 23, dtype=torch.int64).view(torch.uint8)[: 3 << 22]
+    half = len(data) // 2
+    assert digest_of(data) != digest_of(torch.cat([data[half:], data[:half]]))
+    assert digest_of(data) == digest_of(data.clone())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("with_digest", [True, False])
+def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) -> None:
+    spec = ChannelSpec(
+        backend="gloo", address="127.0.0.1", port=free_port(), size=3, buffer_bytes=64, with_digest=with_digest, timeout_s=60
+    )
+    parts = list(cut(WEIGHTS, bucket_bytes=40))
+    parcels = [Parcel(entries=layout_of(part)[0], num_bytes=layout_of(part)[1], digest=None) for part in parts]
+    found: dict[int, list[NamedWeight]] = {1: [], 2: []}
+
+    def receive(rank: int) -> None:
+        channel = Channel(spec, rank=rank, device=torch.device("cpu"))
+        for parcel in parcels:
+            found[rank] += [NamedWeight(n, t.clone()) for n, t in named_weights(channel.receive(parcel), parcel)]
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
+    for thread in threads:
+        thread.start()
+    channel = Channel(spec, rank=0, device=torch.device("cpu"))
+    for part, parcel in zip(parts, parcels, strict=True):
+        data = channel.buffer(parcel.num_bytes)
+        fill(data, part, parcel.entries)
+        channel.send(data)
+    for thread in threads:
+        thread.join(60)
+    assert_equal(found[1], WEIGHTS)
+    assert_equal(found[2], WEIGHTS)

@@ -1,0 +1,148 @@
+"""The trainer's end of a server, where the server cannot start or misbehaves."""
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from packages.trainer.tests.rollout.models_for_tests import make_requests
+from temper_engine_api.errors import ConfigError, WeightError
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
+
+SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
+REQUESTS = make_requests([[2], [3], [2]], SamplingConfig(max_tokens=4))
+
+
+def completion_of(request: SamplingRequest) -> Completion:
+    tokens = (request.prompt_tokens[0],) * request.sampling.max_tokens
+    return Completion(
+        request_id=request.request_id,
+        tokens=tokens,
+        rollout_logprobs=(-1.0,) * len(tokens),
+        finish_reason=FinishReason.MAX_TOKENS,
+        weight_version=1,
+    )
+
+
+class FakeReplica:
+    """Does what a real server does only when it is broken: answers wrongly, or dies at a given call."""
+
+    def __init__(self, number: int, *, spoil: Callable[[Completion], Completion] = lambda c: c, dies_at: Sequence[int] = ()) -> None:
+        self.name = f"rollout replica {number}"
+        self._spoil = spoil
+        self._dies_at = list(dies_at)
+        self.num_calls = self.num_starts = 0
+        self.versions: list[int] = []
+        self.asked: list[int] = []
+
+    def start(self) -> None:
+        self.num_starts += 1
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+        future: Future[list[Completion]] = Future()
+        self.num_calls += 1
+        if self.num_calls in self._dies_at:
+            future.set_exception(ReplicaError(f"{self.name} died"))
+        else:
+            self.asked += [request.request_id for request in requests]
+            future.set_result([self._spoil(completion_of(request)) for request in requests])
+        return future
+
+    def call(self, method: str, *arguments: object) -> "Future[object]":
+        future: Future[object] = Future()
+        assert method == "load"
+        (version,) = arguments
+        assert isinstance(version, int)
+        self.versions.append(version)
+        future.set_result(version)
+        return future
+
+    def close(self) -> None: ...
+
+
+def sampler_of(*replicas: FakeReplica, max_restarts: int = 2) -> VllmSampler:
+    sampler = VllmSampler(replicas, spec=SPEC, max_restarts=max_restarts)
+    sampler.load(lambda replica: replica.call("load", 1), version=1)
+    return sampler
+
+
+def test_a_server_without_vllm_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    spec = replace(SPEC, environment={"PYTHONWARNINGS": "ignore"})
+    log = tmp_path / "replica.log"
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("import sys\nsys.modules['vllm'] = None\n")  # also where this environment has vLLM
+    server = ServerProcess(spec, name="rollout replica 0", python=sys.executable, log_file=log, start_timeout_s=240, stall_timeout_s=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 .* The end of its log, .*replica\.log.*vllm"):
+            server.start()
+    assert server.process_id is None
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    server = ServerProcess(SPEC, name="r", python="/no/python", log_file=tmp_path / "log", start_timeout_s=60, stall_timeout_s=60)
+    with pytest.raises(ConfigError, match=r"runtime\.rollout_python is /no/python, which can't be run"):
+        server.start()
+
+
+def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> None:
+    fake = FakeReplica(0, dies_at=[1])
+    sampler = sampler_of(fake)
+    assert sampler.sample(REQUESTS) == [completion_of(request) for request in REQUESTS]
+    assert (fake.num_starts, fake.versions, sampler.num_restarts) == (2, [1, 1], 1)
+
+
+def test_a_replica_that_dies_again_and_again_ends_the_run_with_the_cause() -> None:
+    with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 died.*rollout\.vllm\.max_restarts is used up"):
+        sampler_of(FakeReplica(0, dies_at=range(10))).sample(REQUESTS)
+
+
+def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
+    fakes = FakeReplica(0), FakeReplica(1)
+    sampler = sampler_of(*fakes)
+    sampler.sample(REQUESTS)
+    assert sorted(map(sorted, (fakes[0].asked, fakes[1].asked))) == [[0, 2], [1]]
+    sampler.sample([replace(REQUESTS[1], request_id=7)])
+    assert sum(7 in fake.asked and 1 in fake.asked for fake in fakes) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda c: replace(c, tokens=c.tokens[:2], rollout_logprobs=c.rollout_logprobs[:2]), "2 tokens and the reason max_tokens"),
+        (lambda c: replace(c, rollout_logprobs=(float("nan"),) * 4), "log-probs that are no numbers"),
+        (lambda c: replace(c, rollout_logprobs=(-1.0,)), "4 tokens, 1 log-probs"),
+        (lambda c: replace(c, weight_version=0), "weights 0, but 1 are published"),
+        (lambda c: replace(c, tokens=(), rollout_logprobs=()), "0 tokens"),
+    ],
+)
+def test_a_replica_that_breaks_its_promise_is_found_out(spoil: Callable[[Completion], Completion], sentence: str) -> None:
+    with pytest.raises(WeightError, match=sentence):
+        sampler_of(FakeReplica(0, spoil=spoil)).sample(REQUESTS)
+
+
+def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
+    sampler = sampler_of(FakeReplica(0))
+    with pytest.raises(WeightError, match="weights 2 were published, but rollout replica 0 holds 1"):
+        sampler.load(lambda replica: replica.call("load", 1), version=2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (replace(REQUESTS[0], prompt_tokens=()), "a prompt needs at least one token"),
+        (replace(REQUESTS[0], prompt_tokens=(41,)), "all from 0 to 40"),
+        (replace(REQUESTS[0], prompt_tokens=(2,) * 61), r"longer than rollout\.vllm\.max_model_len = 64"),
+    ],
+)
+def test_a_request_that_no_server_can_answer_is_refused(request_: SamplingRequest, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        sampler_of(FakeReplica(0)).sample([request_])

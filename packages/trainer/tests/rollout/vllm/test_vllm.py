@@ -1,0 +1,155 @@
+"""The real thing: a vLLM server on this machine's CPU, held to the transformers sampler."""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from packages.trainer.tests.rollout.conftest import Pairs
+from packages.trainer.tests.rollout.models_for_tests import make_prompts, make_requests
+from temper_engine_api.errors import ConfigError, WeightError
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.continuing import ContinuingSampler
+from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.types import FinishReason
+
+from .conftest import Serve, Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+TOLERANCE = 5e-6
+"""Of log-probs in float32: both sides round the same formula in different orders."""
+GREEDY = SamplingConfig(temperature=0, max_tokens=24)
+LONG = SamplingConfig(max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, pairs: Pairs) -> Served:
+    """One server, with weights."""
+    found = serve(pairs.get("qwen3_wide"))
+    found.publish(1)
+    return found
+
+
+def assert_equals_hf(served: Served, *, prompts: list[list[int]]) -> None:
+    requests = make_requests(prompts, GREEDY)
+    for ours, theirs in zip(served.pair.sampler().sample(requests), served.sampler.sample(requests), strict=True):
+        assert theirs.tokens == ours.tokens
+        assert theirs.finish_reason == ours.finish_reason
+        assert theirs.rollout_logprobs == pytest.approx(ours.rollout_logprobs, abs=TOLERANCE)
+        assert theirs.weight_version == served.sampler.weight_version
+
+
+def test_greedy_tokens_and_logprobs_equal_the_transformers_sampler(served: Served) -> None:
+    assert_equals_hf(served, prompts=make_prompts(12))
+
+
+@pytest.mark.parametrize("bucket_bytes", [7000, 13000])
+def test_buckets_that_cut_a_fused_layer_give_the_whole_layers_weights(served: Served, bucket_bytes: int) -> None:
+    # q, k and v of a layer are 128 x 24 and twice 64 x 24 floats: 12288 and twice 6144 bytes, fused in vLLM, in different buckets here.
+    served.perturb(bucket_bytes)
+    served.publish_next(bucket_bytes=bucket_bytes)
+    assert_equals_hf(served, prompts=make_prompts(12))
+
+
+def test_beginnings_that_old_weights_computed_are_forgotten(served: Served) -> None:
+    long = [make_prompts(1, seed=3, longest=20)[0] * 12][0][:200]  # several blocks of the prefix cache
+    served.sampler.sample(make_requests([long], GREEDY))
+    served.perturb(77)
+    served.publish_next()
+    assert_equals_hf(served, prompts=[long])
+
+
+def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served) -> None:
+    rows = [list(range(2, 30)), list(range(5, 9))]
+    ours = served.pair.sampler().logprobs(rows, temperature=1.0)
+    for one, other in zip(ours, served.sampler.logprobs(rows, temperature=1.0), strict=True):
+        assert other == pytest.approx(one, abs=TOLERANCE)
+    with pytest.raises(ConfigError, match=r"at temperature 1 only, not at 0\.5"):
+        served.sampler.logprobs(rows, temperature=0.5)
+
+
+def test_sampled_tokens_carry_the_models_logprobs_and_follow_their_seed(served: Served) -> None:
+    requests = make_requests(make_prompts(8), SamplingConfig(max_tokens=20), seeds=range(8))
+    once, again = served.sampler.sample(requests), served.sampler.sample(requests)
+    other = served.sampler.sample([replace(request, seed=request.seed + 100) for request in requests])
+    assert [c.tokens for c in once] == [c.tokens for c in again]
+    assert [c.tokens for c in once] != [c.tokens for c in other]
+    rows = [(*request.prompt_tokens, *completion.tokens) for request, completion in zip(requests, once, strict=True)]
+    for row, completion in zip(served.pair.sampler().logprobs(rows, temperature=1.0), once, strict=True):
+        assert completion.rollout_logprobs == pytest.approx(row[-len(completion.tokens) :], abs=TOLERANCE)
+
+
+def test_a_stop_text_ends_a_completion_and_stays_in_it(served: Served) -> None:
+    request = make_requests([[3, 4, 5]], SamplingConfig(temperature=0, max_tokens=30))
+    (whole,) = served.sampler.sample(request)
+    text = "abcdefghijklmnopqrstuvwxyz0123456789.,;"[whole.tokens[2] - 2]
+    stopping = [replace(request[0], sampling=replace(request[0].sampling, stop=(text,)))]
+    (stopped,) = served.sampler.sample(stopping)
+    assert stopped.finish_reason == FinishReason.STOP_TEXT
+    assert stopped.tokens == served.pair.sampler().sample(stopping)[0].tokens
+
+
+def test_a_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
+    version = served.sampler.weight_version
+    before = served.sampler.sample(make_requests(make_prompts(2), GREEDY))
+    served.perturb(5)
+    parcels = served.parcels(version + 1, bucket_bytes=4096)
+    data = torch.from_file(str(parcels[-1].path), shared=True, size=parcels[-1].num_bytes, dtype=torch.uint8)
+    data[3] ^= 1
+    with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
+        served.sampler.load(lambda replica: replica.call("load_files", parcels, version + 1), version=version + 1)
+    assert served.sampler.sample(make_requests(make_prompts(2), GREEDY)) == before
+    served.publish_next()
+
+
+def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_version(served: Served) -> None:
+    sampler = ContinuingSampler(served.sampler, interrupts=True)
+    old, first = served.pair.sampler(), served.sampler.weight_version
+    requests = make_requests(make_prompts(16, seed=9), LONG, seeds=range(16))
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend(sampler.sample(requests)))
+    thread.start()
+    while thread.is_alive() and sampler.num_continued == 0:
+        thread.join(0.3)
+        with sampler.paused():
+            if sampler.num_continued == 0:
+                continue
+            served.perturb(11)
+            served.publish_next()
+    thread.join()
+    new = served.pair.sampler()
+    mixed = [c for c in found if c.token_versions]  # type: ignore[attr-defined]
+    assert mixed
+    for request, completion in zip(requests, found, strict=True):
+        cut = completion.token_versions.count(first)  # type: ignore[attr-defined]
+        row = (*request.prompt_tokens, *completion.tokens)  # type: ignore[attr-defined]
+        start = len(request.prompt_tokens) - 1
+        expected = old.logprobs([row], temperature=1.0)[0][start:][:cut] + new.logprobs([row], temperature=1.0)[0][start:][cut:]
+        if completion.token_versions:  # type: ignore[attr-defined]
+            assert completion.rollout_logprobs == pytest.approx(expected, abs=TOLERANCE)  # type: ignore[attr-defined]
+
+
+def test_a_killed_server_is_started_again_and_the_completions_are_the_same(served: Served) -> None:
+    requests = make_requests(make_prompts(12), LONG, seeds=range(12))
+    whole = served.sampler.sample(requests)
+    (replica,) = served.sampler.replicas
+    assert isinstance(replica, ServerProcess)
+    process = replica.process_id
+    assert process is not None
+    threading.Timer(0.05, lambda: os.killpg(process, signal.SIGKILL)).start()
+    restarts = served.sampler.num_restarts
+    again = served.sampler.sample(requests)
+    if served.sampler.num_restarts == restarts:  # it was quicker than the kill
+        again = served.sampler.sample(requests)
+    assert served.sampler.num_restarts == restarts + 1
+    assert [c.tokens for c in again] == [c.tokens for c in whole]
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(serve: Serve, pairs: Pairs, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rollout replica 0 .*replica-0\.log.*tensor_parallel_size"):
+        serve(pairs.get("qwen3_wide"), more={"tensor_parallel_size": 3})  # 4 heads do not divide

@@ -1,0 +1,37 @@
+"""The watchdog: who waits where."""
+
+import threading
+import time
+
+from temper_trainer.waits import Watchdog, long_waits, waiting
+
+
+def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
+    late, told = [0, 2], threading.Event()
+    said: list[str] = []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        told.set()
+
+    with Watchdog(0.05, say=say), waiting("actor: update", who=lambda: f"; ranks {late} have not answered"):
+        assert told.wait(30)
+    assert "s: actor: update; ranks [0, 2] have not answered" in said[0]
+    assert said[0].startswith("watchdog: waiting for ")
+
+
+def test_a_wait_that_is_over_is_not_told() -> None:
+    with waiting("something"):
+        time.sleep(0.01)
+    assert long_waits(0.0) == []
+
+
+def test_the_oldest_wait_comes_first() -> None:
+    with waiting("first"), waiting("second"):
+        time.sleep(0.01)
+        assert [line.rpartition(": ")[2] for line in long_waits(0.001)] == ["first", "second"]
+
+
+def test_without_an_interval_nothing_watches() -> None:
+    with Watchdog(None, say=lambda sentence: None):
+        assert "watchdog" not in {thread.name for thread in threading.enumerate()}

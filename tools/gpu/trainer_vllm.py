@@ -1,0 +1,125 @@
+"""GRPO with vLLM on H200s, through the trainer's own command: colocated on one GPU with sleep and wake, and separate GPUs with NCCL sync.
+
+    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--steps 8]
+
+PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on PYTHONPATH are enough); this one needs the
+trainer and the FSDP engine with their dependencies, Ray not among them. Each job is a run of ``temper-train`` in a process of its own on
+arithmetic problems with a random model of the given shape; the timings of its steps, the first one left out, become rows of
+FOLDER/rows.jsonl.
+
+What must be carried to the image, beside this checkout: vllm==0.26.0 (with what it needs, apache-tvm-ffi==0.1.15.post2), hydra-core,
+omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, pyarrow, rich. VLLM_USE_FLASHINFER_SAMPLER=0 is set here.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tools.gpu.workload import SHAPES, Rows
+
+JOBS: dict[str, tuple[int, Sequence[str]]] = {
+    "colocated": (1, ("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")),
+    "colocated_shared_memory": (1, ("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
+    "separate": (4, ("rollout.num_replicas=3", 'runtime.rollout_devices=["1","2","3"]', "weight_sync.transport=collective")),
+    "one_step_off": (
+        4,
+        ("rollout.num_replicas=3", 'runtime.rollout_devices=["1","2","3"]', "weight_sync.transport=collective", "loop=one_step_off"),
+    ),
+    "async": (
+        4,
+        (
+            "rollout.num_replicas=3",
+            'runtime.rollout_devices=["1","2","3"]',
+            "weight_sync.transport=collective",
+            "loop=async",
+            "asynchrony.max_staleness=2",
+        ),
+    ),
+}
+"""GPUs that a job needs, and its overrides."""
+
+TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/annotate_s", "time/weight_sync_s", "time/wait_s", "rollout/tokens_per_s")
+OTHERS = ("weight_sync/canary_difference", "staleness/max", "rollout/tokens", "reward/mean")
+
+
+def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
+    """What every job shares."""
+    sizes = SHAPES[shape]
+    architecture = "actor.engine.model.architecture"
+    return [
+        "experiment=quickstart",
+        "warm_start=null",
+        "data.eval=null",
+        f"run.dir={folder}",
+        f"run.total_steps={steps}",
+        "run.save_model=false",
+        "run.table_every=0",
+        "run.num_threads=8",
+        *(f"{architecture}.{name}={size}" for name, size in sizes.items() if name != "vocab_size"),
+        f"{architecture}.vocab_size={sizes['vocab_size']}",
+        f"{architecture}.max_position_embeddings=4096",
+        "actor.engine.device=cuda",
+        "actor.engine.precision.compute=bf16",
+        "actor.engine.optimizer.lr=1e-6",
+        "sampling.max_tokens=1024",
+        "batching.prompts_per_step=32",
+        "batching.max_tokens=32768",
+        "rollout=vllm",
+        "rollout.dtype=bf16",
+        "rollout.max_concurrent=256",
+        "rollout.canary_tolerance=0.3",
+        f"runtime.rollout_python={rollout_python}",
+    ]
+
+
+def run_job(rows: Rows, name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
+    """One run, and its row; a run that fails leaves a row with the end of its log."""
+    num_gpus, own = JOBS[name]
+    if torch.cuda.device_count() < num_gpus:
+        rows.add({"job": name, "skipped": f"needs {num_gpus} GPUs, and {torch.cuda.device_count()} are here"})
+        return
+    folder = out / f"{name}-{shape}"
+    settings = [*overrides(shape, steps=steps, rollout_python=rollout_python, folder=folder), *own]
+    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    begin = time.perf_counter()
+    with (out / f"{name}.log").open("w") as log:
+        command = [sys.executable, "-m", "temper_trainer", *settings]
+        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540, check=False).returncode
+    row: dict[str, object] = {"job": name, "shape": shape, "gpus": num_gpus, "exit": code, "wall_s": round(time.perf_counter() - begin, 1)}
+    if code != 0:
+        row["log"] = (out / f"{name}.log").read_text(errors="replace").splitlines()[-25:]
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        steady = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["phase"] == "rl"][1:]
+        for key in (*TIMES, *OTHERS):
+            values = [line[key] for line in steady if key in line]
+            if values:
+                row[key] = round(statistics.median(values), 5)
+    rows.add(row)
+
+
+def main() -> None:
+    """Run the chosen jobs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rollout-python", default=sys.executable)
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--steps", type=int, default=8)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(path=chosen.out / "rows.jsonl")
+    for name in chosen.jobs.split(","):
+        run_job(rows, name, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out.resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A Temper engine; import from its modules."""

@@ -1,0 +1,214 @@
+"""The engine: transformers' model and torch's AdamW on one CPU, one sequence after the other."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from my_engine.answers import answers_from_logits
+from my_engine.config import MyConfig
+from temper_engine_api.batch import PackedBatch, SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Answers, Query
+from temper_engine_api.specs import EngineConfig, ModelSpec
+from temper_engine_api.topology import Topology
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete, check_saved
+
+STATE_FILE = "state.pt"
+
+
+class MyEngine(BaseEngine):
+    """What a backend owes its base class, and nothing more."""
+
+    config_class: ClassVar[type[EngineConfig]] = MyConfig
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.LANGUAGE_MODEL, Capability.LOGPROB_AT, Capability.PORTABLE_STATE})
+
+    def _build(self) -> Topology:
+        """Build the model and the optimiser; say where this rank stands."""
+        self._model = _load_model(self.config.model)
+        spec = self.config.optimizer
+        self._optimizer = None
+        if spec is not None:
+            decayed = [p for p in self._model.parameters() if p.ndim >= 2 or spec.decays_vectors]
+            others = [p for p in self._model.parameters() if p.ndim < 2 and not spec.decays_vectors]
+            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+            self._optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        return Topology()
+
+    def _run_schedule(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers] | None:
+        """Run the micro-batches of the plan as they are given; gradients add up, nothing is divided here."""
+        results = []
+        is_training = micro_loss is not None and not forward_only
+        with torch.set_grad_enabled(not forward_only):
+            for micro in batch.micro_batches():
+                answers = self._answer(micro, queries=queries, only_trained=is_training)
+                if micro_loss is not None:
+                    loss = micro_loss(answers, micro)
+                    if is_training:
+                        loss.backward()
+                results.append(answers.detach())
+        return results
+
+    def _answer(self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool) -> Answers:
+        parts = []
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.precision.compute == "bf16"):
+            for number in range(micro.num_sequences):
+                sequence = micro.select([number])
+                logits = self._model(
+                    input_ids=sequence.tokens[None],
+                    position_ids=sequence.positions()[None],
+                    attention_mask=torch.ones_like(sequence.tokens)[None],
+                    use_cache=False,
+                ).logits[0]
+                parts.append(answers_from_logits(logits, sequence, queries=queries))
+        columns = {query: torch.cat([part[query] for part in parts]) for query in queries}
+        if only_trained:  # cut off, not multiplied by zero: an objective may be infinite where it is not trained
+            for query, column in columns.items():
+                mask = micro.loss_mask if column.ndim == 1 else micro.loss_mask[:, None]
+                columns[query] = torch.where(mask, column, 0.0)
+        return Answers(columns=columns)
+
+    def _reduce_pending_gradients(self) -> None:
+        """With several data-parallel ranks: add up what is still local. Here there is one."""
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        """Clip and step; a gradient that is not finite steps nothing, and the base class counts it by the norm."""
+        assert self.config.optimizer is not None
+        assert self._optimizer is not None
+        for parameter in self._model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        limit = self.config.optimizer.clip_grad_norm
+        norm = float(nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None]))
+        if math.isfinite(norm):
+            if limit is not None:
+                nn.utils.clip_grads_with_norm_(self._model.parameters(), limit, torch.tensor(norm))
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        return norm
+
+    def _zero_gradients(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _resident(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+        """Bring in what the mode needs, and put it back also when the body raises. Here everything stays where it is."""
+        before = self._model.training
+        if mode != "update":
+            self._model.train(mode == "train")
+        try:
+            yield
+        finally:
+            self._model.train(before)
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        """Full tensors under Hugging Face names, a tied head once."""
+        for name, parameter in self._model.named_parameters():
+            yield NamedWeight(name=name, tensor=parameter.detach().clone())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        arrived = list(stream)
+        check_complete(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
+        with torch.no_grad():
+            for name, tensor in arrived:
+                self._model.get_parameter(name).copy_(tensor)
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        """The portable training state, by Hugging Face name."""
+        for name, parameter in self._model.named_parameters():
+            moments = self._moments(parameter)
+            yield TrainingState(
+                name=name,
+                master=parameter.detach().clone(),
+                first_moment=moments["exp_avg"].clone(),
+                second_moment=moments["exp_avg_sq"].clone(),
+                update_count=int(moments["step"]),
+            )
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        arrived = list(stream)
+        check_complete(self._entries(), [_entry(state.name, state.master) for state in arrived])
+        for state in arrived:
+            self._restore(state.name, state.master, state.first_moment, state.second_moment, state.update_count)
+
+    def _write_state(self, directory: str) -> list[str]:
+        """Write this rank's files and return their names; the base class makes the checkpoint a transaction."""
+        state = {state.name: (state.master, state.first_moment, state.second_moment, state.update_count) for state in self._iterate_state()}
+        torch.save({"state": state, "random": torch.get_rng_state()}, Path(directory) / STATE_FILE)
+        return [STATE_FILE]
+
+    def _read_state(self, directory: str) -> None:
+        saved = torch.load(Path(directory) / STATE_FILE, weights_only=True)
+        entries = [_entry(name, master) for name, (master, *_) in saved["state"].items()]
+        check_saved(self._entries(), entries, directory=directory)
+        for name, (master, first, second, count) in saved["state"].items():
+            self._restore(name, master, first, second, count)
+        torch.set_rng_state(saved["random"])
+
+    def _moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """AdamW's state of a parameter; zeros before its first update."""
+        known: Mapping[str, Tensor] = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        zeros = torch.zeros_like(parameter)
+        return known or {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}
+
+    def _restore(self, name: str, master: Tensor, first: Tensor, second: Tensor, count: int) -> None:
+        parameter = self._model.get_parameter(name)
+        with torch.no_grad():
+            parameter.copy_(master)
+        if self._optimizer is not None:
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(count)),
+                "exp_avg": first.clone(),
+                "exp_avg_sq": second.clone(),
+            }
+
+    def _entries(self) -> list[WeightEntry]:
+        return [_entry(name, parameter) for name, parameter in self._model.named_parameters()]
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        return value
+
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        return [item]
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Its device is the CPU."""
+
+    def close(self) -> None:
+        """Free the memory, so that a second engine may follow in the same process."""
+        del self._model
+        self._optimizer = None
+
+
+def _load_model(spec: ModelSpec) -> nn.Module:
+    """The model in float32, from its directory or from seeded random weights."""
+    if spec.trust_remote_code:
+        raise ConfigError("model.trust_remote_code is True, but this engine runs no foreign code: set it to False.")
+    torch.manual_seed(spec.seed)
+    model: nn.Module
+    if spec.path is not None:
+        model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32, local_files_only=True)
+    else:
+        settings = dict(spec.architecture)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.float32)
+    return model.eval()
+
+
+def _entry(name: str, tensor: Tensor) -> WeightEntry:
+    return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -1,0 +1,66 @@
+"""The template of an engine: copied under a name of one's own, and held to the kit's laws in an environment made for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.environment import TORCH
+from tools.new_engine import TEMPLATE, main, new_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_file_carries_the_new_name(tmp_path: Path) -> None:
+    files = new_engine(tmp_path / "acme", "acme_fast_engine")
+    assert {path.relative_to(tmp_path / "acme").as_posix() for path in files} == {
+        "README.md",
+        "pyproject.toml",
+        "src/acme_fast_engine/__init__.py",
+        "src/acme_fast_engine/answers.py",
+        "src/acme_fast_engine/config.py",
+        "src/acme_fast_engine/engine.py",
+        "src/acme_fast_engine/py.typed",
+    }
+    text = "".join(path.read_text() for path in files)
+    assert 'acme_fast_engine = "acme_fast_engine.engine:AcmeFastEngine"' in text
+    assert "class AcmeFastConfig(EngineConfig)" in text
+    for trace in ("my_engine", "my-engine", "MyEngine", "MyConfig"):
+        assert trace not in text
+
+
+@pytest.mark.parametrize("name", ["Acme", "acme-engine", "class", "3d", ""])
+def test_a_name_that_python_would_not_take_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "acme"), name]) == 1
+    assert "such as acme_engine" in capsys.readouterr().err
+    assert not (tmp_path / "acme").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(ValueError, match="is not empty"):
+        new_engine(tmp_path, "acme_engine")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_the_template_is_built_for_the_contract_that_is_here() -> None:
+    assert (TEMPLATE / "pyproject.toml").read_text().count("temper-engine-api>=0.1,<0.2") == 1
+    assert 'version = "0.1.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_new_engine_holds_the_mandatory_laws_in_a_clean_environment(tmp_path: Path) -> None:
+    new_engine(tmp_path / "acme", "acme_engine")
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints" / "cpu.txt")]
+    for command in (
+        [sys.executable, "-m", "venv", str(python.parents[1])],
+        [*install, TORCH],
+        [*install, f"{ROOT / 'packages/engine-api'}[conformance]", f"{tmp_path / 'acme'}[test]"],
+    ):
+        subprocess.run(command, check=True)
+    kit = ["-m", "pytest", "-q", "--pyargs", "temper_engine_api.conformance", "--engine", "acme_engine", "--world-sizes", "1"]
+    done = subprocess.run([str(python), *kit], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
