@@ -73,6 +73,18 @@ def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served
         served.sampler.logprobs(rows, temperature=0.5)
 
 
+def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_ones(served: Served) -> None:
+    row, first = tuple(range(2, 20)), 5
+    (found,) = served.sampler.call_each("judge", [([(row, first)], 3)])
+    assert isinstance(found, list)
+    ((given, ids, logs),) = found
+    for i, place in enumerate(range(first, len(row))):
+        expected = served.pair.next_logits(row[:place]).log_softmax(-1)
+        assert given[i] == pytest.approx(float(expected[row[place]]), abs=TOLERANCE)
+        assert ids[i] == expected.topk(3).indices.tolist()
+        assert logs[i] == pytest.approx(expected.topk(3).values.tolist(), abs=TOLERANCE)
+
+
 def test_sampled_tokens_carry_the_models_logprobs_and_follow_their_seed(served: Served) -> None:
     requests = make_requests(make_prompts(8), SamplingConfig(max_tokens=20), seeds=range(8))
     once, again = served.sampler.sample(requests), served.sampler.sample(requests)
