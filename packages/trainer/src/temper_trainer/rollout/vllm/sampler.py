@@ -1,7 +1,6 @@
 """The ``vllm`` sampler: several replicas behind a load balancer; a dead one is started again and its requests are repeated."""
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -11,7 +10,8 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.balancing import LoadBalancer
 from temper_trainer.rollout.replica import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.rollout.vllm.promises import check_completion, check_requests
+from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class VllmSampler:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One completion per request, in their order; what a dead replica had is asked again."""
-        self._check(requests)
+        check_requests(requests, self._spec)
         found: dict[int, Completion] = {}
         left = list(range(len(requests)))
         while left:
@@ -192,7 +192,7 @@ class VllmSampler:
                 with waiting(f"{self._replicas[number].name}: {len(places)} completions"):
                     completions = future.result()
                 for place, completion in zip(places, completions, strict=True):
-                    self._check_completion(requests[place], completion, replica=self._replicas[number])
+                    check_completion(requests[place], completion, name=self._replicas[number].name, version=self._version)
                     found[place] = completion
             except ReplicaError as error:
                 self._revive(number, life=lives[number], cause=error)
@@ -231,41 +231,6 @@ class VllmSampler:
     def _check_version(self, number: int, reported: object, *, version: int) -> None:
         if reported != version:
             raise WeightError(f"weights {version} were published, but {self._replicas[number].name} holds {reported}.")
-
-    def _check(self, requests: Sequence[SamplingRequest]) -> None:
-        if len({request.request_id for request in requests}) != len(requests):
-            raise ConfigError("two sampling requests share a request_id: give each its own.")
-        for request in requests:
-            tokens, size = request.prompt_tokens, self._spec.vocab_size
-            if not tokens or max(tokens) >= size or min(tokens) < 0:
-                raise ConfigError(
-                    f"request {request.request_id}: a prompt needs at least one token, all from 0 to {size - 1}, but is {tokens!s:.80}: "
-                    "does the tokenizer belong to the model?"
-                )
-            if len(tokens) + request.sampling.max_tokens > self._spec.max_length:
-                raise ConfigError(
-                    f"request {request.request_id}: a prompt of {len(tokens)} tokens and sampling.max_tokens "
-                    f"{request.sampling.max_tokens} are longer than rollout.vllm.max_model_len = {self._spec.max_length}: raise it, or "
-                    "lower data.max_prompt_tokens or sampling.max_tokens."
-                )
-
-    def _check_completion(self, request: SamplingRequest, completion: Completion, *, replica: Replica) -> None:
-        """What a replica promises of every completion.
-
-        Raises:
-            WeightError: fewer tokens than promised, a log-prob that is no number, or other weights than were published.
-        """
-        what = f"{replica.name} answered request {request.request_id} with"
-        num_tokens, reason = len(completion.tokens), completion.finish_reason
-        if completion.request_id != request.request_id or len(completion.rollout_logprobs) != num_tokens:
-            raise WeightError(f"{what} {num_tokens} tokens, {len(completion.rollout_logprobs)} log-probs, id {completion.request_id}.")
-        if not all(math.isfinite(value) for value in completion.rollout_logprobs):
-            raise WeightError(f"{what} log-probs that are no numbers: its weights have overflowed or were damaged on their way.")
-        is_short = num_tokens == 0 or (reason == FinishReason.MAX_TOKENS and num_tokens < request.sampling.max_tokens)
-        if is_short and reason != FinishReason.INTERRUPTED:
-            raise WeightError(f"{what} {num_tokens} tokens and the reason {reason}, but {request.sampling.max_tokens} were asked for.")
-        if completion.weight_version != self._version:
-            raise WeightError(f"{what} weights {completion.weight_version}, but {self._version} are published.")
 
 
 def _in_parallel(calls: Sequence[Callable[[], None]]) -> None:
