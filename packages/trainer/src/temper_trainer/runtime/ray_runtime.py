@@ -60,7 +60,9 @@ class RayRuntime:
         if config.rollout.sampler == "vllm":
             return self._open_servers(config, tokenizer=tokenizer)
         arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
-        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=2)  # an interrupt passes
+        # In loop async an interrupt must get through while completions are being made.
+        calls_at_once = 2 if config.loop == "async" else 1
+        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once)
         return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
 
     def _open_servers(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
