@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with")
+
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -28,9 +31,7 @@ Old = Callable[[str], object]
 def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
     """The value of a key as the old system had it; None where there is none."""
     overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
-    said = [token for token in overrides if token.startswith((f"{A}.strategy=", "model_engine="))]
-    is_megatron = "megatron" in f"{row['config_name']}{said}"
-    name = f"main_ppo_{'megatron' if is_megatron else 'fsdp'}.json"
+    name = f"main_ppo_{'megatron' if is_on_megatron(row) else 'fsdp'}.json"
     flat = json.loads((facts / "defaults" / str(row["tag"]) / name).read_text())["flat"]
     tree = OmegaConf.create({})
     for key, value in flat.items():
@@ -51,6 +52,11 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
     return get
+
+
+def is_on_megatron(row: Mapping[str, object]) -> bool:
+    said = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine="))]  # type: ignore[attr-defined]
+    return "megatron" in f"{row['config_name']}{said}"
 
 
 def number(value: object) -> float:
@@ -78,7 +84,8 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
     is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
     samples = bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
-    rank = int(number(old("actor_rollout_ref.model.lora_rank") or 0))
+    adapter = "actor_rollout_ref.model.lora." if is_on_megatron(row) else "actor_rollout_ref.model.lora_"  # each engine read its own
+    rank = int(number(old(f"{adapter}rank") or 0))
     warmup = old(f"{A}.optim.lr_warmup_steps")
     found = {
         "algorithm.group_size": old("actor_rollout_ref.rollout.n"),
@@ -112,7 +119,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     decay = old(f"{A}.optim.weight_decay")
     found["actor.engine.optimizer.weight_decay"] = 0.01 if decay is None else decay
     if rank:
-        found["actor.engine.lora.alpha"] = old("actor_rollout_ref.model.lora_alpha")
+        found["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
     if name == "gae":
         found |= {
             "algorithm.gamma": old("algorithm.gamma"),

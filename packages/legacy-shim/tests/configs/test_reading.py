@@ -5,6 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, to compare with")
+
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
