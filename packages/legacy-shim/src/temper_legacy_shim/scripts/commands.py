@@ -143,6 +143,11 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
     """A command that is not the shell's own: what it prints where a reader knows, and a record that it would run."""
     reading = shell.reading
     given = stdin if stdin is not None else shell.stdin
+    if wrappers.looks_for_npu(fields):
+        sentence = f"{fields[0].source} ... torch_npu or npu-smi is taken to fail: GPUs are assumed; NPUs have no counterpart here"
+        reading.note(sentence, span.start)
+        shell.status = 1
+        return
     printed = filters.output(fields, given)
     shell.status = 0 if printed is not None else None
     if shell.captured is not None:

@@ -83,6 +83,15 @@ def _may_start(field: Field) -> bool:
     return "=" not in shown and re.search(r"(?:/|\$\{?PYTHON\w*\}?)(?:python[0-9.]*|torchrun)?$", shown) is not None
 
 
+def looks_for_npu(fields: list[Field]) -> bool:
+    """Whether a command only asks if this machine has NPUs: ``python3 -c 'import torch_npu'``, ``npu-smi``, ``which npu-smi``."""
+    words = [field.text.shown() for field in fields]
+    if words[0].rpartition("/")[2] == "npu-smi":
+        return True
+    is_asking = "-c" in words or words[0] in ("which", "command", "type")
+    return is_asking and len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None
+
+
 def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:
     """The text that a command runs as a script: of ``bash -c``, of a heredoc to ``bash`` or ``ssh``, of a quoted remote command."""
     command = started(fields)

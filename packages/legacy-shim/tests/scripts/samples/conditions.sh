@@ -24,3 +24,5 @@ case "${N}" in
     z) EXTRA+=(trainer.fell=1) ;;
 esac
 python3 -m verl.trainer.main_ppo trainer.nnodes=1 "${EXTRA[@]}" trainer.x=$([ $N = 4 ] && echo four || echo other)
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+python3 -m verl.trainer.main_ppo trainer.device=$DEVICE trainer.nnodes=1
