@@ -84,7 +84,9 @@ def one_by_one(tensors):
     return found
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "tp2-sp"])
+@pytest.mark.parametrize(
+    "layout", ["ep2", "tp2-sp-ep2", pytest.param("alone", marks=pytest.mark.nightly), pytest.param("cp2-ep2", marks=pytest.mark.nightly)]
+)
 def test_gradients_are_those_of_transformers(subject_in, reference, layout):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS)
     expected = reference.update(recipe, TokenProbe(), batch)
@@ -94,14 +96,14 @@ def test_gradients_are_those_of_transformers(subject_in, reference, layout):
         assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
-@pytest.mark.parametrize("model", [EXPERTS, AS_THEY_ARE], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE], ids=lambda model: model.name)
 def test_log_probs_are_those_of_transformers(subject_in, reference, model):
     recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
     outputs = subject_in("ep2").run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
     assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
 
 
-@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2", "tp2-sp"])
+@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2-sp-ep2", "tp2-sp"))])
 def test_weights_come_back_bit_for_bit_under_the_names_in_files(subject_in, reference, layout):
     recipe = reference.recipe(EXPERTS)
     exported = subject_in(layout).run(exported_weights, recipe=recipe)
@@ -173,7 +175,7 @@ def balance_of(recipe, batch):
     return model, total
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2-sp-ep2", "cp2-ep2"])
+@pytest.mark.parametrize("layout", ["tp2-sp-ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("alone", "cp2-ep2"))])
 def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(subject_in, reference, layout):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
     model, loss = balance_of(recipe, batch)
