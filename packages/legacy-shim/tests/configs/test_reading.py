@@ -118,3 +118,12 @@ def test_a_forks_key_in_a_block_that_we_know_is_still_unmapped() -> None:
     found = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
     assert [token.disposition for token in found.tokens[-3:]] == ["unmapped"] * 3
     assert found.unmapped == {"reward_model.my_fork.thing": 2, "actor_rollout_ref.actor.my_loss_weight": 0.1, "trainer.mine.a": 1}
+
+
+def test_a_recipes_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
+    for entry in ("recipe.dapo.main_dapo", "my_project/dapo/src/main_dapo.py"):
+        found = translated("v0.5.0", "reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=128", entry=entry)
+        assert not any(finding.level == "refused" for finding in found.findings)
+        assert {setting.key for setting in found.settings} >= {"reward.shaping.overlong.buffer_tokens"}
+    both = translated("v0.7.0", "async_training.staleness_threshold=0.5", entry="fully_async_main", config_name="fully_async_dapo_trainer")
+    assert not any(finding.level == "refused" for finding in both.findings)

@@ -52,8 +52,8 @@ _ASYNC: dict[str, Plain] = {
     "data.gen_batch_size": 1,
 }
 _RECIPES: tuple[tuple[str, dict[str, Plain]], ...] = (
-    ("recipe.dapo", _DAPO),
-    ("recipe.entropy", _ENTROPY),
+    ("dapo", _DAPO),
+    ("entropy", _ENTROPY),
     ("one_step_off_policy", _ONE_STEP_OFF),
     ("fully_async", _ASYNC),
 )
@@ -119,7 +119,7 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         program=program,
         family=_family(program, is_megatron=is_megatron),
         entry=path,
-        recipe=next((keys for part, keys in _RECIPES if part in path or (part.endswith("dapo") and "dapo" in name)), {}),
+        recipe={key: value for part, keys in _RECIPES if part in path or part in name for key, value in keys.items()},
         foreign=foreign,
         config_name=name,
     )
