@@ -4,6 +4,9 @@ from temper_legacy_shim.configs.data import put_source
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.run_length import build_runtime
 
+_MICRO_BATCH = 16384
+"""Our default cap of a micro-batch, which a longest sample must fit into."""
+
 
 def build_generation(draft: Draft) -> None:
     """Task generate, from either old tree."""
@@ -31,6 +34,9 @@ def _sampling(draft: Draft, block: str) -> None:
     draft.copy("sampling.max_tokens", length, rule="response-length", expected="number")
     prompt = f"{block}.prompt_length" if draft.old.has(f"{block}.prompt_length") else "data.max_prompt_length"
     draft.copy("data.max_prompt_tokens", prompt, rule="prompt-length", expected="number")
+    longest = (draft.integer(prompt) or 0) + (draft.integer(length) or 0)
+    if longest > _MICRO_BATCH:
+        draft.put("batching.max_tokens", longest, rule="token-budget", old=[prompt, length])
     count = "data.n_samples" if draft.old.has("data.n_samples") else f"{block}.n"
     draft.put("generate.num_completions", max(1, draft.integer(count) or 1), rule="gen-samples", old=[count], verbatim=True)
     name = draft.text(f"{block}.name") or "vllm"
