@@ -24,6 +24,8 @@ LOCK = "api.txt"
 PUBLIC = {
     "engine-fsdp": ("config", "engine", "layouts"),
     "engine-megatron": ("config", "engine", "layouts"),
+    "legacy-shim": ("errors", "old_paths", "workers"),
+    "trainer": ("algorithms", "config", "config_loading", "loops", "reward", "types"),
 }
 """The public modules of a package; where it is not named, every module without an underscore that is not in PRIVATE."""
 
