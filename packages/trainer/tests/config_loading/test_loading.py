@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 
@@ -107,6 +108,7 @@ def test_interpolation_of_a_missing_key_names_both() -> None:
         load([*RL, "sampling.max_tokens=${run.nope}"])
 
 
+@pytest.mark.skipif(find_spec("temper_engine_megatron") is None, reason="needs temper-engine-megatron")
 def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
     config = load([*RL, "model_engine=megatron", "actor.engine.tensor_parallel=2", "actor.num_workers=2", "runtime.kind=ray"]).config
     assert type(config.actor.engine).__name__ == "MegatronConfig"

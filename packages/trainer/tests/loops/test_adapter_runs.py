@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from temper_trainer.loops import RunResult
+
+pytest.importorskip("peft", reason="adapters need peft: pip install 'temper-engine-fsdp[lora]'")
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
