@@ -89,3 +89,16 @@ def test_no_clipping_and_the_home_folder_are_said_in_our_words() -> None:
     found = values(translated("v0.6.1", clip, files, config_name="ppo_megatron_trainer"))
     assert found["actor.engine.optimizer.clip_grad_norm"] is None
     assert found["data.train.paths"] == ["${oc.env:HOME}/data/gsm8k/train.parquet"]
+
+
+def test_recomputation_and_the_balance_of_experts_go_to_the_engine() -> None:
+    block = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    asked = (f"{block}.recompute_granularity=full", f"{block}.recompute_method=uniform", f"{block}.moe_aux_loss_coeff=0.01")
+    experts = (
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+    )
+    found = values(translated("v0.7.0", *asked, *experts, config_name="ppo_megatron_trainer"))
+    assert found["actor.engine.recompute"] == "layers"
+    assert found["actor.engine.router_aux_loss"] == 0.01
+    assert (found["actor.engine.expert_parallel"], found["actor.engine.expert_tensor_parallel"]) == (4, 1)

@@ -60,6 +60,8 @@ _MEGATRON: dict[str, Plain] = {
     "virtual_pipeline": None,
     "context_parallel": 1,
     "expert_parallel": 1,
+    "recompute": "none",
+    "router_aux_loss": 0.0,
     "expert_tensor_parallel": None,
     "distributed_optimizer": False,
 }

@@ -358,9 +358,21 @@ def _megatron(draft: Draft, role: OldRole) -> None:
         draft.put(f"{engine}.sequence_parallel", True, rule="megatron-sequence-parallel", old=[f"{block}.sequence_parallel"])
     _experts(draft, role)
     if role.is_trained:
+        _transformer(draft, role)
         distributed = f"{block}.use_distributed_optimizer"
         on = draft.switch(distributed) or not draft.old.has(distributed)
         draft.put(f"{engine}.distributed_optimizer", on, rule="distributed-optimizer", old=[distributed])
+
+
+def _transformer(draft: Draft, role: OldRole) -> None:
+    """What of Megatron's own configuration has a key here: recomputation, and the loss that balances experts."""
+    block = f"{role.megatron}.override_transformer_config"
+    granularity = draft.text(f"{block}.recompute_granularity")
+    ours = {"full": "layers", "selective": "attention"}.get(granularity, "none")
+    draft.put(f"{role.engine}.recompute", ours, rule="recompute", old=[f"{block}.recompute_granularity"])
+    weight = draft.number(f"{block}.moe_aux_loss_coeff")
+    if weight is not None and weight > 0 and draft.text(f"{block}.moe_router_load_balancing_type") not in ("none", "None"):
+        draft.put(f"{role.engine}.router_aux_loss", float(weight), rule="router-loss", old=[f"{block}.moe_aux_loss_coeff"])
 
 
 def _experts(draft: Draft, role: OldRole) -> None:
