@@ -13,7 +13,10 @@ Rows = Callable[..., list[dict[str, float]]]
 SHORT = ("warm_start=null", "data.eval=null", "run.total_steps=2", "run.save_model=false", "actor.engine.optimizer.lr=1e-2")
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo", "remax", "opo", "gpg"])
+LARGER = [pytest.param(name, marks=pytest.mark.nightly) for name in ("cispo", "gmpo", "kl_cov", "sapo", "opo", "gpg")]
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "clip_cov", "remax", *LARGER])
 def test_every_algorithm_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
     run(tmp_path / "run", *SHORT, f"algorithm={algorithm}", "algorithm.group_size=4", "batching.num_mini_batches=2")
     found = rows(tmp_path / "run")
