@@ -6,6 +6,7 @@ TemperError
 │   └── PlanError                       no plan satisfies the caps and the topology
 ├── CapabilityError                     the engine does not claim what was asked of it
 ├── EngineStateError(RuntimeError)      calls in an order that has no meaning
+├── CollectiveTimeoutError(RuntimeError)  ranks waited for one that did not come
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
 │   └── ContractVersionError            the engine is built for another version of the contract
 ├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
@@ -37,6 +38,10 @@ class CapabilityError(TemperError):
 
 class EngineStateError(TemperError, RuntimeError):
     """Calls came in an order that has no meaning, such as a second final call before ``optimizer_zero_grad``."""
+
+
+class CollectiveTimeoutError(TemperError, RuntimeError):
+    """Ranks waited longer than ``collective_timeout_s`` for one that did not come; names rank, stage and collective."""
 
 
 class EngineNotFoundError(TemperError, LookupError):

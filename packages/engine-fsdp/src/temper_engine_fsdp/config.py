@@ -29,6 +29,10 @@ class FSDPConfig(EngineConfig):
     """Class names of the modules that are sharded one by one; empty takes the decoder layers that the model names itself."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: about 20 % slower, far less activation memory."""
+    checkpointing_keeps_products: bool = False
+    """Selective checkpointing: keep the results of attention and of every second matrix product, and compute only the rest again."""
+    offload_activations: bool = False
+    """Keep the inputs of recomputed layers in host memory until the backward pass needs them."""
     attention: AttentionKernel = "auto"
     """auto is torch_varlen on CUDA in bf16, else sdpa_varlen: causal SDPA over buckets of sequences of similar length."""
     compile_layers: bool = False
@@ -63,6 +67,7 @@ class FSDPConfig(EngineConfig):
             raise ConfigError(
                 f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false or a number of ranks from 2."
             )
+        self._check_checkpointing()
         if self.huggingface_shard_bytes < 1:
             raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
         if self.strategy == "fsdp1":
@@ -72,6 +77,18 @@ class FSDPConfig(EngineConfig):
     def replica_size(self) -> int:
         """Ranks that share one pack."""
         return self.sequence_parallel
+
+    def _check_checkpointing(self) -> None:
+        for name, is_on in (
+            ("checkpointing_keeps_products", self.checkpointing_keeps_products),
+            ("offload_activations", self.offload_activations),
+        ):
+            if is_on and not self.activation_checkpointing:
+                raise ConfigError(f"{name} is on, but has no effect without activation_checkpointing: switch that on too, or this off.")
+        if self.checkpointing_keeps_products and self.compile_layers:
+            raise ConfigError(
+                "checkpointing_keeps_products chooses between operators, which compile_layers hides in kernels: switch one of them off."
+            )
 
     def _check_fsdp1(self) -> None:
         if self.reshard_after_forward is not True:

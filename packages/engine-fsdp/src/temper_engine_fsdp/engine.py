@@ -121,7 +121,8 @@ class FSDPEngine(BaseEngine):
         reduce_gradients: bool,
     ) -> list[Answers] | None:
         with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
-        with self._numerics():
+        self._parts.speed.begin(None if forward_only else batch.lengths[~batch.is_dummy].tolist())
+        with self._parts.stages.stage("a forward call" if forward_only else "a training call"), self._numerics():
             answers = self._parts.runner.run(
                 batch,
                 queries=queries,
@@ -133,17 +134,18 @@ class FSDPEngine(BaseEngine):
         return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        return memory_metrics(self._parts.membership.device)
+        return {**memory_metrics(self._parts.membership.device), **self._parts.speed.metrics()}
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
-            with self._numerics():
+            with self._parts.stages.stage("the reduction of gradients"), self._numerics():
                 self._parts.runner.reduce()
 
     def _apply_gradients(self, *, lr: float) -> float:
         optimizer = self._parts.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
-        return optimizer.step(lr=lr, loss_scale=self.loss_scale.value)
+        with self._parts.stages.stage("the update"):
+            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value)
 
     def _zero_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
@@ -162,7 +164,8 @@ class FSDPEngine(BaseEngine):
         return weights.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
+        with self._parts.stages.stage("loading weights"):
+            weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
         if self._parts.adapter is not None:
             self._parts.adapter.is_on_other_weights = True
 
@@ -195,11 +198,13 @@ class FSDPEngine(BaseEngine):
         return optimizer
 
     def _write_state(self, directory: str) -> list[str]:
-        return saving.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
+        with self._parts.stages.stage("saving a checkpoint"):
+            return saving.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
 
     def _stage_state(self) -> Callable[[str], list[str]]:
-        group = self._parts.saving_group.get()
-        return saving.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
+        with self._parts.stages.stage("copying a checkpoint"):
+            group = self._parts.saving_group.get()
+            return saving.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
         return self._parts.saving_group.gather(item)
@@ -211,7 +216,8 @@ class FSDPEngine(BaseEngine):
         else:
             if parts.adapter is not None:
                 parts.adapter.expect_weights(persistence.holds(directory, parts.parameters.keys()), directory=directory)
-            persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
+            with parts.stages.stage("loading a checkpoint"):
+                persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
         persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
 
     def _read_foreign(self, saved: SavedState) -> None:
@@ -230,7 +236,8 @@ class FSDPEngine(BaseEngine):
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)
         if self._parts.membership.world_size > 1:
-            dist.all_reduce(total, group=self._parts.data_groups.across)
+            with self._parts.stages.stage("the sum of a loss"):
+                dist.all_reduce(total, group=self._parts.data_groups.across)
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -238,7 +245,8 @@ class FSDPEngine(BaseEngine):
         if world_size == 1:
             return [item]
         gathered = [item] * world_size
-        dist.all_gather_object(gathered, item)
+        with self._parts.stages.stage("an exchange of objects"):
+            dist.all_gather_object(gathered, item)
         return gathered
 
     def close(self) -> None:
@@ -257,6 +265,7 @@ class FSDPEngine(BaseEngine):
     def _free(self) -> None:
         membership = self._parts.membership
         self._parts.saving_group.close()
+        self._parts.stages.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
+from temper_engine_fsdp.activations import parking
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.heads import Head, HeadRequest, LanguageHead, LinearNow, ScalarHead
 from temper_engine_fsdp.packing import PackLayout
@@ -24,8 +25,9 @@ PREFIX = "hf."
 class PackedModel(nn.Module):
     """A Hugging Face decoder over sequences laid end to end, and the head that answers from its hidden states."""
 
-    def __init__(self, hf: PreTrainedModel, *, head: Head) -> None:
+    def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False) -> None:
         super().__init__()
+        self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
 
@@ -38,13 +40,14 @@ class PackedModel(nn.Module):
         tokens, positions = batch.tokens, batch.positions()
         if packing.slices is not None:
             tokens, positions = packing.slices.slice_of(tokens), packing.slices.slice_of(positions)
-        output = self.hf.base_model(
-            input_ids=tokens[None],
-            position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
-            attention_mask=None,
-            use_cache=False,
-            packing=packing,
-        )
+        with parking(tokens.device, is_on=self._offloads_activations):
+            output = self.hf.base_model(
+                input_ids=tokens[None],
+                position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
+                attention_mask=None,
+                use_cache=False,
+                packing=packing,
+            )
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
         if packing.slices is not None:

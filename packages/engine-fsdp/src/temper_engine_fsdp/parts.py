@@ -25,10 +25,12 @@ from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offlo
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.stages import Stages
 from temper_engine_fsdp.strategies import shard
 from temper_engine_fsdp.streamed import StreamedWeights, build_streamed
 from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 from temper_engine_fsdp.weights import Buffers
+from temper_engine_fsdp.work import Speedometer, work_of
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter
@@ -66,6 +68,10 @@ class Parts:
     """When they move."""
     has_fast_matmul: bool
     """Whether float32 matmuls take the fast kernels while the engine computes."""
+    speed: Speedometer
+    """Of training passes."""
+    stages: Stages
+    """What this rank is doing."""
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Local shards of parameters and of the gradients there are."""
@@ -97,7 +103,9 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
-    root = PackedModel(hf, head=build_head(hf, config=config, choose=always if adapter is None else adapter.in_use))
+    head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
+    root = PackedModel(hf, head=head, offloads_activations=config.offload_activations)
+    work = work_of(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
     host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
     sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh, fill=_nothing if streamed is None else streamed.fill)
@@ -114,8 +122,10 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         },
         device=device,
     )
+    stages = Stages(membership, timeout_s=config.collective_timeout_s)
     return Parts(
         membership=membership,
+        stages=stages,
         hf_config=hf.config,
         parameters=parameters,
         trained=trained,
@@ -128,6 +138,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
             needs_buckets=kernel == attention.SDPA_VARLEN,
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
+            stages=stages,
             slices=SequenceGroup(data_groups.within) if config.sequence_parallel > 1 else None,
         ),
         residency=residency,
@@ -135,6 +146,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         data_groups=data_groups,
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         has_fast_matmul=_takes_fast_matmul(config, device=device),
+        speed=Speedometer(work, device=device, compute=dtype_named(config.precision.compute), ranks_of_a_pack=config.sequence_parallel),
     )
 
 

@@ -18,6 +18,7 @@ from temper_engine_fsdp.heads import request_head
 from temper_engine_fsdp.launching import without_collections
 from temper_engine_fsdp.packing import PackLayout
 from temper_engine_fsdp.sequence_parallel import SequenceGroup
+from temper_engine_fsdp.stages import Stages
 from temper_engine_fsdp.strategies import ShardedModule
 
 
@@ -32,8 +33,10 @@ class MicroBatchRunner:
         needs_buckets: bool,
         dummy_query: Query,
         loss_scale: LossScale,
+        stages: Stages,
         slices: SequenceGroup | None,
     ) -> None:
+        self._stages = stages
         self._slices = slices
         self._sharded = sharded
         self._loss_scale = loss_scale
@@ -60,6 +63,7 @@ class MicroBatchRunner:
             for i, micro in enumerate(micro_batches):
                 is_last = i == len(micro_batches) - 1
                 reduces = is_last and reduce_gradients
+                self._stages.detail = f"micro-batch {i + 1} of {len(micro_batches)}"
                 with self._bracket(trains=not forward_only, reduces=reduces, is_last=is_last):
                     columns, tie, on_device = self._forward(
                         micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only

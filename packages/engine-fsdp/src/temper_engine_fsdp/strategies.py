@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from temper_engine_fsdp.activations import checkpoint_layers
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.fsdp1 import FlatShardedModule
 from temper_engine_fsdp.fsdp2 import Fill, RowShardedModule
@@ -47,7 +48,7 @@ def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh
         ConfigError: a class named in wrap_modules does not occur, or reshard_after_forward does not divide the shards.
     """
     if config.activation_checkpointing:
-        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model.hf, config=config)
     if config.compile_layers:
         compile_layers(layers_of(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":

@@ -28,7 +28,7 @@ SMALL = (
     "reward.function=temper_trainer_test_rewards:share_of_digits",
 )
 CLOCKS = ("time", "weight_sync/time_s", "rollout/tokens_per_s")
-METERS = "memory/"
+METERS = ("memory/", "speed/")
 """Part of the names of what the machine says of itself."""
 
 Rows = list[dict[str, float]]
@@ -53,7 +53,10 @@ def rows() -> Callable[..., Rows]:
     def read(directory: Path, *, phase: str = "rl") -> Rows:
         parsed = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         of_phase = [row for row in parsed if row["phase"] == phase]
-        found = [{k: v for k, v in row.items() if not k.startswith((*CLOCKS, "phase")) and METERS not in k} for row in of_phase]
+        found = [
+            {k: v for k, v in row.items() if not k.startswith((*CLOCKS, "phase")) and not any(meter in k for meter in METERS)}
+            for row in of_phase
+        ]
         for row in found:
             assert all(math.isfinite(value) for value in row.values()), row
         return found

@@ -1,0 +1,114 @@
+"""What each rank is doing, said where the others can read it; and from that a sentence when a collective does not end.
+
+Entering a stage writes its name and the time to the store of the process group. Gloo raises in the rank that waits; NCCL ends the process
+from a thread of its own, so on CUDA another thread speaks shortly before.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from temper_engine_api.errors import CollectiveTimeoutError
+from temper_engine_fsdp.process_group import Membership
+
+logger = logging.getLogger(__name__)
+
+_SIGNS = ("Timed out", "timed out", "Connection closed by peer", "Connection reset by peer", "Read error")
+"""Of a collective that waits in vain, in the words of gloo and of stores."""
+_WRAPPERS = ("wrapper", "wait", "inner")
+_SPEAKS_AT = 0.9
+"""Share of the time-out after which the thread speaks."""
+IDLE = "between calls"
+
+
+class Stages:
+    """The stages of one rank of an engine."""
+
+    def __init__(self, membership: Membership, *, timeout_s: float) -> None:
+        self._membership = membership
+        self._timeout_s = timeout_s
+        self._prefix = "temper_engine_fsdp/stage"
+        self._store = _get_default_store() if membership.world_size > 1 else None
+        self._now, self._since = IDLE, time.time()
+        self._depth = 0
+        self.detail = ""
+        """Where within the stage this rank is; known to this rank alone."""
+        self._closed = threading.Event()
+        if membership.world_size > 1 and membership.device.type == "cuda":
+            threading.Thread(target=self._watch, name="temper-stages", daemon=True).start()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, this rank is doing that; a stage within another belongs to it.
+
+        Raises:
+            CollectiveTimeoutError: a collective inside waited in vain; names this rank, the stage, the collective, and what others do.
+        """
+        self._depth += 1
+        if self._depth == 1:
+            self._publish(name)
+        try:
+            yield
+        except RuntimeError as error:
+            if self._depth > 1 or isinstance(error, CollectiveTimeoutError) or not any(sign in str(error) for sign in _SIGNS):
+                raise
+            raise CollectiveTimeoutError(self._told(f"waited in vain in {_collective_of(error)}", name=name)) from error
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.detail = ""
+                self._publish(IDLE)
+
+    def close(self) -> None:
+        """The thread ends."""
+        self._closed.set()
+
+    def _publish(self, name: str) -> None:
+        self._now, self._since = name, time.time()
+        if self._store is not None and dist.is_initialized():
+            self._store.set(f"{self._prefix}/{self._membership.rank}", f"{self._since:.0f} {name}")
+
+    def _told(self, what: str, *, name: str) -> str:
+        place = f"{name} ({self.detail})" if self.detail else name
+        return (
+            f"rank {self._membership.rank} {what} during {place}, {time.time() - self._since:.0f} s after it began "
+            f"(collective_timeout_s is {self._timeout_s:g}). {self._others()} Look at the log of the rank that is elsewhere; "
+            "raise collective_timeout_s where it is only slow."
+        )
+
+    def _others(self) -> str:
+        """Where the other ranks say they are; those that are elsewhere first."""
+        assert self._store is not None, "a rank alone waits for nobody"
+        told = []
+        for rank in range(self._membership.world_size):
+            key = f"{self._prefix}/{rank}"
+            if rank == self._membership.rank or not self._store.check([key]):
+                continue
+            since, _, name = self._store.get(key).decode().partition(" ")
+            told.append((name == self._now, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
+        return " ".join(line for _, _, line in sorted(told)[:8])
+
+    def _watch(self) -> None:
+        """Speak once about each stage that is about to reach the time-out."""
+        spoken = 0.0
+        while not self._closed.wait(min(5.0, self._timeout_s / 20)):
+            name, since = self._now, self._since
+            if name != IDLE and since != spoken and time.time() - since > _SPEAKS_AT * self._timeout_s:
+                logger.error("%s", self._told("may be waiting in vain in a collective", name=name))
+                spoken = since
+
+
+def _collective_of(error: RuntimeError) -> str:
+    """The innermost function of torch.distributed that it went through."""
+    found = [
+        frame.f_code.co_name
+        for frame, _ in walk_tb(error.__traceback__)
+        if "torch/distributed/" in frame.f_code.co_filename and frame.f_code.co_name not in _WRAPPERS
+    ]
+    return found[-1].lstrip("_") if found else "a collective"

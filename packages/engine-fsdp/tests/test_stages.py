@@ -1,0 +1,61 @@
+"""A collective that one rank never joins is told with rank, stage and collective; other errors pass as they are."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_engine_fsdp.process_group import Membership
+from temper_engine_fsdp.stages import Stages
+
+SCRIPT = Path(__file__).with_name("wait_as_rank.py")
+
+
+@pytest.mark.slow
+def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path / "told")], env={**os.environ, **meeting, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].wait(timeout=200) == 0
+    finally:
+        ranks[1].kill()
+        ranks[1].wait()
+    told = (tmp_path / "told").read_text()
+    assert re.match(
+        r"rank 0 waited in vain in [a-z_]+ during a training call \(micro-batch 1 of 1\), \d+ s after it began "
+        r"\(collective_timeout_s is 15\)\. Rank 1 is in between calls since \d+ s\.",
+        told,
+    ), told
+
+
+def alone() -> Stages:
+    return Stages(Membership(rank=0, world_size=1, device=torch.device("cpu"), made_group=False), timeout_s=1.0)
+
+
+def test_errors_that_no_collective_raised_pass_as_they_are() -> None:
+    stages = alone()
+    for error in (RuntimeError("out of memory"), KeyError("labels")):
+        with pytest.raises(type(error), match=str(error.args[0])), stages.stage("a training call"):
+            raise error
+
+
+def test_a_stage_within_a_stage_belongs_to_it() -> None:
+    stages, seen = alone(), []
+    with stages.stage("saving a checkpoint"):
+        with stages.stage("an exchange of objects"):
+            seen.append(stages._now)
+        seen.append(stages._now)
+    assert [*seen, stages._now] == ["saving a checkpoint", "saving a checkpoint", "between calls"]
+    assert stages._since <= time.time()

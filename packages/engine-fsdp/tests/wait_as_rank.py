@@ -1,0 +1,50 @@
+"""One of two ranks, of which the second one never comes to train: python wait_as_rank.py FILE.
+
+The first rank writes what it is told into the file.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import CollectiveTimeoutError
+from temper_engine_api.specs import ModelSpec, PrecisionSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def main(file: Path) -> None:
+    """Start an engine; train, or sleep until killed."""
+    engine = FSDPEngine(
+        FSDPConfig(
+            model=ModelSpec(architecture=ARCHITECTURE), precision=PrecisionSpec(compute="fp32"), device="cpu", collective_timeout_s=15.0
+        )
+    )
+    engine.init_model()
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    batch = from_sequences([torch.arange(9)], loss_masks=[torch.arange(9) >= 2])
+    try:
+        with engine.train_mode():
+            engine.forward_backward_step(batch)
+    except CollectiveTimeoutError as error:
+        file.write_text(str(error))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
