@@ -102,7 +102,7 @@ STEPS = (
             ),
             *_pytest(
                 *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "sp2.2"),
-                *("--groups", "gradient,value", "-k", "data_parallel_size or value"),
+                *("--groups", "gradient,value,logprob", "-k", "data_parallel_size or value or entropy"),
             ),
         ),
         is_pytest=True,

@@ -44,7 +44,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parked:
+class Parked:
     """A tensor that waits in host memory."""
 
     host: Tensor
@@ -64,41 +64,37 @@ class ActivationParking:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._parked: list[_Parked] = []
+        self.parked: list[Parked] = []
+        """Of this pass so far, in the order in which they left."""
 
     def around_forward(self) -> AbstractContextManager[None]:
         """What the forward pass inside keeps is parked."""
         hooks: AbstractContextManager[None] = saved_tensors_hooks(self._park, self._bring_back)
         return hooks
 
-    @property
-    def num_parked(self) -> int:
-        """Tensors that were parked so far."""
-        return len(self._parked)
-
     def _park(self, tensor: Tensor) -> Tensor | int:
         if not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return tensor
-        self._parked.append(self._copy_out(tensor.detach()))
-        return len(self._parked) - 1
+        self.parked.append(self._copy_out(tensor.detach()))
+        return len(self.parked) - 1
 
-    def _copy_out(self, tensor: Tensor) -> _Parked:
+    def _copy_out(self, tensor: Tensor) -> Parked:
         if self._side is None:
-            return _Parked(host=tensor.clone(), device=tensor.device)
+            return Parked(host=tensor.clone(), device=tensor.device)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         # Its memory is used again only once the copy has been made.
         tensor.record_stream(self._side)
-        return _Parked(host=host, device=tensor.device)
+        return Parked(host=host, device=tensor.device)
 
     def _bring_back(self, kept: Tensor | int) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         for place in (kept, kept - 1):
             if place >= 0:
-                self._fetch(self._parked[place])
-        parked = self._parked[kept]
+                self._fetch(self.parked[place])
+        parked = self.parked[kept]
         found, parked.fetched = parked.fetched, None
         assert found is not None
         if parked.arrival is not None:
@@ -106,7 +102,7 @@ class ActivationParking:
             found.record_stream(torch.cuda.current_stream())
         return found
 
-    def _fetch(self, parked: _Parked) -> None:
+    def _fetch(self, parked: Parked) -> None:
         if parked.fetched is not None:
             return
         if self._side is None:

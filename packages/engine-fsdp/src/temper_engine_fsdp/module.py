@@ -40,7 +40,7 @@ class PackedModel(nn.Module):
         tokens, positions = batch.tokens, batch.positions()
         if packing.slices is not None:
             tokens, positions = packing.slices.slice_of(tokens), packing.slices.slice_of(positions)
-        with parking(tokens.device, is_on=self._offloads_activations):
+        with parking(tokens.device, is_on=self._offloads_activations and self.training):
             output = self.hf.base_model(
                 input_ids=tokens[None],
                 position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
@@ -51,7 +51,8 @@ class PackedModel(nn.Module):
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
         if packing.slices is not None:
-            answers = {query: packing.slices.sum_answers(answer) for query, answer in answers.items()}
+            # Sorted, since sets have another order on each rank, and a sum would mix what was asked.
+            answers = {query: packing.slices.sum_answers(answers[query]) for query in sorted(answers)}
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
 

@@ -35,8 +35,8 @@ class Stages:
         self._timeout_s = timeout_s
         self._prefix = "temper_engine_fsdp/stage"
         self._store = _get_default_store() if membership.world_size > 1 else None
-        self._now, self._since = IDLE, time.time()
         self._depth = 0
+        self._publish(IDLE)
         self.detail = ""
         """Where within the stage this rank is; known to this rank alone."""
         self._closed = threading.Event()
