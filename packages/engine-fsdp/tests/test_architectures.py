@@ -1,10 +1,13 @@
-"""Architectures beyond those of the conformance kit: the same log-probs as transformers' own attention, one sequence at a time."""
+"""Architectures beyond those of the conformance kit: the same log-probs and gradients as transformers' own attention, one sequence at a
+time, and the same update after loading."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Query
@@ -26,17 +29,37 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_log_probs_are_those_of_transformers(
-    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
-) -> None:
-    architecture = {**config.model.architecture, **ARCHITECTURES[name]}
-    engine = start(model=ModelSpec(architecture=architecture))
-    model = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
+def twin_of(engine: FSDPEngine) -> PreTrainedModel:
+    """The same weights in transformers' own model."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
     with engine.export_weights() as stream:
         missing, unexpected = model.load_state_dict(dict(stream), strict=False)
     assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
     model.tie_weights()
+    return model
+
+
+def logprobs_of(model: PreTrainedModel, batch: SequenceBatch, b: int) -> Tensor:
+    """Of the tokens of one sequence but the first."""
+    tokens = batch.tokens[int(batch.sequence_starts[b]) : int(batch.sequence_starts[b + 1])]
+    logits = model(tokens[None]).logits[0] / batch.temperature[b]
+    return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+def update(engine: FSDPEngine, batch: SequenceBatch) -> float:
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_step(batch)
+    return engine.optimizer_step()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_log_probs_are_those_of_transformers(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
+) -> None:
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]}))
+    model = twin_of(engine)
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
         outputs = engine.forward_backward_batch(packed, forward_only=True, outputs=[Query.LOGPROB]).outputs
@@ -44,8 +67,34 @@ def test_packed_log_probs_are_those_of_transformers(
     found = outputs.in_order_of(batch.sample_ids).columns[Query.LOGPROB]
     for b in range(batch.num_sequences):
         first, end = int(batch.sequence_starts[b]), int(batch.sequence_starts[b + 1])
-        tokens = batch.tokens[first:end]
         with torch.no_grad():
-            logits = model(tokens[None]).logits[0] / batch.temperature[b]
-        expected = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        torch.testing.assert_close(found[first + 1 : end], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[first + 1 : end], logprobs_of(model, batch, b), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_are_those_of_transformers(start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str) -> None:
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]}))
+    model = twin_of(engine)
+    trained = batch.loss_mask.split(batch.lengths.tolist())
+    total = torch.stack([logprobs_of(model, batch, b)[mask[1:]].sum() for b, mask in enumerate(trained)]).sum()
+    (-total / batch.loss_mask.sum()).backward()
+    update(engine, batch)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for state in engine.export_state():
+        expected = gradients[state.name]
+        assert expected is not None, state.name
+        # The first moment after one update of AdamW is a tenth of the gradient.
+        torch.testing.assert_close(state.first_moment * 10, expected, rtol=1e-4, atol=1e-6, msg=state.name)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str, tmp_path: Path
+) -> None:
+    spec = ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]})
+    engine = start(model=spec)
+    update(engine, batch)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1)
+    other = start(model=spec)
+    other.load_checkpoint(step)
+    assert [update(other, batch) for _ in range(2)] == [update(engine, batch) for _ in range(2)]

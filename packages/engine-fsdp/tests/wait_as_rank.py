@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
@@ -35,13 +36,13 @@ def main(file: Path) -> None:
         )
     )
     engine.init_model()
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(LikelihoodProbe())
     if os.environ["RANK"] == "1":
         time.sleep(600)
-    batch = from_sequences([torch.arange(9)], loss_masks=[torch.arange(9) >= 2])
+    batch = from_sequences([torch.arange(9)] * 2, loss_masks=[torch.arange(9) >= 2] * 2)
     try:
         with engine.train_mode():
-            engine.forward_backward_step(batch)
+            engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=False)
     except CollectiveTimeoutError as error:
         file.write_text(str(error))
 

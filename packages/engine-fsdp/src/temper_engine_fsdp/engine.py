@@ -236,7 +236,7 @@ class FSDPEngine(BaseEngine):
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)
         if self._parts.membership.world_size > 1:
-            with self._parts.stages.stage("the sum of a loss"):
+            with self._parts.stages.stage("a sum over ranks"):
                 dist.all_reduce(total, group=self._parts.data_groups.across)
         return total.to(value.device)
 

@@ -23,6 +23,7 @@ LAYOUTS = (
     Layout(name="sp4.4", world_size=4, fields={"sequence_parallel": 4}),
     Layout(name="sp2-fsdp1.4", world_size=4, fields={"sequence_parallel": 2, "strategy": "fsdp1"}),
     *_at((1, 2), "logits-kept", {"head_keeps_logits": True}),
+    *_at((1, 2), "checkpointed", {"activation_checkpointing": True, "checkpointing_keeps_products": True, "offload_activations": True}),
     *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
 )
 """``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""
