@@ -149,8 +149,3 @@ def test_a_checkpoint_of_the_whole_model_is_not_one_of_an_adapter(start: Start, 
     step = start().save_checkpoint(str(tmp_path), global_step=1)
     with pytest.raises(CheckpointError, match="another model or optimizer"):
         start(lora=LORA).load_checkpoint(step)
-
-
-def test_an_adapter_around_tied_embeddings_in_one_piece_is_refused_under_fsdp1(start: Callable[..., FSDPEngine]) -> None:
-    with pytest.raises(CapabilityError, match="strategy fsdp1 can't train an adapter around tied embeddings"):
-        start(strategy="fsdp1", lora=LoraSpec(rank=2, alpha=4.0))

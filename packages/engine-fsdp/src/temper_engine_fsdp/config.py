@@ -47,6 +47,14 @@ class FSDPConfig(EngineConfig):
     """Write safetensors beside ``huggingface/config.json`` in every checkpoint."""
     huggingface_shard_bytes: int = 4 << 30
     """Largest safetensors file; a tensor that is larger has one of its own."""
+    profile_to: str | None = None
+    """Folder for a trace of torch's profiler, one file a rank; None profiles nothing."""
+    profile_from: int = 5
+    """First update of the trace, counted from 1 since this process began: the earlier ones warm up."""
+    profile_updates: int = 2
+    """Updates in the trace."""
+    profile_memory: bool = False
+    """Write a history of the CUDA device's memory over the same updates beside it."""
 
     def __post_init__(self) -> None:
         if self.sequence_parallel < 1:
@@ -68,6 +76,7 @@ class FSDPConfig(EngineConfig):
                 f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false or a number of ranks from 2."
             )
         self._check_checkpointing()
+        self._check_profile()
         if self.huggingface_shard_bytes < 1:
             raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
         if self.strategy == "fsdp1":
@@ -77,6 +86,15 @@ class FSDPConfig(EngineConfig):
     def replica_size(self) -> int:
         """Ranks that share one pack."""
         return self.sequence_parallel
+
+    def _check_profile(self) -> None:
+        settings = (("profile_from", self.profile_from, 5), ("profile_updates", self.profile_updates, 2))
+        for name, value, default in (*settings, ("profile_memory", self.profile_memory, False)):
+            if self.profile_to is None and value != default:
+                raise ConfigError(f"{name} is {value}, but has no effect without profile_to: set that to a folder, or remove {name}.")
+        for name, value, _ in settings:
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, but must be at least 1.")
 
     def _check_checkpointing(self) -> None:
         for name, is_on in (

@@ -147,6 +147,12 @@ class FSDPEngine(BaseEngine):
         with self._parts.stages.stage("the update"):
             return optimizer.step(lr=lr, loss_scale=self.loss_scale.value)
 
+    def optimizer_step(self) -> float:
+        """See UpdateCycle."""
+        norm = super().optimizer_step()
+        self._parts.profiler.update_done()
+        return norm
+
     def _zero_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
             # FSDP keeps them out of reach; once reduced they lie in the parameters, where they can be dropped.
@@ -266,6 +272,7 @@ class FSDPEngine(BaseEngine):
         membership = self._parts.membership
         self._parts.saving_group.close()
         self._parts.stages.close()
+        self._parts.profiler.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

@@ -21,6 +21,7 @@ from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.process_group import DataGroups, Membership, ThreadGroup
+from temper_engine_fsdp.profiling import UpdateProfiler
 from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.sequence_parallel import SequenceGroup, check_heads
@@ -72,6 +73,8 @@ class Parts:
     """Of training passes."""
     stages: Stages
     """What this rank is doing."""
+    profiler: UpdateProfiler
+    """Of some updates."""
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Local shards of parameters and of the gradients there are."""
@@ -102,8 +105,6 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
-    if config.lora.is_on:
-        _refuse_tied_whole(hf, config=config, num_shards=mesh.size(mesh.ndim - 1))
     adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
     head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
     root = PackedModel(hf, head=head, offloads_activations=config.offload_activations)
@@ -128,6 +129,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     return Parts(
         membership=membership,
         stages=stages,
+        profiler=UpdateProfiler(config, membership=membership),
         hf_config=hf.config,
         parameters=parameters,
         trained=trained,
@@ -150,14 +152,6 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         has_fast_matmul=_takes_fast_matmul(config, device=device),
         speed=Speedometer(work, device=device, compute=dtype_named(config.precision.compute), ranks_of_a_pack=config.sequence_parallel),
     )
-
-
-def _refuse_tied_whole(hf: PreTrainedModel, *, config: FSDPConfig, num_shards: int) -> None:
-    if config.strategy == "fsdp1" and num_shards == 1 and hf.config.tie_word_embeddings:
-        raise CapabilityError(
-            "strategy fsdp1 can't train an adapter around tied embeddings that one rank holds whole, since torch does not put frozen ones "
-            "back as parameters there: use strategy fsdp2, or shard over at least 2 ranks."
-        )
 
 
 def _attach_adapter(hf: PreTrainedModel, *, config: FSDPConfig) -> "Adapter":
