@@ -133,8 +133,6 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
         "context_parallel_size": config.context_parallel,
-        "expert_model_parallel_size": config.expert_parallel,
-        "expert_tensor_parallel_size": config.expert_ranks_of_a_matrix,
         "sequence_parallel": config.sequence_parallel,
         "pipeline_model_parallel_layout": _stage_table(config, num_layers=settings.num_layers),
         "params_dtype": dtype,
@@ -197,6 +195,8 @@ def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedC
             "a mixture of experts with tensor_parallel above 1 would send each token to its experts once per rank: set sequence_parallel."
         )
     return {
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": config.expert_ranks_of_a_matrix,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "moe_router_load_balancing_type": "aux_loss",
