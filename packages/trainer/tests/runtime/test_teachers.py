@@ -1,0 +1,57 @@
+"""A teacher on an engine: its log-probs, its likeliest tokens, in the order of the questions."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.runtime.group import InlineWorkerGroup
+from temper_trainer.runtime.teachers import EngineTeacher
+from temper_trainer.teacher.answers import Question
+
+VOCABULARY = 23
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+ARCHITECTURE = {"model_type": "qwen2", "vocab_size": VOCABULARY, "max_position_embeddings": 32, **SIZES}
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Iterator[EngineTeacher]:
+    config = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), optimizer=None, device="cpu")
+    group = InlineWorkerGroup("teacher.t.0", engine_name="fsdp", config=config)
+    group.init()
+    made = EngineTeacher("t", replicas=[group], max_tokens=8, vocab_size=VOCABULARY)
+    yield made
+    made.close()
+
+
+def question(i: int, *tokens: int, temperature: float = 1.0) -> Question:
+    return Question(question_id=i, tokens=tokens, first=2, temperature=temperature)
+
+
+def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(teacher: EngineTeacher) -> None:
+    (answer,) = teacher.answer([question(7, 3, 1, 4, temperature=0.7)], top_k=4, timeout_s=60.0)
+    assert answer.top_ids is not None
+    assert answer.top_logprobs is not None
+    assert answer.top_logprobs[0].tolist() == sorted(answer.top_logprobs[0].tolist(), reverse=True)
+    given = [question(i, 3, 1, token, temperature=0.7) for i, token in enumerate(answer.top_ids[0].tolist())]
+    found = torch.cat([each.logprobs for each in teacher.answer(given, top_k=0, timeout_s=60.0)])
+    torch.testing.assert_close(found, answer.top_logprobs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_all_tokens_together_have_probability_one_and_a_small_vocabulary_is_filled_up(teacher: EngineTeacher) -> None:
+    (answer,) = teacher.answer([question(0, 5, 6, 7, 8)], top_k=VOCABULARY + 2, timeout_s=60.0)
+    assert answer.top_logprobs is not None
+    assert answer.top_logprobs.exp().sum(-1).tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert answer.top_logprobs[:, -2:].isinf().all()
+
+
+def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(teacher: EngineTeacher) -> None:
+    asked = [question(4, 1, 2, 3), question(9, *range(12)), question(2, 1, 2, 9, 9)]
+    together = teacher.answer(asked, top_k=0, timeout_s=60.0)
+    assert [answer.question_id for answer in together] == [4, 9, 2]
+    assert [len(answer.logprobs) for answer in together] == [1, 10, 2]
+    for each, answer in zip(asked, together, strict=True):
+        (alone,) = teacher.answer([each], top_k=0, timeout_s=60.0)
+        torch.testing.assert_close(alone.logprobs, answer.logprobs, rtol=1e-4, atol=1e-5)
