@@ -46,6 +46,13 @@ def test_written_config_repeats_the_run(tmp_path: Path) -> None:
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
+def test_written_config_repeats_a_run_whose_experiment_says_more_than_it_uses(tmp_path: Path) -> None:
+    # The experiment brings run.eval_sampling, which has no effect without data.eval: the user never wrote it.
+    loaded = load(["experiment=gsm8k_grpo", "data.train.paths=[train.jsonl]", "actor.engine.model.path=m", "data.tokenizer.path=m"])
+    write_resolved(loaded, tmp_path)
+    assert load([], config_dir=str(tmp_path), config_name="config").config == loaded.config
+
+
 def test_written_files_say_where_values_came_from(tmp_path: Path) -> None:
     write_resolved(load([*RL, "run.seed=2"]), tmp_path)
     assert "  seed: 2  # command line\n" in (tmp_path / "config.yaml").read_text()

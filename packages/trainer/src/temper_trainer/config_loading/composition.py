@@ -33,6 +33,10 @@ PRIMARY = "temper"
 """The file that a composition begins with, unless the user names another."""
 COMMAND_LINE = "command line"
 """Origin of an override."""
+FILE, RUN = "file ", "run "
+"""Origins, before the path, of what stands in a file of the user's, and in the ``config.yaml`` that an earlier run has left."""
+DIGEST = "# digest "
+"""Begins what a run leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +162,14 @@ def _origin(source: str, config_path: str) -> str:
     group, _, choice = config_path.rpartition("/")
     if not source.startswith("pkg://"):
         path = Path(source.removeprefix("file://")) / f"{config_path}"
-        return f"file {path.with_suffix('.yaml')}"
+        file = path.with_suffix(".yaml")
+        return f"{RUN if _is_of_a_run(file) else FILE}{file}"
     return f"group {group}={choice}" if group else "default"
+
+
+def _is_of_a_run(file: Path) -> bool:
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().startswith(DIGEST)
 
 
 def _override_layers(parsed: Sequence[Override], *, repository: CachingConfigRepository) -> list[Layer]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config_loading.composition import DIGEST
 from temper_trainer.config_loading.schema import Plain
 from temper_trainer.config_loading.yaml_text import annotated_text
 from temper_trainer.metrics.records import superseded_name
@@ -35,7 +36,7 @@ def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     origins = yaml.safe_dump(dict(loaded.origins), sort_keys=False, allow_unicode=True, width=1000)
     _write(directory / "config.yaml", printed(loaded))
-    _write(directory / "config_origins.yaml", f"# digest {loaded.digest}\n{origins}")
+    _write(directory / "config_origins.yaml", f"{DIGEST}{loaded.digest}\n{origins}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -46,4 +47,4 @@ def _write(path: Path, text: str) -> None:
 
 def printed(loaded: LoadedConfig) -> str:
     """The text of ``config.yaml``."""
-    return f"# digest {loaded.digest}\ndefaults: [temper, _self_]\n{annotated_text(loaded.resolved, origins=loaded.origins)}"
+    return f"{DIGEST}{loaded.digest}\ndefaults: [temper, _self_]\n{annotated_text(loaded.resolved, origins=loaded.origins)}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from temper_trainer.config_loading.composition import COMMAND_LINE, Layer
+from temper_trainer.config_loading.composition import COMMAND_LINE, FILE, Layer
 
 DEFAULT = "default"
 """Origin of a value that nobody set."""
@@ -29,7 +29,7 @@ def origins_of(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> dict
 
 def is_users(origin: str) -> bool:
     """Whether the user wrote it, on the command line or in a file of theirs."""
-    return origin == COMMAND_LINE or origin.startswith("file ")
+    return origin == COMMAND_LINE or origin.startswith(FILE)
 
 
 def _concerns(said: str, key: str) -> bool:
