@@ -5,6 +5,7 @@ Face name (an adapter's by PEFT name): a weight, ``first_moment.NAME``, ``second
 ``master.NAME`` in safetensors and ``parameter.NAME`` in DCP, where they may be of a lower precision than float32.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,10 @@ def open_dcp(directory: str) -> SavedState:
     def read(kind: str, name: str) -> Tensor:
         key = f"{'parameter' if kind == 'weight' else kind}.{name}"
         tensor = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
-        load({key: tensor}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            # Reading alone is the intent, with or without a process group.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
     has_moments = all(f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT))
