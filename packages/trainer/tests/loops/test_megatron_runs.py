@@ -9,9 +9,10 @@ import torch
 from temper_trainer.loops import RunResult
 
 pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Megatron uses CUDA wherever torch sees it: start with CUDA_VISIBLE_DEVICES="
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron uses CUDA wherever torch sees it: start with CUDA_VISIBLE_DEVICES="),
+]
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -22,6 +23,9 @@ PPO = (
     "batching.num_mini_batches=2",
     "ref=frozen",
     "algorithm.kl_loss_coef=0.01",
+    "actor.engine.precision.compute=fp32",
+    "critic.engine.precision.compute=fp32",
+    "ref.engine.precision.compute=fp32",
     "run.total_steps=2",
     "data.eval=null",
     "run.save_model=false",
@@ -45,7 +49,13 @@ def test_ppo_with_critic_and_reference_trains_as_on_fsdp(run: Run, rows: Rows, t
 
 
 def test_a_run_goes_on_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path: Path) -> None:
-    schedule = ("actor.engine.schedule.kind=linear", "actor.engine.schedule.total_steps=6", "data.eval=null", "run.save_model=false")
+    schedule = (
+        "actor.engine.precision.compute=fp32",
+        "actor.engine.schedule.kind=linear",
+        "actor.engine.schedule.total_steps=6",
+        "data.eval=null",
+        "run.save_model=false",
+    )
     run(tmp_path / "whole", *schedule, "run.total_steps=4")
     run(tmp_path / "fsdp", *schedule, "run.total_steps=2")
     saved = tmp_path / "fsdp" / "checkpoints"
