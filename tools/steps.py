@@ -70,7 +70,7 @@ def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
     return (("-m", "pytest", "-q", "--durations=5", "-m", "not nightly", *arguments),)
 
 
-ENVIRONMENT = Step(name="environment", budget_s=7 * 60, commands=())
+ENVIRONMENT = Step(name="environment", budget_s=5 * 60, commands=())
 
 STEPS = (
     Step(
@@ -117,8 +117,8 @@ STEPS = (
         ),
         is_pytest=True,
     ),
-    Step(name="engine-megatron", budget_s=60, commands=_pytest("packages/engine-megatron/tests"), is_pytest=True),
-    Step(name="trainer", budget_s=5 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True),
+    Step(name="engine-megatron", budget_s=2 * 60, commands=_pytest("packages/engine-megatron/tests"), is_pytest=True),
+    Step(name="trainer", budget_s=5.5 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True),
     Step(name="shim", budget_s=4 * 60, commands=_pytest("packages/legacy-shim/tests"), is_pytest=True),
     Step(name="tools", budget_s=60, commands=_pytest("tools/tests"), is_pytest=True),
     Step(name="docs", budget_s=2 * 60, commands=(("tools/docs.py",),)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.steps import STEPS, Counts, Step, count_tests, report, run_step, stream
+from tools.steps import ENVIRONMENT, STEPS, Counts, Step, count_tests, report, run_step, stream
 
 PYTHON = Path(sys.executable)
 
@@ -115,7 +115,7 @@ def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
-    assert sum(step.budget_s for step in STEPS) + 7 * 60 < 35 * 60
+    assert sum(step.budget_s for step in (ENVIRONMENT, *STEPS)) < 35 * 60
 
 
 def _is_gone(pid: int) -> bool:
