@@ -205,7 +205,7 @@ def test_a_mixture_from_scratch_has_the_names_of_files(config, start):
     ("changes", "error", "match"),
     [
         ({"decoder_sparse_step": 2}, CapabilityError, "only some layers have experts"),
-        ({"mlp_only_layers": (0,)}, CapabilityError, "only some layers have experts"),
+        ({"mlp_only_layers": [0]}, CapabilityError, "only some layers have experts"),
     ],
 )
 def test_mixtures_that_are_not_supported_are_refused(config, changes, error, match):
