@@ -14,7 +14,7 @@ from temper_legacy_shim.workers.megatron_schedule import OldMegatronSchedule
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker
+from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
 from temper_legacy_shim.workers.settings import block, known
 
 _WORKER = "temper_trainer.runtime.worker:TrainingWorker"
@@ -154,12 +154,8 @@ class ActorRolloutRefWorker(PolicyWorker):
     instead=_WORKER,
     how="temper_trainer.weight_sync.publish.Publisher moves weights to the sampler",
 )
-class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
+class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     """The old worker whose sampler is given weights by call."""
-
-    async def update_weights(self, global_steps: int | None = None) -> None:
-        """The sampler has the actor's weights afterwards. Collective."""
-        await self.rollout_mode()
 
 
 @deprecated_class(

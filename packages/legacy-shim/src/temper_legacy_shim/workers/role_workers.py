@@ -242,6 +242,14 @@ class PolicyWorker(RoleWorker):
         return self.actor, self._rates
 
 
+class WeightsByCall(PolicyWorker):
+    """The part of the asynchronous classes: whoever drives them says when the sampler takes the actor's weights."""
+
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        """The sampler has the actor's weights afterwards. Collective."""
+        await self.rollout_mode()
+
+
 class ValueWorker(RoleWorker):
     """The critic; see ``fsdp_workers.CriticWorker``."""
 
