@@ -1,22 +1,29 @@
 """Weight sync on CUDA, without vLLM: how fast do buckets travel by shared memory, CUDA IPC and NCCL, beside a plain copy?
 
-    PYTHONPATH=packages/engine-api/src:packages/trainer/src python -m tools.gpu.weight_sync --out FOLDER [--shape 1.5B] [--receivers 1]
+    PYTHONPATH=packages/engine-api/src:packages/trainer/src python -m tools.gpu.weight_sync --out FOLDER [--shape 1.5B] [--jobs nccl_1]
 
-A sender on GPU 0 and its receivers, one on each further GPU (for cuda_ipc and shared_memory with one GPU: on GPU 0 too), in processes of
-their own. Every transport is timed with and without checksums; each receiver compares one set bit for bit first. Rows are appended to
-FOLDER/rows.jsonl. Needs torch with CUDA alone.
+A sender on the first GPU and its receivers in processes of their own: of CUDA IPC on the same GPU, of NCCL on each further one. A set has
+arrived when every receiver holds copies of its own; each receiver compares the checksum of the first set's bytes before anything is timed.
+Every transport is timed with and without checksums. Rows are appended to FOLDER/rows.jsonl; a job that fails leaves a row with its reason,
+the others still run, and the exit code is 1. Needs torch alone. Without CUDA, shared memory and gloo run, to try this page itself.
 """
 
 import argparse
+import multiprocessing
+import os
+import platform
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight
@@ -26,99 +33,137 @@ from tools.gpu.workload import SHAPES, Rows
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
+WAIT_S = 120.0
+"""For a receiver; what takes longer has failed."""
+JOB_S = 180.0
+"""For a job with everything that it starts."""
+TINY: Mapping[str, int] = {
+    "vocab_size": 1009,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def device_of(gpu: int) -> torch.device:
+    """A GPU by number, or the CPU where there is none."""
+    return torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
-    """bf16 tensors with the names and shapes of a Qwen2 model."""
-    sizes = SHAPES[shape]
+    """bf16 tensors with the names and shapes of a Qwen2 model with a tied head."""
+    sizes = TINY if shape == "tiny" else SHAPES[shape]
     hidden, inner, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
     small = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
         layer = f"model.layers.{i}"
         attention = {"q_proj": (hidden, hidden), "k_proj": (small, hidden), "v_proj": (small, hidden), "o_proj": (hidden, hidden)}
         mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         shapes |= {f"{layer}.self_attn.{name}.weight": size for name, size in attention.items()}
+        shapes |= {f"{layer}.self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
         shapes |= {f"{layer}.mlp.{name}.weight": size for name, size in mlp.items()}
         shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
     generator = torch.Generator(device=device).manual_seed(0)
     return [NamedWeight(name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)) for name, size in shapes.items()]
 
 
-def sizes_of(weights: list[NamedWeight]) -> tuple[list[list[NamedWeight]], list[Parcel], int]:
-    """The buckets, what a receiver knows of them, and all bytes."""
-    parts = list(cut(weights, bucket_bytes=BUCKET_BYTES))
-    layouts = [layout_of(part) for part in parts]
-    parcels = [Parcel(entries=entries, num_bytes=size, digest=None) for entries, size in layouts]
-    return parts, parcels, sum(parcel.num_bytes for parcel in parcels)
+def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
+    """What a receiver does with a bucket: copy it into tensors of its own."""
+    for name, tensor in named_weights(data, parcel):
+        held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
-def receive_all(rank: int, spec: ChannelSpec, parcels: list[Parcel], digest: int, gpu: int, rounds: int) -> None:
-    """A receiver's process: the first set is compared bit for bit."""
-    torch.cuda.set_device(gpu)
-    device = torch.device("cuda", gpu)
+def receive_all(rank: int, spec: ChannelSpec, parcels: list[Parcel], digests: list[int], gpu: int, arrived: Barrier) -> None:
+    """A receiver's process; the first set is compared."""
+    device = device_of(gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     channel = Channel(spec, rank=rank, device=device)
     held: dict[str, Tensor] = {}
-    for round_ in range(rounds):
-        found = 0
-        for parcel in parcels:
+    for round_ in range(1 + REPEATS):
+        for parcel, digest in zip(parcels, digests, strict=True):
             data = channel.receive(parcel)
-            for name, tensor in named_weights(data, parcel):
-                held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
-            if round_ == 0:
-                found ^= digest_of(data)
-        torch.cuda.synchronize()
-        if round_ == 0:
-            assert found == digest, f"receiver {rank} holds other bytes than were sent"
+            if round_ == 0 and digest_of(data) != digest:
+                raise SystemExit(f"receiver {rank}: other bytes than were sent, in the bucket from {parcel.entries[0].name} on")
+            keep(held, data, parcel)
+        settle(device)
+        arrived.wait(WAIT_S)
+    arrived.wait(WAIT_S)
     channel.close()
 
 
 def measure_channel(rows: Rows, shape: str, *, backend: Backend, gpus: list[int], with_digest: bool) -> None:
     """One transport to receivers on the given GPUs."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(0)
-    weights = model_weights(shape, device=device)
-    parts, parcels, num_bytes = sizes_of(weights)
+    device = device_of(0)
+    parts = list(cut(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
+    parcels = [Parcel(entries=entries, num_bytes=size, digest=None) for entries, size in map(layout_of, parts)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     spec = ChannelSpec(
-        backend=backend, address="127.0.0.1", port=port, size=1 + len(gpus), buffer_bytes=BUCKET_BYTES, with_digest=with_digest
+        backend=backend,
+        address="127.0.0.1",
+        port=port,
+        size=1 + len(gpus),
+        buffer_bytes=max(parcel.num_bytes for parcel in parcels),
+        with_digest=with_digest,
+        timeout_s=WAIT_S,
     )
-    digest = 0
+    digests = []
     for part, parcel in zip(parts, parcels, strict=True):
         data = torch.zeros(parcel.num_bytes, dtype=torch.uint8, device=device)
         fill(data, part, parcel.entries)
-        digest ^= digest_of(data)
+        digests.append(digest_of(data))
     context = multiprocessing.get_context("spawn")
-    receivers = [context.Process(target=receive_all, args=(1 + i, spec, parcels, digest, gpu, 1 + REPEATS)) for i, gpu in enumerate(gpus)]
+    arrived = context.Barrier(1 + len(gpus))
+    receivers = [
+        context.Process(target=receive_all, args=(1 + i, spec, parcels, digests, gpu, arrived), daemon=True) for i, gpu in enumerate(gpus)
+    ]
     for receiver in receivers:
         receiver.start()
-    channel = Channel(spec, rank=0, device=device)
+    try:
+        channel = Channel(spec, rank=0, device=device)
 
-    def send() -> None:
-        for part, parcel in zip(parts, parcels, strict=True):
-            data = channel.buffer(parcel.num_bytes)
-            data.zero_()
-            fill(data, part, parcel.entries)
-            channel.send(data)
-        torch.cuda.synchronize()
+        def send() -> None:
+            for part, parcel in zip(parts, parcels, strict=True):
+                data = channel.buffer(parcel.num_bytes)
+                data.zero_()  # what lies between tensors is compared too
+                fill(data, part, parcel.entries)
+                channel.send(data)
+            settle(device)
+            arrived.wait(WAIT_S)
 
-    send()
-    seconds = timed_min(send)
-    for receiver in receivers:
-        receiver.join(120)
-        assert receiver.exitcode == 0, f"a receiver ended with {receiver.exitcode}"
-    channel.close()
+        send()
+        seconds = timed_min(send, device=device)
+        arrived.wait(WAIT_S)
+        for receiver in receivers:
+            receiver.join(WAIT_S)
+        channel.close()
+        codes = [receiver.exitcode for receiver in receivers]
+        if any(codes):
+            raise RuntimeError(f"receivers ended with {codes}")
+    finally:
+        for receiver in receivers:
+            receiver.terminate()
+    num_bytes = sum(parcel.num_bytes for parcel in parcels)
     report(rows, backend, shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=len(gpus), with_digest=with_digest)
 
 
 def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
     """Device to a file in shared memory, mapped, and back to the device."""
-    device = torch.device("cuda", 0)
+    device = device_of(0)
     weights = model_weights(shape, device=device)
-    parts, _, num_bytes = sizes_of(weights)
-    held = {weight.name: torch.empty_like(weight.tensor) for weight in weights}
+    parts = list(cut(weights, bucket_bytes=BUCKET_BYTES))
+    held: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         count = [0]
 
@@ -129,43 +174,49 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
                 data = open_parcel(parcel)
                 check_digest(data, parcel)
                 for name, tensor in named_weights(data, parcel):
-                    held[name].copy_(tensor)
+                    held.setdefault(name, torch.empty_like(tensor, device=device)).copy_(tensor)
                 Path(str(parcel.path)).unlink()
-            torch.cuda.synchronize()
+            settle(device)
 
         send()
-        assert all(torch.equal(held[weight.name], weight.tensor) for weight in weights)
-        report(rows, "shared_memory", shape=shape, seconds=timed_min(send), num_bytes=num_bytes, receivers=1, with_digest=with_digest)
+        if not all(torch.equal(held[weight.name], weight.tensor) for weight in weights):
+            raise RuntimeError("other weights were read than were written")
+        num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)
+        seconds = timed_min(send, device=device)
+    report(rows, "shared_memory", shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=1, with_digest=with_digest)
 
 
 def measure_copies(rows: Rows, shape: str) -> None:
     """What the machine itself can do: copies on the device, to another one, and a checksum."""
-    device = torch.device("cuda", 0)
-    weights = model_weights(shape, device=device)
-    _, _, num_bytes = sizes_of(weights)
-    data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    targets = {"copy_same_gpu": torch.empty_like(data)}
+    device = device_of(0)
+    num_bytes = sum(weight.tensor.numel() * 2 for weight in model_weights(shape, device=device)) // 8 * 8
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
+    targets = {"copy_same_device": torch.empty_like(data)}
     if torch.cuda.device_count() > 1:
         targets["copy_other_gpu"] = torch.empty_like(data, device="cuda:1")
     for name, target in targets.items():
-        seconds = timed_min(partial(_copy, data, target))
+        seconds = timed_min(partial(_copy, data, target), device=device)
         report(rows, name, shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=1, with_digest=False)
-    report(rows, "checksum", shape=shape, seconds=timed_min(lambda: digest_of(data)), num_bytes=num_bytes, receivers=0, with_digest=True)
+        if not torch.equal(target.to(device), data):
+            raise RuntimeError(f"{name} brought other bytes")
+    seconds = timed_min(lambda: digest_of(data), device=device)
+    report(rows, "checksum", shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=0, with_digest=True)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-    torch.cuda.synchronize(target.device)
+    settle(source.device)
+    settle(target.device)
 
 
-def timed_min(call: Callable[[], object]) -> float:
+def timed_min(call: Callable[[], object], *, device: torch.device) -> float:
     """Seconds of the quickest of some calls; exactly REPEATS are made."""
     taken = []
     for _ in range(REPEATS):
-        torch.cuda.synchronize()
+        settle(device)
         begin = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        settle(device)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 
@@ -185,22 +236,72 @@ def report(rows: Rows, what: str, *, shape: str, seconds: float, num_bytes: int,
     )
 
 
+def describe_machine(rows: Rows) -> None:
+    """What the numbers were measured on."""
+    count = torch.cuda.device_count()
+    row: dict[str, object] = {"python": platform.python_version(), "torch": torch.__version__, "gpus": count}
+    if count:
+        row |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    if count > 1:
+        row["peer_access"] = torch.cuda.can_device_access_peer(0, 1)
+    rows.add(row)
+
+
+def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
+    """What this machine's number of GPUs allows, by name."""
+    jobs: dict[str, Callable[[], None]] = {"copies": lambda: measure_copies(rows, shape)}
+    channels: list[tuple[str, Backend, list[int]]] = [("gloo", "gloo", [0])]
+    if torch.cuda.is_available():
+        further = range(1, torch.cuda.device_count())
+        channels = [("cuda_ipc", "cuda_ipc", [0]), *((f"nccl_{gpu}", "nccl", list(range(1, gpu + 1))) for gpu in further)]
+    for with_digest in (True, False):
+        suffix = "" if with_digest else "_unchecked"
+        for name, backend, gpus in channels:
+            jobs[name + suffix] = partial(measure_channel, rows, shape, backend=backend, gpus=gpus, with_digest=with_digest)
+        jobs[f"shared_memory{suffix}"] = partial(measure_shared_memory, rows, shape, with_digest=with_digest)
+    return jobs
+
+
+def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
+    """One job in a process of its own, so that neither a hang nor a broken device touches the others; whether it went well."""
+    command = [sys.executable, "-m", "tools.gpu.weight_sync", "--out", str(folder), "--shape", shape, "--job", name]
+    log = folder / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | str = process.wait(JOB_S)
+        except subprocess.TimeoutExpired:
+            code = f"nothing within {JOB_S:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = log.read_text(errors="replace").splitlines()
+    if code == 0:
+        print("\n".join(line for line in text if line.startswith("{")), flush=True)
+    else:
+        rows.add({"job": name, "failed": code, "log": text[-20:]})
+    return code == 0
+
+
 def main() -> None:
     """Measure everything that this machine's number of GPUs allows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", choices=list(SHAPES), default="1.5B")
+    parser.add_argument("--shape", choices=["tiny", *SHAPES], default="1.5B")
+    parser.add_argument("--jobs", help="names with commas; all where it is left out")
+    parser.add_argument("--job", help="this one alone, in this process")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.out / "rows.jsonl")
-    measure_copies(rows, chosen.shape)
-    for with_digest in (True, False):
-        measure_shared_memory(rows, chosen.shape, with_digest=with_digest)
-        measure_channel(rows, chosen.shape, backend="cuda_ipc", gpus=[0], with_digest=with_digest)
-        for count in (1, 3):
-            if torch.cuda.device_count() > count:
-                gpus = list(range(1, 1 + count))
-                measure_channel(rows, chosen.shape, backend="nccl", gpus=gpus, with_digest=with_digest)
+    jobs = all_jobs(rows, chosen.shape)
+    names = [chosen.job] if chosen.job else chosen.jobs.split(",") if chosen.jobs else list(jobs)
+    if unknown := set(names) - set(jobs):
+        parser.error(f"no such jobs here: {sorted(unknown)}; there are {', '.join(jobs)}")
+    if chosen.job:
+        jobs[chosen.job]()
+        return
+    describe_machine(rows)
+    went_well = [run_apart(rows, name, shape=chosen.shape, folder=chosen.out) for name in names]
+    sys.exit(0 if all(went_well) else 1)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,16 @@ def test_swapped_blocks_have_another_digest() -> None:
     assert digest_of(data) == digest_of(data.clone())
 
 
+def test_a_digest_is_the_sum_of_words_weighted_by_odd_numbers_of_their_places() -> None:
+    block = 1 << 19
+    words = torch.zeros(3 * block + 7, dtype=torch.int64)
+    words[0], words[1], words[2 * block + 4], words[3 * block + 6] = 2, -3, 5, 11
+    data = torch.cat([words.view(torch.uint8), torch.tensor([9, 0, 1], dtype=torch.uint8)])
+    # Place p of block b weighs (2p + 1)(2b + 1); what is less than a word counts as one, little end first; the length is added.
+    expected = 2 * 1 * 1 - 3 * 3 * 1 + 5 * 9 * 5 + 11 * 13 * 7 + (9 + (1 << 16)) + len(data)
+    assert digest_of(data) == expected
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -7,6 +7,7 @@ the sender wrote them, for receivers on the same GPU, and uses gloo to take turn
 import pickle
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Literal, Protocol, cast
 
 import torch
@@ -85,11 +86,13 @@ class Channel:
         if self._spec.backend == "cuda_ipc":
             torch.cuda.synchronize(self._device)
             self._meet()
+            digest = self._digest(data)  # while the receivers read
             self._meet()
         else:
             self._broadcast(data)
-        if self._spec.with_digest:
-            self._broadcast(_word(digest_of(data), device=self._control_device))
+            digest = self._digest(data)
+        if digest is not None:
+            self._broadcast(_word(digest, device=self._control_device))
 
     def receive(self, parcel: Parcel) -> Tensor:
         """[num_bytes] uint8 of the next bucket, until the next call.
@@ -140,6 +143,9 @@ class Channel:
         options.rootTensor = 0
         self._group.broadcast([data], options).wait()
 
+    def _digest(self, data: Tensor) -> int | None:
+        return digest_of(data) if self._spec.with_digest else None
+
     def _meet(self) -> None:
         self._group.barrier(dist.BarrierOptions()).wait()
 
@@ -150,7 +156,9 @@ class Channel:
             self._store.set("buffer", pickle.dumps(reduce_tensor(self._buffer)))  # type: ignore[arg-type]  # bytes are taken too
         else:
             rebuild, arguments = pickle.loads(self._store.get("buffer"))  # noqa: S301 - written by our own sender a moment ago
-            self._buffer = rebuild(*arguments)
+            given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
+            # The same GPU may have another number here, where other ones are visible.
+            self._buffer = rebuild(**{**given, "storage_device": self._device.index})
 
 
 def open_channel(plain: dict[str, object], *, worker_rank: int, device: torch.device) -> Channel:
