@@ -18,12 +18,14 @@ from temper_trainer.algorithms.gpg import group_gradient_advantage
 from temper_trainer.algorithms.groups import group_statistics
 from temper_trainer.algorithms.grpo import group_relative_advantage
 from temper_trainer.algorithms.opo import optimal_baseline_advantage
+from temper_trainer.algorithms.own import own_advantages
 from temper_trainer.algorithms.reinforce_plus_plus import global_advantage, group_baseline_advantage
 from temper_trainer.algorithms.remax import greedy_baseline_advantage
 from temper_trainer.algorithms.rloo import leave_one_out_advantage
 from temper_trainer.algorithms.trained_tokens import outcome_at_last_token
 from temper_trainer.algorithms.whitening import whiten
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.importing import is_import_path
 from temper_trainer.types import Advantages
 
 
@@ -105,6 +107,10 @@ def _estimate(
         return global_advantage(by_token, samples=samples, gamma=config.gamma), None
     if name == "reinforce_plus_plus_baseline":
         return group_baseline_advantage(whole, samples=samples), None
+    if is_import_path(name):
+        own = own_advantages(config, rewards=whole, samples=samples)
+        by_token = own if own.shape == (samples.num_tokens,) else own[samples.sequence_index]
+        return torch.where(samples.loss_mask, by_token.double(), 0.0), None
     match name:
         case "rloo":
             per_sample = leave_one_out_advantage(whole, group_ids=groups)

@@ -1,5 +1,6 @@
 """From the configuration to the objectives of a run, and whether the step needs a pass for old log-probs."""
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 from temper_engine_api.objective import Aggregation, Objective
@@ -11,17 +12,19 @@ from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjec
 from temper_trainer.algorithms.gmpo import GmpoObjective
 from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.kl import KlEstimator
+from temper_trainer.algorithms.own import own_policy_loss
 from temper_trainer.algorithms.policy_loss import PolicyObjective
 from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
 from temper_trainer.algorithms.sapo import SapoObjective
 from temper_trainer.algorithms.sft_loss import SftObjective
 from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
-from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig, PolicyLossName
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.distillation import DistillationConfig
+from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.preference import PreferenceConfig
 
-_POLICY_LOSSES: dict[PolicyLossName, type[SurrogateObjective]] = {
+_POLICY_LOSSES: Mapping[str, type[SurrogateObjective]] = {
     "ppo": PolicyObjective,
     "gspo": GspoObjective,
     "cispo": CispoObjective,
@@ -42,8 +45,12 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     correction = config.rollout_correction
     if correction is not None and correction.proximal == "rollout":
         return config.kl_reward_coef > 0 or correction.reject_kl is not None
-    needs_numbers = config.kl_reward_coef > 0 or correction is not None or _POLICY_LOSSES[config.policy_loss].needs_measured_old
+    needs_numbers = config.kl_reward_coef > 0 or correction is not None or _policy_loss(config).needs_measured_old
     return not is_single_update or needs_numbers
+
+
+def _policy_loss(config: AlgorithmConfig) -> type[SurrogateObjective]:
+    return own_policy_loss(config) if is_import_path(config.policy_loss) else _POLICY_LOSSES[config.policy_loss]
 
 
 def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None) -> SurrogateObjective:
@@ -88,6 +95,8 @@ def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, e
             return SapoObjective(
                 positive_temperature=config.sapo_positive_temperature, negative_temperature=config.sapo_negative_temperature, **shared
             )
+        case _:
+            return own_policy_loss(config)(**config.policy_loss_arguments, **shared)
 
 
 class _Shared(TypedDict):

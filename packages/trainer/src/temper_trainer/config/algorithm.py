@@ -1,11 +1,14 @@
 """What is optimised: advantages, the policy's objective, KL, and how per-token losses become one number."""
 
+import difflib
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.correction import RolloutCorrectionConfig
+from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.ranges import check_range
 from temper_trainer.config.selection import DynamicSamplingConfig, ReweightConfig
 
@@ -20,12 +23,16 @@ AggregationName = Literal["token_mean", "sequence_mean_token_mean", "sequence_me
 class AlgorithmConfig:
     """One RL algorithm."""
 
-    advantage: AdvantageName = "grpo"
-    """Estimator; gae needs a critic."""
+    advantage: str = "grpo"
+    """Estimator: a name of docs/algorithms.md (gae needs a critic), or an import path ``package.module:function`` of your own."""
+    advantage_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    """Keyword arguments of your own estimator."""
     group_size: int = 8
     """Completions of one prompt."""
-    policy_loss: PolicyLossName = "ppo"
-    """The policy's objective; see docs/algorithms.md for when to use which."""
+    policy_loss: str = "ppo"
+    """The policy's objective: a name of docs/algorithms.md, or an import path ``package.module:Class`` of your own."""
+    policy_loss_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    """Fields of your own objective."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
@@ -83,6 +90,8 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        _check_name("advantage", self.advantage, known=get_args(AdvantageName), arguments=self.advantage_arguments)
+        _check_name("policy_loss", self.policy_loss, known=get_args(PolicyLossName), arguments=self.policy_loss_arguments)
         self._check_advantage()
         self._check_policy_loss()
         self._check_kl()
@@ -115,7 +124,8 @@ class AlgorithmConfig:
         check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
-        if self.advantage not in ("gae", "reinforce_plus_plus", "remax") and self.group_size < 2:
+        is_by_group = self.advantage not in ("gae", "reinforce_plus_plus", "remax") and not is_import_path(self.advantage)
+        if is_by_group and self.group_size < 2:
             raise ConfigError(
                 f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
                 f"{self.group_size}: raise it to 2 or more, or use gae, reinforce_plus_plus or remax."
@@ -163,6 +173,20 @@ class AlgorithmConfig:
             )
         if self.kl_target is None and self.kl_horizon != 10_000:
             raise ConfigError("algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or set a target.")
+
+
+def _check_name(field_name: str, name: str, *, known: tuple[str, ...], arguments: Mapping[str, object]) -> None:
+    key = f"algorithm.{field_name}"
+    if is_import_path(name):
+        return
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{key} is {name!r}, which is none of {', '.join(known)}: {hint}Your own goes by import path, package.module:name."
+        )
+    if arguments:
+        raise ConfigError(f"{key}_arguments are set, but {name} takes none of its own: remove them, or name your own by import path.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

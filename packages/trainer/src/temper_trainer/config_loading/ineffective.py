@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.run import TrainerConfig
 
 
@@ -100,8 +101,8 @@ RULES = (
     ),
     Rule(
         keys=("algorithm.clip_low", "algorithm.clip_high"),
-        applies=lambda config: config.algorithm.policy_loss in ("kl_cov", "sapo"),
-        reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing: remove it",
+        applies=lambda config: config.algorithm.policy_loss in ("kl_cov", "sapo") or is_import_path(config.algorithm.policy_loss),
+        reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing, or your own, which has policy_loss_arguments: remove it",
     ),
     Rule(
         keys=("runtime.cpus_per_worker", "runtime.gpus_per_worker", "runtime.address", "runtime.worker_timeout_s"),

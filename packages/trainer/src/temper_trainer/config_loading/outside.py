@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.folder import holds_run
+from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward, reward_parts
 
@@ -23,6 +25,20 @@ def check_outside(config: TrainerConfig) -> None:
     if config.samples:
         for part in reward_parts(config.reward):
             resolve_reward(part)
+    if config.task == "rl":
+        _check_own_algorithm(config.algorithm)
+
+
+def _check_own_algorithm(config: AlgorithmConfig) -> None:
+    if not (is_import_path(config.advantage) or is_import_path(config.policy_loss)):
+        return
+    # Imported here, because it brings torch, which nothing else of a check needs.
+    from temper_trainer.algorithms.own import own_advantage, own_policy_loss
+
+    if is_import_path(config.advantage):
+        own_advantage(config)
+    if is_import_path(config.policy_loss):
+        own_policy_loss(config)
 
 
 def _missing_data(config: TrainerConfig) -> Iterator[str]:

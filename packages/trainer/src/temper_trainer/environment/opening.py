@@ -1,11 +1,10 @@
 """From the configuration to the environment of each rollout."""
 
-import importlib
-
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.importing import import_named, is_import_path
 from temper_trainer.environment.protocol import MakeEnvironment
 from temper_trainer.environment.tools import ToolEnvironment, calculator_tool, python_tool
 
@@ -23,17 +22,13 @@ def environment_maker(config: EnvironmentConfig, *, tokenizer: PreTrainedTokeniz
             raise ConfigError(f"environment.arguments are set, but the environment {config.name} takes none: remove them.")
         tool = calculator_tool if config.name == "calculator" else python_tool(config)
         return lambda: ToolEnvironment(tool, config, tokenizer)
-    module, colon, name = config.name.partition(":")
-    if not colon:
+    if not is_import_path(config.name):
         raise ConfigError(
             f"environment.name is {config.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
         )
-    try:
-        found = vars(importlib.import_module(module)).get(name)
-    except ImportError as error:
-        raise ConfigError(f"environment.name names module {module!r}, which can't be imported ({error}): put it on PYTHONPATH.") from error
+    found = import_named(config.name, key="environment.name")
     if not isinstance(found, type):
-        raise ConfigError(f"environment.name names {name!r} in {module}, which is no class there: mend the name.")
+        raise ConfigError(f"environment.name is {config.name}, which is no class there: mend the name.")
     maker: MakeEnvironment = lambda: found(config=config, tokenizer=tokenizer, **config.arguments)  # noqa: E731
     try:
         maker()

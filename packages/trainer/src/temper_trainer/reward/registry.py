@@ -1,7 +1,6 @@
 """Reward functions by name or by import path."""
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import RewardConfig
+from temper_trainer.config.importing import import_named, is_import_path
 from temper_trainer.reward.exact_match import exact_match
 from temper_trainer.reward.gsm8k import gsm8k_flexible, gsm8k_strict
 from temper_trainer.reward.math_verify import math_verify
@@ -66,8 +66,8 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
     Raises:
         ConfigError: no such name, module or function, an extra is missing, or the function does not take these arguments.
     """
-    module, colon, name = config.function.partition(":")
-    function = _import(module, name) if colon else _REGISTERED.get(config.function)
+    by_path = import_named(config.function, key="reward.function") if is_import_path(config.function) else None
+    function: Callable[..., float] | None = by_path or _REGISTERED.get(config.function)
     if function is None:
         near = difflib.get_close_matches(config.function, _REGISTERED, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -84,23 +84,4 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
             f"reward.function {config.function} can't be called with a prompt, a text and reward.arguments "
             f"{dict(config.arguments)}: {error}."
         ) from error
-    return function
-
-
-def _import(module: str, name: str) -> Callable[..., float]:
-    try:
-        holder = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")
-        advice = "put the folder that holds it on PYTHONPATH" if is_absent else "mend the module"
-        raise ConfigError(
-            f"reward.function names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}."
-        ) from error
-    members = vars(holder)
-    found = members.get(name)
-    if not callable(found):
-        near = difflib.get_close_matches(name, [key for key, value in members.items() if callable(value)], n=1)
-        hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"reward.function names {name!r} in {module}, which has no such function{hint}")
-    function: Callable[..., float] = found
     return function
