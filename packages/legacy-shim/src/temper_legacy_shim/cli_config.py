@@ -136,6 +136,7 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
     from rich.console import Console
 
     from temper_legacy_shim.configs.reports import OUTCOMES
+    from temper_legacy_shim.configs.translation import Outcome
     from temper_legacy_shim.configs.written import yaml_of
 
     console = Console(stderr=prints_yaml, highlight=False, soft_wrap=True)
@@ -158,7 +159,8 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
     if written is not None:
         console.print(f"  written: {written}", markup=False)
         where = f"--config-dir {written.parent} --config-name {written.stem}"
-        console.print(f"  next: temper-train {where} --check", markup=False)
+        first = "decide what needs a person (DECIDE at the head of the file), then " if translation.outcome is Outcome.PERSON else ""
+        console.print(f"  next: {first}temper-train {where} --check", markup=False)
     elif prints_yaml and translation.settings:
         typer.echo(yaml_of(translation), nl=False)
 

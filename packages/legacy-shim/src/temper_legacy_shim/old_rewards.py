@@ -25,6 +25,11 @@ class ScoredPrompt(Protocol):
     """What of the trainer's prompt is read."""
 
     @property
+    def text(self) -> str:
+        """As it was tokenised."""
+        ...
+
+    @property
     def answer(self) -> str:
         """Reference answer."""
         ...

@@ -70,6 +70,7 @@ def test_any_override_list_is_translated_or_refused(tokens: list[str], entry: st
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @settings(max_examples=40_000, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TOKENS, max_size=12), ENTRIES, RELEASES)
 def test_forty_thousand_override_lists(tokens: list[str], entry: str, version: str | None) -> None:
@@ -103,6 +104,7 @@ def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
 def test_ten_thousand_yaml_files(tmp_path: Path, text: str) -> None:

@@ -70,6 +70,7 @@ def test_a_sample_of_real_invocations_gives_configurations_of_the_trainer(invoca
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_all_real_invocations(invocations: Rows, tmp_path: Path) -> None:
     found = accepted(invocations, tmp_path)
     report = {"tokens": account(invocations), "invocations": found}

@@ -188,6 +188,7 @@ def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: lis
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
     compared, _, wrong = compare(facts, [row for row in invocations if comparable(row)])
     assert wrong == {}

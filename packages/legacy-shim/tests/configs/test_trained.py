@@ -98,6 +98,7 @@ def train_translated(overrides: list[str], *, version: str, entry: str, here: tu
 
 
 @pytest.mark.filterwarnings("ignore:.*both parameters with requires_grad:UserWarning")  # torch's FSDP1 about any adapter
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["grpo", *NIGHTLY])
 def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path) -> None:
     version, extra = KINDS[kind]

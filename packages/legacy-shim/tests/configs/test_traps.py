@@ -2,6 +2,8 @@
 
 import pytest
 
+from temper_legacy_shim.configs import Outcome
+
 from .conftest import BASE, pinned, rules_found, translated, values
 
 NO_CLIP = {"algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"}
@@ -150,3 +152,60 @@ def test_an_image_model_is_never_accepted() -> None:
         found = translated("v0.7.0", *overrides, base=BASE)
         assert found.settings == ()
         assert "images" in rules_found(found, "person")
+
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def test_tools_become_an_environment_that_calls_them() -> None:
+    old = (f"{TURNS}.enable=True", f"{TURNS}.tool_config_path=tools.yaml", f"{TURNS}.max_assistant_turns=5", f"{TURNS}.max_user_turns=2")
+    translation = translated("v0.7.0", *old, "data.max_response_length=512")
+    found = values(translation)
+    assert found["environment.name"] == "temper_legacy_shim.old_tools:HermesTools"
+    assert (found["data.tools_path"], found["environment.arguments.path"]) == ("tools.yaml", "tools.yaml")
+    # Two answers leave room for a third completion, and all of a rollout had to fit into one response.
+    assert (found["environment.max_turns"], found["environment.max_tokens"]) == (3, 512)
+    assert (found["environment.arguments.max_characters"], found["environment.arguments.cut"]) == (256, "middle")
+    assert "multi-turn" in rules_found(translation, "hazard")
+    assert translation.outcome is Outcome.PINNED
+    assert {token.disposition for token in translation.tokens if token.key.startswith(TURNS)} <= {"mapped", "dropped"}
+
+
+def test_turns_that_nothing_answers_are_one_completion() -> None:
+    translation = translated("v0.7.0", f"{TURNS}.enable=True", f"{TURNS}.format=hermes")
+    assert not any(key.startswith("environment") for key in values(translation))
+    assert "multi-turn" in rules_found(translation, "note")
+    assert translation.outcome is Outcome.PINNED
+
+
+@pytest.mark.parametrize(
+    "old", [(f"{TURNS}.interaction_config_path=i.yaml",), (f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.format=gpt-oss")]
+)
+def test_an_interaction_or_another_form_of_calls_is_asked_about(old: tuple[str, ...]) -> None:
+    translation = translated("v0.7.0", *old)
+    assert "multi-turn" in rules_found(translation, "person")
+    assert not any(key.startswith("environment") for key in values(translation))
+
+
+def test_a_reward_model_scores_as_it_did() -> None:
+    served = translated("v0.7.1", "reward.reward_model.enable=True", "reward.reward_model.model_path=/models/rm")
+    found = values(served)
+    assert found["reward.function"] == "temper_legacy_shim.old_reward_models:by_model"
+    assert (found["reward.arguments.path"], found["reward.arguments.messages_key"]) == ("/models/rm", "prompt")
+    assert found["data.train.extra_keys"] == ["data_source", "extra_info", "prompt"]
+    assert "reward-model" in rules_found(served, "hazard")
+    assert served.outcome is Outcome.PINNED
+
+
+def test_an_old_reward_worker_without_an_input_tokenizer_saw_the_policys_own_text() -> None:
+    old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "reward_model.model.input_tokenizer=null")
+    found = values(translated("v0.4.1", *old))
+    assert found["reward.arguments.messages_key"] is None
+    assert found["data.train.extra_keys"] == ["data_source", "extra_info"]
+
+
+def test_a_reward_model_that_a_function_asks_is_asked_about() -> None:
+    old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "custom_reward_function.path=mine.py")
+    translation = translated("v0.7.0", *old)
+    assert "reward-model" in rules_found(translation, "person")
+    assert values(translation)["reward.function"] == "temper_legacy_shim.old_rewards:from_file"

@@ -1,5 +1,7 @@
 """From rows to token ids."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from temper_trainer.config.data import DataConfig, SourceConfig, TokenizerConfig
 from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
 from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.data.tools import read_tools
 
 CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -40,6 +43,38 @@ def test_chat_messages_go_through_the_chat_template_with_the_assistants_turn_ope
     assert tokenizer.decode(prompt.tokens) == prompt.text
     with pytest.raises(ConfigError, match="file:0 is a list of chat messages, but the tokenizer has no chat template"):
         encode_prompts([row(0, messages)], tokenizer, CONFIG)
+
+
+WITH_TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE
+TOOL = {"type": "function", "function": {"name": "two", "description": "counts", "parameters": {}}}
+
+
+@pytest.mark.parametrize("content", [[TOOL], {"tools": [{"class_name": "package.Class", "tool_schema": TOOL}]}])
+def test_the_chat_template_describes_tools_of_a_file(content: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(content))
+    config = replace(CONFIG, chat_template=WITH_TOOLS, tools_path=str(tmp_path / "tools.json"))
+    ([prompt], _) = encode_prompts([row(0, (ChatMessage(role="user", content="one"),))], tokenizer, config)
+    assert prompt.text == "<two>[user] one\n[assistant]"
+
+
+def test_tools_that_no_prompt_would_mention_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([TOOL]))
+    config = replace(CONFIG, chat_template=TEMPLATE, tools_path=str(path))
+    with pytest.raises(ConfigError, match="the chat template says nothing of tools"):
+        encode_prompts([row(0, (ChatMessage(role="user", content="one"),))], tokenizer, config)
+    with pytest.raises(ConfigError, match="no prompt is a list of chat messages"):
+        encode_prompts([row(0, "one")], tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{}", "holds no list of tools"), ("[{function: sum}]", "entry 1 is {'function': 'sum'}"), ("[", "can't be read")],
+)
+def test_a_file_without_schemas_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_tools(str(tmp_path / "tools.yaml"))
 
 
 def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(tokenizer: PreTrainedTokenizerBase) -> None:

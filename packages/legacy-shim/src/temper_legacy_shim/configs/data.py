@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.rewards import reads_messages
 from temper_legacy_shim.configs.values import Plain, parse_value
 
 
@@ -53,7 +54,8 @@ def build_rl_data(draft: Draft) -> None:
         )
         draft.put(f"{source}.answer_key", "reward_model.ground_truth", rule="answer-key", old=["data.reward_model_key"])
         source_key = draft.text("data.reward_fn_key") or "data_source"
-        draft.put(f"{source}.extra_keys", [source_key, "extra_info"], rule="reward-columns", old=["data.reward_fn_key"])
+        messages = [draft.text("data.prompt_key") or "prompt"] * reads_messages(draft)
+        draft.put(f"{source}.extra_keys", [source_key, "extra_info", *messages], rule="reward-columns", old=["data.reward_fn_key"])
     _rows(draft)
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", rule="prompt-length", expected="number")
     _overlong(draft)

@@ -7,29 +7,77 @@ MANAGER_KEYS = ("reward.reward_manager.name", "reward_manager.name", "reward_mod
 KWARGS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
 
 
+_MODELS = ("reward.reward_model", "reward_model")
+_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
+
+
 def build_reward(draft: Draft) -> None:
     """The block ``reward``."""
-    _model(draft)
-    _function(draft)
+    model = scoring_model(draft)
+    if model and not _file_of(draft):
+        _model(draft, model)
+    else:
+        _function(draft)
     _manager(draft)
     _overlong(draft)
-    draft.put("reward.timeout_s", 300.0, rule="reward-timeout")
+    # The first call of a model loads it.
+    draft.put("reward.timeout_s", 1800.0 if model else 300.0, rule="reward-timeout")
 
 
-def _model(draft: Draft) -> None:
-    for key in ("reward.reward_model.enable", "reward_model.enable"):
-        if draft.switch(key):
-            path = draft.text(f"{key.rpartition('.')[0]}.model_path") or draft.text("reward_model.model.path")
-            draft.find(
-                "person",
-                "reward-model",
-                f"{key} is true ({path}): a reward model scored the completions, and there is none in this release. Serve it, and write a "
-                "reward function that asks it (reward.function=package.module:function).",
-            )
+def scoring_model(draft: Draft) -> str:
+    """The old block of the reward model that scored, or empty."""
+    return next((block for block in _MODELS if draft.switch(f"{block}.enable")), "")
+
+
+def reads_messages(draft: Draft) -> bool:
+    """Whether the reward model has a chat template of its own: always, but in the old workers without an input_tokenizer."""
+    block = scoring_model(draft)
+    was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
+    return bool(block) and (was_served or draft.old.get("reward_model.model.input_tokenizer") is not None)
+
+
+def _model(draft: Draft, block: str) -> None:
+    """A model with a score head scored each completion, and no function did."""
+    key = next((key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), "")
+    if not key:
+        draft.find("person", "reward-model", f"{block}.enable is true, but no model is named: say which one scores.", f"{block}.enable")
+        return
+    old = [f"{block}.enable", key]
+    draft.put("reward.function", "temper_legacy_shim.old_reward_models:by_model", rule="reward-model", old=old)
+    draft.put("reward.arguments.path", draft.text(key), rule="reward-model", old=[key], verbatim=True)
+    messages = (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
+    draft.put("reward.arguments.messages_key", messages, rule="reward-model", old=["reward_model.model.input_tokenizer"])
+    longest = draft.integer("reward_model.max_length")
+    if longest is not None:
+        draft.put("reward.arguments.max_tokens", longest, rule="reward-model", old=["reward_model.max_length"], verbatim=True)
+    draft.find(
+        "hazard",
+        "reward-model",
+        f"the reward model {draft.text(key)} was sharded or served on GPUs of the cluster; here the process that scores loads it whole, "
+        "beside the roles (reward.arguments.device says where, reward.num_workers=1 gives it a process), and scores one completion after "
+        "the other. Serve a large one, and name a function that asks it.",
+        key,
+    )
+
+
+def _file_of(draft: Draft) -> str:
+    """The user's own function, which may have asked the model."""
+    found = (draft.text(f"{block}.path") for block in _FUNCTIONS)
+    path = next((path for path in found if path and path.lower() not in ("null", "none")), "")
+    block = scoring_model(draft)
+    if path and block:
+        draft.find(
+            "person",
+            "reward-model",
+            f"{block}.enable is true beside the reward function in {path}: the old system served the model and handed its address to the "
+            "function. Serve the model, and write its address into the function.",
+            f"{block}.enable",
+        )
+    return path
 
 
 def _function(draft: Draft) -> None:
-    for block in ("reward.custom_reward_function", "custom_reward_function"):
+    for block in _FUNCTIONS:
         path = draft.text(f"{block}.path")
         if path and path.lower() not in ("null", "none"):
             name = draft.text(f"{block}.name") or "compute_score"

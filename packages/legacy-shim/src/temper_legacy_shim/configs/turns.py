@@ -8,32 +8,85 @@ _TEACHERS = "distillation.teacher_models"
 _LOSS = "distillation.distillation_loss"
 
 
+_OWN_CODE = (
+    f"{TURNS}.interaction_config_path",
+    f"{TURNS}.completion_callback",
+    f"{TURNS}.function_tool_path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+)
+_HERMES = ("", "hermes", "chatml")
+"""Ways of writing a call that are <tool_call>{...}</tool_call>; chatml was the word before v0.4.1."""
+
+
 def build_turns(draft: Draft) -> None:
-    """Ask about tools and agent loops: they are code of the old system's kind."""
-    enabled = draft.switch(f"{TURNS}.enable") or "multiturn" in draft.config_name or "multi_turn" in draft.config_name
-    tools = draft.text(f"{TURNS}.tool_config_path")
-    custom = [
-        key
-        for key in (
-            f"{TURNS}.interaction_config_path",
-            f"{TURNS}.completion_callback",
-            "actor_rollout_ref.rollout.agent.agent_loop_config_path",
-        )
-        if draft.text(key)
-    ]
-    if not enabled and not tools and not custom:
-        draft.say(TURNS, "one completion for each prompt: multi_turn is not enabled")
-        return
-    what = "; ".join([f"tools of {tools}"] * bool(tools) + [f"{key}={draft.text(key)}" for key in custom]) or "turns without tools"
-    turns = draft.integer(f"{TURNS}.max_assistant_turns") or draft.integer(f"{TURNS}.max_turns") or draft.integer(f"{TURNS}.max_user_turns")
+    """Tools become an environment that calls them; whatever else answered is code that a person has to move."""
+    tools, own = draft.text(f"{TURNS}.tool_config_path"), [key for key in _OWN_CODE if draft.text(key)]
+    is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
+    form = draft.text(f"{TURNS}.format")
+    if own or (tools and form not in _HERMES) or (is_named and not tools):
+        _ask(draft, tools=tools, own=own, form=form)
+    elif tools:
+        _tools(draft, tools)
+    else:
+        if draft.switch(f"{TURNS}.enable"):
+            draft.find(
+                "note",
+                "multi-turn",
+                f"{TURNS}.enable is true, but no tools and no interaction are named: nothing answered, and rollouts had one completion.",
+                f"{TURNS}.enable",
+            )
+        draft.say(TURNS, "one completion for each prompt: nothing answers it")
+    draft.say("actor_rollout_ref.rollout.agent", "how many processes ran the rollouts; servers are asynchronous anyway")
+
+
+def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
+    parts = [f"tools of {tools}"] * bool(tools) + [f"{key}={draft.text(key)}" for key in own]
+    parts += [f"calls in the form {form}"] * (bool(tools) and form not in _HERMES)
+    what = "; ".join(parts) or f"{draft.config_name} says so, and lies in a file that was not given"
+    turns = _num_turns(draft)
     draft.find(
         "person",
         "multi-turn",
         f"rollouts have several turns ({what}), and what answers in them is code of the old system's kind: write it as an Environment, and "
-        f"set environment.name=package.module:Class{f' and environment.max_turns={turns}' if turns else ''} (calculator and python exist).",
+        f"set environment.name=package.module:Class{f' and environment.max_turns={turns}' if turns else ''} (calculator, python, and "
+        "temper_legacy_shim.old_tools:HermesTools for old tools exist).",
     )
     draft.say(TURNS, "turns and tools become an environment, which is asked about once")
-    draft.say("actor_rollout_ref.rollout.agent", "turns and tools become an environment, which is asked about once")
+
+
+def _tools(draft: Draft, path: str) -> None:
+    tools, length = f"{TURNS}.tool_config_path", draft.integer("data.max_response_length")
+    draft.put("environment.name", "temper_legacy_shim.old_tools:HermesTools", rule="multi-turn", old=[tools, f"{TURNS}.enable"])
+    draft.put("environment.arguments.path", path, rule="multi-turn", old=[tools], verbatim=True)
+    draft.put("data.tools_path", path, rule="multi-turn", old=[tools], verbatim=True)
+    draft.copy("environment.arguments.max_characters", f"{TURNS}.max_tool_response_length", rule="multi-turn", expected="number")
+    draft.copy("environment.arguments.cut", f"{TURNS}.tool_response_truncate_side", rule="multi-turn")
+    draft.put("environment.call_start", "<tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
+    draft.put("environment.call_end", "</tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
+    limits = [f"{TURNS}.{name}" for name in ("max_assistant_turns", "max_user_turns", "max_turns")]
+    # Without a limit the tokens of the rollout were one; a call and its answer take sixteen at least.
+    draft.put("environment.max_turns", _num_turns(draft) or max(1, (length or 1024) // 16), rule="multi-turn", old=limits)
+    if length is not None:
+        draft.put("environment.max_tokens", length, rule="multi-turn", old=["data.max_response_length"])
+    draft.put("environment.tool_timeout_s", 300.0, rule="multi-turn")
+    parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
+    also = f", and the other {parallel - 1} of max_parallel_calls wait for turns of their own" if parallel > 1 else ""
+    draft.find(
+        "hazard",
+        "multi-turn",
+        f"the tools of {path} are called as before, but a completion stops at </tool_call> and the end token after it comes from the chat "
+        f"template{also}; every prompt describes all tools, and a tool is made anew for each call, as since v0.5.0. Put their module on "
+        "PYTHONPATH.",
+        tools,
+    )
+    draft.say(TURNS, "an environment has no such choice: it is called as before in any case")
+
+
+def _num_turns(draft: Draft) -> int:
+    """Completions of a rollout at most; 0 where there was no limit."""
+    mine, others = draft.integer(f"{TURNS}.max_assistant_turns") or 0, draft.integer(f"{TURNS}.max_user_turns") or 0
+    found = [count for count in (mine, others + 1 if others else 0, draft.integer(f"{TURNS}.max_turns") or 0) if count > 0]
+    return min(found, default=0)
 
 
 def build_staleness(draft: Draft) -> None:

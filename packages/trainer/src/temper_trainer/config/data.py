@@ -95,6 +95,9 @@ class DataConfig:
     """What a string prompt is: text as it stands, or one message of a user, which goes through the chat template."""
     chat_template: str | None = None
     """A Jinja chat template in place of the tokenizer's own."""
+    tools_path: str | None = None
+    """A YAML or JSON file with the tools that the chat template describes in each prompt: a list, alone or under ``tools``, of schemas
+    {type: function, function: ...}; an entry may hold its schema under ``tool_schema``."""
     shuffle: bool = True
     """Order of each epoch is a pure function of (run.seed, epoch); False keeps the file's."""
     streaming: bool = False

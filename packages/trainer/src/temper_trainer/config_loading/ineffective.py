@@ -244,7 +244,8 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources = {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
-        yield _always(("data.chat_template",), "with sources of kind arithmetic, whose prompts are no chat messages: remove it")
+        keys = ("data.chat_template", "data.tools_path")
+        yield _always(keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it")
     for name, source in sources.items():
         if source is None:
             continue

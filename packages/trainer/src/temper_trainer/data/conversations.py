@@ -15,13 +15,15 @@ def encode_conversation(row: Row, tokenizer: PreTrainedTokenizerBase, config: Da
     writes after the end token is not.
 
     Raises:
-        ConfigError: there is no chat template.
+        ConfigError: there is no chat template, or data.tools_path is set.
         DataError: the template rewrites earlier turns when later ones follow, so that no mask could be right.
     """
     assert isinstance(row.prompt, tuple)
     template = config.chat_template or tokenizer.chat_template
     if template is None:
         raise ConfigError(f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template.")
+    if config.tools_path is not None:
+        raise ConfigError("data.tools_path has no effect on conversations, whose system message says what there is: remove it.")
     messages = row.prompt
     wanted = [i for i, message in enumerate(messages) if message.role == "assistant"]
     wanted = wanted[-1:] if config.train_on == "last" else wanted

@@ -9,6 +9,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
 from temper_trainer.data.conversations import encode_conversation
 from temper_trainer.data.rows import ChatMessage, DataError, Row
+from temper_trainer.data.tools import read_tools
 from temper_trainer.types import Demonstration, Prompt
 
 _PLACE = "{prompt}"
@@ -19,7 +20,7 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
 
     Raises:
         DataError: a prompt is too long and overlong_prompts is error, or it has no tokens, or there were rows and none is left.
-        ConfigError: chat messages meet a tokenizer without a chat template.
+        ConfigError: chat messages meet a tokenizer without a chat template, or tools one that does not describe them.
     """
     kept = _encode(rows, tokenizer, config)
     return [prompt for _, prompt in kept], len(rows) - len(kept)
@@ -82,9 +83,24 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
     if template is None:
         raise ConfigError(f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template.")
     messages = [{"role": message.role, "content": message.content} for message in row.prompt]
-    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+    tools = None if config.tools_path is None else [dict(schema) for schema in read_tools(config.tools_path)]
+    text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
     return text
+
+
+def _check_tools(rows: Sequence[Row], texts: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """Refuse tools that no prompt would mention."""
+    if config.tools_path is None:
+        return
+    without = replace(config, tools_path=None)
+    described = next((i for i, row in enumerate(rows) if not isinstance(row.prompt, str)), None)
+    if described is None:
+        raise ConfigError("data.tools_path has no effect: no prompt is a list of chat messages. Remove it, or set string_prompts.")
+    if texts[described] == render_prompt(rows[described], tokenizer=tokenizer, config=without):
+        raise ConfigError(
+            f"data.tools_path is {config.tools_path!r}, but the chat template says nothing of tools: set a data.chat_template that does."
+        )
 
 
 def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
@@ -112,6 +128,7 @@ def _encode(
     if config.string_prompts == "user_message":
         rows = [_as_message(row, config) for row in rows]
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
+    _check_tools(rows, texts, tokenizer=tokenizer, config=config)
     # A chat template writes the special tokens itself; around a plain text the tokenizer puts its own (a begin token, if it has one).
     plain = tokenizer(texts)["input_ids"]
     bare = tokenizer(texts, add_special_tokens=False)["input_ids"] if any(not isinstance(row.prompt, str) for row in rows) else plain
