@@ -111,9 +111,15 @@ STEPS = (
     Step(
         name="kit-on-megatron",
         budget_s=1.5 * 60,
-        commands=_pytest(
-            *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2,pp2-vpp2,cp2"),
-            *("--groups", "gradient,value,rfc_loop"),
+        commands=(
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2,pp2-vpp2,cp2"),
+                *("--groups", "gradient,value,rfc_loop"),
+            ),
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2-sp"),
+                *("--groups", "adapter", "-k", "gradient"),
+            ),
         ),
         is_pytest=True,
     ),

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
 from temper_engine_api.conformance.measure import Update, merged, state_of
 from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, VALUE
+from temper_engine_api.conformance.oracle_adapter import TinyAdapter
 from temper_engine_api.conformance.rank import TRAINS
 from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, UPDATE, assert_all_close, assert_close, assert_same_state
 from temper_engine_api.errors import CheckpointError
@@ -43,6 +44,19 @@ def state_after_loading(rank, *, recipe, folder):
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS)
 def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
     recipe = reference.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
+    check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
+
+
+@pytest.mark.parametrize(("first", "before", "second", "after"), WAYS[:2])
+def test_an_adapter_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+    adapter = TinyAdapter(name="crossing", model=QWEN2_TIED, fields={"use_dora": True, "use_rslora": True, "exclude_modules": ["lm_head"]})
+    recipe = reference.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
+    check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
+
+
+def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
+    """Three updates in one engine, and two followed by one in the other."""
+    (first, before), (second, after) = one, other
     batches = [reference.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
 
     def run(job, engine, layout, **arguments):

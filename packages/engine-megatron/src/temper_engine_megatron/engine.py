@@ -1,9 +1,9 @@
 """MegatronEngine: the engine contract on Megatron-Core, for dense Hugging Face decoder-only language models that Megatron-Bridge knows."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,20 @@ from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
+from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron import numerics
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.known_warnings import without_known_warnings
 
 with without_known_warnings():
-    from temper_engine_megatron import persistence
+    from temper_engine_megatron import persistence, saving
     from temper_engine_megatron.groups import leave
     from temper_engine_megatron.parts import Parts, build_parts
     from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS
     from temper_engine_megatron.state import StateOfRanks
+
+if TYPE_CHECKING:
+    from temper_engine_megatron.adapter_state import Adapter
 
 ObjectT = TypeVar("ObjectT")
 
@@ -51,6 +54,8 @@ class MegatronEngine(BaseEngine):
             Capability.FP16,
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
+            Capability.ADAPTER,
+            Capability.BACKGROUND_SAVE,
         }
     )
 
@@ -138,11 +143,36 @@ class MegatronEngine(BaseEngine):
         return self._parts.state.compute_dtype
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        return self._parts.state.iterate_weights(dtype=self._export_dtype())
+        adapter = self._parts.adapter
+        if adapter is None:
+            return self._parts.state.iterate_weights(dtype=self._export_dtype())
+        return self._iterate_merged(adapter)
+
+    def _iterate_merged(self, adapter: "Adapter") -> Iterator[NamedWeight]:
+        with self._parts.residency.resident(OPTIMIZER):
+            yield from self._parts.state.iterate_weights(dtype=self._export_dtype(), merge=adapter.merged)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         with self._parts.residency.resident(OPTIMIZER):
             self._parts.state.load_weights(stream)
+        if self._parts.adapter is not None:
+            self._parts.adapter.is_on_other_weights = True
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        return self._adapter.disabled()
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        with self._parts.residency.resident(OPTIMIZER):
+            return self._adapter.export()
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        with self._parts.residency.resident(OPTIMIZER):
+            self._adapter.load(config, tensors)
+
+    @property
+    def _adapter(self) -> "Adapter":
+        assert self._parts.adapter is not None, "the base class refuses calls that need an adapter"
+        return self._parts.adapter
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         return self._trained_state().iterate_state()
@@ -153,29 +183,25 @@ class MegatronEngine(BaseEngine):
     def _trained_state(self) -> StateOfRanks:
         if self._parts.optimizer is None:
             raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
-        return self._parts.state
+        return self._parts.trained
 
     def _write_state(self, directory: str) -> list[str]:
-        rank, device = self.topology.global_rank, self._parts.membership.device
-        if self._parts.optimizer is None:
-            stream = map(persistence.of_weight, self._parts.state.iterate_weights(dtype=torch.float32))
-        else:
-            stream = map(persistence.of_state, self._iterate_state())
-        files = persistence.write_state(stream, directory=directory, is_writer=rank == 0)
-        files.append(persistence.write_random_state(directory=directory, rank=rank, device=device))
-        if rank == 0:
-            files.append(persistence.write_description(self._parts.hf_config.to_dict(), directory=directory))
-        return files
+        return saving.write_state(self._parts, directory=directory)
+
+    def _stage_state(self) -> Callable[[str], list[str]]:
+        return saving.stage_state(self._parts)
+
+    def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
+        return self._parts.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
-        rank, device = self.topology.global_rank, self._parts.membership.device
-        saved = persistence.open_state(directory)
-        check_saved(self._parts.state.expected(), saved.entries(), directory=directory)
-        if self._parts.optimizer is None:
-            self._parts.state.load_weights(saved.iterate_weights())
-        else:
-            self._load_state(saved.iterate_state())
-        persistence.read_random_state(directory=directory, rank=rank, device=device)
+        saving.read_state(self._parts, directory=directory)
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
+        """See BaseEngine; a folder in another system's layout is refused with the command that converts it."""
+        if hdfs_path is None:
+            persistence.refuse_other_systems(local_path)
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         """Each replica has one number, on the rank that returns outputs."""
@@ -190,10 +216,21 @@ class MegatronEngine(BaseEngine):
         return gathered
 
     def close(self) -> None:
-        """Free the model and the optimiser, and the process groups that nobody else uses; closing twice is harmless."""
+        """Free the model and the optimiser, and the process groups that nobody else uses; closing twice is harmless.
+
+        Raises:
+            CheckpointError: a save in the background failed; everything is freed all the same.
+        """
         if self._built is None:
             return
-        membership = self._built.membership
+        try:
+            self.finish_saving()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        membership = self._parts.membership
+        self._parts.saving_group.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

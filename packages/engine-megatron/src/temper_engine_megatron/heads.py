@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query
+from temper_engine_megatron.adapter_model import TrainedHead
 from temper_engine_megatron.collectives import sum_of_parts
 from temper_engine_megatron.packing import LocalMicroBatch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
@@ -31,6 +32,8 @@ class Head:
     """[1] of a scalar head."""
     scalar: Query | None
     """VALUE or SCORE; None for a language model."""
+    trained: TrainedHead | None
+    """What an adapter trains in the place of both."""
     vocabulary: int
     """V, without padding."""
     chunk: int
@@ -43,6 +46,14 @@ class Head:
     """Ranks that the vocabulary is split over."""
     cp: dist.ProcessGroup = field(repr=False)
     """Ranks that the tokens are split over."""
+
+    @property
+    def _weight(self) -> nn.Parameter:
+        return self.projection if self.trained is None or self.trained.switch.is_off else self.trained.weight
+
+    @property
+    def _offset(self) -> nn.Parameter | None:
+        return self.bias if self.trained is None or self.trained.switch.is_off else self.trained.bias
 
     def check(self, queries: frozenset[Query]) -> None:
         """Refuse what this head can't answer.
@@ -79,11 +90,12 @@ class Head:
         return Answers(columns={query: sum_of_parts(columns[query], self.cp) for query in sorted(columns)})
 
     def _language(self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]) -> Mapping[Query, Tensor]:
-        held = self.projection.shape[0]
+        weight = self._weight
+        held = weight.shape[0]
         first = self.tp.rank() * held
         columns = vocabulary_logprob(
-            rows.to(self.projection.dtype),
-            self.projection,
+            rows.to(weight.dtype),
+            weight,
             whole.tokens[at],
             temperature=whole.temperature.float()[whole.sequence_index[at]],
             ids=_ids_of(whole)[at] if Query.LOGPROB_AT in queries else None,
@@ -112,8 +124,8 @@ class Head:
         return _place(scores, at=mine, size=last.shape[0])
 
     def _scalars(self, rows: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(rows.float(), self.projection.float(), bias)[:, 0]
+        bias = None if self._offset is None else self._offset.float()
+        return nn.functional.linear(rows.float(), self._weight.float(), bias)[:, 0]
 
 
 def _has_predecessor(batch: SequenceBatch) -> Tensor:

@@ -1,5 +1,6 @@
 """Hugging Face models on disk or from scratch: their configuration, and their tensors one at a time, float32."""
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from temper_engine_api.specs import ModelSpec
 SCALAR_HEAD = "score."
 _JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What transformers joins in memory, by the parts of each expert, one above the other."""
+
+TensorReader = Callable[[str], Tensor]
+"""A full float32 tensor by name."""
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
@@ -38,8 +42,19 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         ) from error
 
 
+def modules_with_weights(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of transformers' modules that have parameters of their own, in the order of the model; nothing is allocated."""
+    described = copy.deepcopy(hf_config)
+    auto = AutoModelForCausalLM
+    if spec.model_type != "language_model":
+        auto, described.num_labels = AutoModelForTokenClassification, 1
+    with torch.device("meta"):
+        network = auto.from_config(described)
+    return tuple(name for name, module in network.named_modules() if next(module.parameters(recurse=False), None) is not None)
+
+
 @contextmanager
-def open_tensors(spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
+def open_tensors(spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]) -> Iterator[TensorReader]:
     """A function from name to full float32 tensor, for these names.
 
     A value or reward head that the files lack is drawn from the model's seed.

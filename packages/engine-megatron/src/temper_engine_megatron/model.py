@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
+from temper_engine_megatron.adapter_model import AdapterSite, TrainedHead
 from temper_engine_megatron.attention import AttentionLayout, RowLayout
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
@@ -41,6 +42,8 @@ class PackedGPTModel(GPTModel):
     """A chunk of a decoder. Positions are those it is given, and the last stage returns hidden states instead of logits."""
 
     rotary_frequencies: Tensor
+    starts_gradient = False
+    """Whether nothing before the first layer is trained, so that the first stage's gradient has to begin at its embeddings."""
 
     def forward(
         self,
@@ -66,13 +69,17 @@ class PackedGPTModel(GPTModel):
         angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(position_ids.device)
         is_balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
         hidden: Tensor = self.decoder(
-            hidden_states=self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None,
+            hidden_states=self._embedded(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
             packed_seq_params=packed_seq_params,
             padding_mask=self._own_part(padding_mask) if is_balanced else None,
         )
         return hidden
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        found: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        return found.requires_grad_() if self.starts_gradient and torch.is_grad_enabled() else found
 
     def _own_part(self, padding_mask: Tensor) -> Tensor:
         """[R, S] or what sequence parallelism leaves of it here."""
@@ -96,7 +103,14 @@ class Chunks:
     """On the last stage."""
 
 
-def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Chunks:
+def build_chunks(
+    config: MegatronConfig,
+    *,
+    hf_config: PretrainedConfig,
+    translation: Translation,
+    membership: Membership,
+    adapter: AdapterSite | None,
+) -> Chunks:
     """Build this rank's chunks; weights are whatever Megatron initialises, to be replaced."""
     settings = translation.settings
     is_language_model = config.model.model_type == "language_model"
@@ -108,6 +122,8 @@ def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
         chunk.rotary_frequencies = frequencies
         if chunk.post_process and not is_language_model:
             chunk.output_layer = _scalar_head(settings, device=membership.device)
+        if adapter is not None:
+            adapter.enter(chunk, settings=settings)
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunk.to(membership.device)
@@ -116,7 +132,8 @@ def build_chunks(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
         wrapped = tuple(Float16Module(settings, chunk) for chunk in bare)
     if config.optimizer is not None:
         wrapped = tuple(_wrap(chunk, settings, config, membership, is_first=i == 0) for i, chunk in enumerate(wrapped))
-    head = _head_of(bare[-1], config, vocabulary=hf_config.vocab_size, membership=membership)
+    trained = None if adapter is None else adapter.head
+    head = _head_of(bare[-1], config, vocabulary=hf_config.vocab_size, membership=membership, trained=trained)
     return Chunks(bare=bare, wrapped=wrapped, settings=settings, head=head)
 
 
@@ -297,7 +314,9 @@ def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: M
     return wrapped
 
 
-def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, membership: Membership) -> Head | None:
+def _head_of(
+    last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, membership: Membership, trained: TrainedHead | None
+) -> Head | None:
     if not last.post_process:
         return None
     scalar = SCALAR_QUERIES.get(config.model.model_type)
@@ -306,6 +325,7 @@ def _head_of(last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, m
         projection=last.shared_embedding_or_output_weight() if is_shared else last.output_layer.weight,
         bias=None if scalar is None else last.output_layer.bias,
         scalar=scalar,
+        trained=trained,
         vocabulary=vocabulary,
         chunk=config.head_chunk_tokens,
         is_compiled=config.compile_head,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import WeightEntry
+from temper_engine_megatron.adapter_names import is_of_adapter, is_trained_head, peft_recipe
 from temper_engine_megatron.bridge_compat import Recipe, Translation
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.model import Chunks, PackedGPTModel
@@ -60,7 +61,18 @@ class MappedParameter:
 class ParameterMap:
     """Every parameter of the model, in one order on every rank; a tied head once, as the embedding."""
 
-    def __init__(self, chunks: Chunks, *, translation: Translation, membership: Membership, vocabulary: int, has_scalar_head: bool) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        translation: Translation,
+        membership: Membership,
+        vocabulary: int,
+        has_scalar_head: bool,
+        of_adapter: bool = False,
+    ) -> None:
+        """Map the base's parameters, or with ``of_adapter`` those of its adapter alone; collective."""
+        self._of_adapter = of_adapter
         self._translation = translation
         self._membership = membership
         self._vocabulary = vocabulary
@@ -165,6 +177,8 @@ class ParameterMap:
     def _named(self, chunks: Chunks) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in chunks.bare:
             for name, parameter in chunk.named_parameters():
+                if is_of_adapter(name) != self._of_adapter:
+                    continue
                 if name == "output_layer.weight" and not self._has_scalar_head and chunk.share_embeddings_and_output_weights:
                     self._tied_copy = parameter
                     continue
@@ -193,10 +207,12 @@ class ParameterMap:
             expert_rank=self._membership.ep.rank() if is_expert else None,
             shape=tuple(parameter.shape),
             split_dim=int(marks["partition_dim"]) if is_split else None,
-            is_embedding=is_head or name == EMBEDDING,
+            is_embedding=is_head or name == EMBEDDING or (is_trained_head(name) and not self._has_scalar_head),
         )
 
     def _recipe(self, name: str) -> Recipe:
+        if self._of_adapter:
+            return peft_recipe(name, recipe_of=self._translation.recipe_of, head="score" if self._has_scalar_head else "lm_head")
         if self._has_scalar_head and name in SCALAR_RECIPES:
             return SCALAR_RECIPES[name]
         return self._translation.recipe_of(name)

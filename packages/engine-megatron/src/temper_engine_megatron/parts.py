@@ -1,12 +1,16 @@
 """What an engine is made of, and how it is built from a configuration: groups, chunks, optimizer, the map of parameters."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.loss_scale import LossScale
+from temper_engine_megatron.adapter_model import plan_adapter
+from temper_engine_megatron.adapter_state import Adapter, fill_adapter
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
@@ -18,6 +22,7 @@ from temper_engine_megatron.optimizer import MegatronAdamW
 from temper_engine_megatron.overrides import check_overrides, plain
 from temper_engine_megatron.parameter_map import ParameterMap
 from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Residency
+from temper_engine_megatron.saving_group import SavingGroup
 from temper_engine_megatron.schedule_runner import ScheduleRunner
 from temper_engine_megatron.state import StateOfRanks
 
@@ -35,9 +40,20 @@ class Parts:
     optimizer: MegatronAdamW | None
     """None where the configuration has none."""
     state: StateOfRanks
-    """Weights and training state by Hugging Face name."""
+    """Weights by Hugging Face name, with the training state where they are what is trained."""
     residency: Residency
     """Where the tensors of all these lie."""
+    adapter: Adapter | None
+    """What is trained in their place, where there is one."""
+    saving_group: SavingGroup
+    """Where threads that save in the background meet."""
+    generators: Mapping[str, torch.Generator]
+    """Random numbers of this rank beside torch's own, by the name they have in a checkpoint."""
+
+    @property
+    def trained(self) -> StateOfRanks:
+        """What is trained."""
+        return self.state if self.adapter is None else self.adapter.state
 
 
 def build_parts(config: MegatronConfig, *, loss_scale: LossScale) -> Parts:
@@ -60,8 +76,11 @@ def build_parts(config: MegatronConfig, *, loss_scale: LossScale) -> Parts:
 
 
 def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Parts:
+    site = None
+    if config.lora.is_on:
+        site = plan_adapter(config, hf_config=hf_config, translation=translation, membership=membership)
     with megatron_on_cpu(), own_random_state():
-        chunks = build_chunks(config, hf_config=hf_config, translation=translation, membership=membership)
+        chunks = build_chunks(config, hf_config=hf_config, translation=translation, membership=membership, adapter=site)
     optimizer = None
     if config.optimizer is not None:
         optimizer = MegatronAdamW(
@@ -72,16 +91,23 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
             overrides=plain(config.override_optimizer_config),
             membership=membership,
         )
-    parameters = ParameterMap(
-        chunks,
-        translation=translation,
-        membership=membership,
-        vocabulary=hf_config.vocab_size,
-        has_scalar_head=config.model.model_type != "language_model",
+    base, beside = (
+        ParameterMap(
+            chunks,
+            translation=translation,
+            membership=membership,
+            vocabulary=hf_config.vocab_size,
+            has_scalar_head=config.model.model_type != "language_model",
+            of_adapter=of_adapter,
+        )
+        for of_adapter in (False, True)
     )
-    state = StateOfRanks(parameters, optimizer)
+    state = StateOfRanks(base, optimizer if site is None else None)
+    adapter = None
     with open_tensors(config.model, hf_config, names=[entry.name for entry in state.expected()]) as read:
         state.fill(read)
+        if site is not None:
+            adapter = fill_adapter(site, StateOfRanks(beside, optimizer), read)
     return Parts(
         membership=membership,
         hf_config=hf_config,
@@ -89,6 +115,9 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
         optimizer=optimizer,
         state=state,
         residency=_residency(config, chunks, optimizer),
+        adapter=adapter,
+        saving_group=SavingGroup(world_size=membership.topology.world_size, timeout_s=config.collective_timeout_s),
+        generators={} if site is None else site.generators,
     )
 
 

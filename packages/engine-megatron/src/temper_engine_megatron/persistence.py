@@ -6,7 +6,7 @@ before) goes on with the stream it has.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,15 +15,28 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from temper_engine_api.checkpoint.saved_state import COUNT, FILES_FOLDER, FIRST, SECOND, SavedState, holds_dcp, holds_files, open_dcp
+from temper_engine_api.checkpoint.saved_state import (
+    COUNT,
+    FILES_FOLDER,
+    FIRST,
+    SECOND,
+    SavedState,
+    holds_dcp,
+    holds_files,
+    open_dcp,
+    trained_in,
+)
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_megatron.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 
 FILE_BYTES = 2 << 30
-RANDOM_FOLDER = "random"
+RANDOM_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _OF_MEGATRON = "megatron."
 """Before the name of one of Megatron's own states."""
+OTHER_SYSTEMS = ("adapter_checkpoint", "mp_rank_*", "dist_ckpt", "iter_*", "latest_checkpointed_iteration.txt")
+"""What other systems on Megatron leave in a checkpoint's folder."""
 
 Held = dict[str, Tensor]
 """What belongs to one name, by the names in the file."""
@@ -92,8 +105,7 @@ def _open_files(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    has_moments = all(f"{kind}.{name}" in places for name in shapes for kind in (FIRST, SECOND, COUNT))
-    return SavedState(directory=directory, weights=shapes, has_moments=has_moments, read=read)
+    return SavedState(directory=directory, weights=shapes, trained=trained_in(shapes, places.keys()), read=read)
 
 
 def _write_file(tensors: Held, *, directory: str, number: int) -> str:
@@ -107,22 +119,27 @@ def _write_file(tensors: Held, *, directory: str, number: int) -> str:
     return relative
 
 
-def write_random_state(*, directory: str, rank: int, device: torch.device) -> str:
-    """Write torch's random-number states of this rank, and those that Megatron keeps for parts of a model; its relative path."""
-    states: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
+def random_states(device: torch.device, *, others: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
+    """This rank's random-number states: torch's, those that Megatron keeps for parts of a model, and those of other generators."""
+    states = {"cpu": torch.get_rng_state()} | {name: generator.get_state() for name, generator in others.items()}
     with megatron_on_cpu():
         states |= {f"{_OF_MEGATRON}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
+    """Write them; the relative path."""
     relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(states, path)
+    torch.save(dict(states), path)
     return relative
 
 
-def read_random_state(*, directory: str, rank: int, device: torch.device) -> None:
-    """Restore this rank's random-number state, where the checkpoint has one for it."""
+def read_random_states(*, directory: str, rank: int, device: torch.device, others: Mapping[str, torch.Generator]) -> None:
+    """Restore this rank's random-number states, where the checkpoint has some for it."""
     path = Path(directory, RANDOM_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return
@@ -133,6 +150,34 @@ def read_random_state(*, directory: str, rank: int, device: torch.device) -> Non
     own = {name.removeprefix(_OF_MEGATRON): state for name, state in states.items() if name.startswith(_OF_MEGATRON)}
     if own:
         get_cuda_rng_tracker().set_states(own)
+    for name in states.keys() & others.keys():
+        others[name].set_state(states[name])
+
+
+def write_adapter(config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str) -> list[str]:
+    """Write an adapter in the format of HF PEFT; relative paths."""
+    folder = Path(directory, ADAPTER_FOLDER)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"could not write {folder} ({error})") from error
+    return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+
+
+def refuse_other_systems(directory: str) -> None:
+    """Refuse what another system left in a folder, before it is called incomplete.
+
+    Raises:
+        CheckpointError: says how to convert it.
+    """
+    found = next((path for pattern in OTHER_SYSTEMS for path in Path(directory).glob(pattern)), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{directory} holds {found.name}, which is another system's layout: convert it with "
+            f"`temper-migrate checkpoint {directory} --to temper --out NEW` and load NEW."
+        )
 
 
 def write_description(fields: dict[str, object], *, directory: str) -> str:

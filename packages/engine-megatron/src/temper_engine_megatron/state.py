@@ -3,14 +3,17 @@
 What arrives is kept as this rank's parts until the whole stream has been checked.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
 from temper_engine_megatron.optimizer import MegatronAdamW, ParameterState
 from temper_engine_megatron.parameter_map import MappedParameter, ParameterMap, check_shapes_agree
+
+Merge = Callable[[str, Tensor], Tensor]
+"""From a Hugging Face name and the full weight of the base to the weight with its adapter. Collective."""
 
 
 class StateOfRanks:
@@ -29,13 +32,44 @@ class StateOfRanks:
         """Every Hugging Face name with its shape, in the order of the export."""
         return self._map.expected()
 
-    def iterate_weights(self, *, dtype: torch.dtype) -> Iterator[NamedWeight]:
-        """Full tensors in this dtype, one parameter at a time. Collective."""
+    def iterate_weights(self, *, dtype: torch.dtype, merge: Merge | None = None) -> Iterator[NamedWeight]:
+        """Full tensors in this dtype, one parameter at a time. Collective.
+
+        Args:
+            dtype: of what comes out.
+            merge: adds what an adapter does to a weight; None where there is no adapter.
+        """
         for entry in self._map.entries:
             # In the compute dtype a parameter is its master weight, rounded.
             local = None if entry.parameter is None else entry.parameter.detach()
             for name, tensor in self._map.to_full(entry, local, dtype=self._map.compute_dtype).items():
-                yield NamedWeight(name, tensor.to(dtype, copy=True))
+                merged = tensor if merge is None else merge(name, tensor)
+                yield NamedWeight(name, merged.to(dtype, copy=True))
+
+    def iterate_masters(self) -> Iterator[NamedWeight]:
+        """Full float32 tensors, one parameter at a time, as exact as the optimizer has them. Collective."""
+        for entry in self._map.entries:
+            for name, tensor in self._full_master(entry).items():
+                yield NamedWeight(name, tensor.clone())
+
+    def full(self, name: str) -> Tensor:
+        """One full float32 tensor, as exact as the optimizer has it. Collective."""
+        (entry,) = (entry for entry in self._map.entries if name in entry.recipe.names)
+        return self._full_master(entry)[name]
+
+    def _full_master(self, entry: MappedParameter) -> dict[str, Tensor]:
+        held = entry.parameter
+        if held is None:
+            return self._map.to_full(entry, None, dtype=torch.float32)
+        local = held.detach().float() if self._optimizer is None else self._optimizer.read(held).master
+        return self._map.to_full(entry, local, dtype=torch.float32)
+
+    def write_local(self, parameter: nn.Parameter, local: Tensor) -> None:
+        """Replace this rank's part of a parameter; moments stay."""
+        if self._optimizer is None:
+            parameter.data.copy_(local)
+        else:
+            self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Replace every parameter; moments stay.
@@ -49,10 +83,10 @@ class StateOfRanks:
         for entry, (local,) in collector.finish():
             self._write_master(entry, local)
 
-    def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Fill this rank's parameters from a function that gives full tensors by name."""
+    def fill(self, read: Callable[[str], Tensor], *, names: Collection[str] | None = None) -> None:
+        """Fill this rank's parameters, or those of these names, from a function that gives full tensors by name."""
         for entry in self._map.entries:
-            if self._map.holders(entry):
+            if self._map.holders(entry) and (names is None or entry.recipe.names[0] in names):
                 self._write_master(entry, self._map.to_local(entry, [read(name) for name in entry.recipe.names]))
 
     def iterate_state(self) -> Iterator[TrainingState]:
@@ -93,10 +127,7 @@ class StateOfRanks:
 
     def _write_master(self, entry: MappedParameter, local: Tensor) -> None:
         for parameter in self._map.holders(entry):
-            if self._optimizer is None:
-                parameter.data.copy_(local)
-            else:
-                self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
+            self.write_local(parameter, local)
 
     def _require_optimizer(self) -> MegatronAdamW:
         assert self._optimizer is not None, "the engine asks only where there is one"

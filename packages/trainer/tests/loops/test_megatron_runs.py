@@ -17,7 +17,6 @@ pytestmark = [
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 MEGATRON = ("model_engine=megatron",)
-FSDP_ALONE = "actor.engine.fast_float32_matmul"
 PPO = (
     "algorithm=ppo",
     "batching.num_mini_batches=2",
@@ -77,3 +76,31 @@ def test_sft_trains_as_on_fsdp_and_leaves_the_same_model(run: Run, rows: Rows, t
     run(tmp_path / "fsdp", *sft)
     run(tmp_path / "megatron", *sft, *MEGATRON)
     assert_same(rows(tmp_path / "megatron", phase="sft"), rows(tmp_path / "fsdp", phase="sft"))
+
+
+LORA = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "actor.engine.optimizer.lr=1e-2")
+KL = (
+    "algorithm.kl_loss_coef=0.1",
+    "algorithm.kl_reference=disabled_adapter",
+    "run.total_steps=3",
+    "data.eval=null",
+    "run.save_model=false",
+)
+
+
+@pytest.mark.nightly
+def test_an_adapter_with_its_base_as_reference_trains_as_on_fsdp(run: Run, rows: Rows, tmp_path: Path) -> None:
+    # Fresh adapters of both engines begin with the same numbers.
+    run(tmp_path / "fsdp", *LORA, *KL)
+    run(tmp_path / "megatron", *LORA, *KL, *MEGATRON)
+    assert_same(rows(tmp_path / "megatron"), rows(tmp_path / "fsdp"))
+
+
+@pytest.mark.nightly
+def test_sft_of_an_adapter_resumes_in_the_other_engine(run: Run, rows: Rows, tmp_path: Path) -> None:
+    sft = ("task=sft", "warm_start=null", "data.eval=null", "run.save_model=false", *LORA)
+    run(tmp_path / "whole", *sft, "run.total_steps=4")
+    run(tmp_path / "fsdp", *sft, "run.total_steps=2")
+    run(tmp_path / "megatron", *sft, *MEGATRON, "run.total_steps=4", f"run.resume={last_of(tmp_path / 'fsdp' / 'checkpoints')}")
+    found = [row for name in ("fsdp", "megatron") for row in rows(tmp_path / name, phase="sft")]
+    assert_same(found, rows(tmp_path / "whole", phase="sft"))

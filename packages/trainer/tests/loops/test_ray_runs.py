@@ -54,6 +54,23 @@ def test_two_ranks_train_like_one_and_resume(run: Run, rows: Rows, tmp_path: Pat
     assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
+@pytest.mark.nightly
+def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_rank(run: Run, rows: Rows, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
+    ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "run.total_steps=2", "data.eval=null", "run.save_every=1")
+    run(tmp_path / "one", *ppo)
+    layout = ("actor.engine.pipeline_parallel=2", "actor.num_workers=2", "critic.engine.tensor_parallel=2", "critic.num_workers=2")
+    two = (*ppo, *ON_RAY, "model_engine=megatron", *layout)
+    run(tmp_path / "two", *two)
+    for phase in ("warm_start", "rl"):
+        for row, want in zip(rows(tmp_path / "two", phase=phase), rows(tmp_path / "one", phase=phase), strict=True):
+            assert row == pytest.approx(want, rel=2e-4, abs=2e-5)
+    # The other layout takes over.
+    swapped = ("actor.engine.tensor_parallel=2", "actor.num_workers=2", "critic.engine.pipeline_parallel=2", "critic.num_workers=2")
+    run(tmp_path / "two", *ppo, *ON_RAY, "model_engine=megatron", *swapped, "run.total_steps=3", "run.resume=auto")
+    assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
+
+
 def test_a_worker_killed_in_the_middle_of_a_step_is_named_and_the_run_goes_on_from_its_checkpoint(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,114 @@
+"""What the kit's laws of adapters do not ask: beginnings equal to PEFT's, what tensor-parallel ranks hold twice, and refusals."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
+from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.rank import TRAINS
+from temper_engine_api.conformance.tolerances import assert_same_state
+from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
+from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_megatron.engine import MegatronEngine
+
+LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
+    _, tensors = start(lora=LORA).export_adapter()
+    fields = dict(config.model.architecture)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    torch.manual_seed(config.model.seed)
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]), network)
+    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
+def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(fleet, reference, layout, tmp_path):
+    recipe = replace(reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), lora=replace(LORA, dropout=0.5))
+    batches = [reference.batch(seed=seed) for seed in range(3)]
+
+    def run(job, **arguments):
+        return fleet.run(job, engine="megatron", layout=LAYOUTS[layout], arguments={"recipe": recipe, **arguments})
+
+    first, second = run(parts_held_twice, batches=batches)
+    assert len(first[0]) > 8
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    # Masks are drawn from generators whose states are saved.
+    run(train_and_save, batches=batches[:2], folder=tmp_path, step=2)
+    resumed = run(load_and_train, batches=batches[2:], folder=tmp_path)[0]
+    assert_same_state(resumed[0].state, first[1])
+
+
+def parts_held_twice(rank, *, recipe, batches):
+    """This rank's copies of what is not split, and the whole state, after some updates."""
+    engine = rank.engine(recipe)
+    updates = train(engine, batches)
+    chunk = engine._parts.runner._chunks.bare[0]
+    trained = {name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    copies = {name: p.detach().clone() for name, p in trained.items() if not vars(p)["tensor_model_parallel"]}
+    return copies, updates[-1].state
+
+
+def test_the_base_has_no_gradient_buffers(start):
+    engine = start(lora=LORA)
+    chunk = engine._parts.runner._chunks.bare[0]
+    trained = [name for name, parameter in chunk.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7 * 2  # two layers of seven modules, A and B each
+    assert all(".adapter." in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        (replace(LORA, target_modules=("q_proj", "embed_tokens")), "takes in model.embed_tokens"),
+        (replace(LORA, target_modules=("query",)), "names no linear layer of this model"),
+        (replace(LORA, modules_to_save=("lm_head",)), "ties to its other embedding"),
+        (replace(LORA, modules_to_save=("norm",)), "trains only the output layer whole"),
+    ],
+)
+def test_modules_that_can_not_be_adapted_are_named(config, lora, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        MegatronEngine(replace(config, lora=lora)).init_model()
+    assert not torch.distributed.is_initialized()
+
+
+def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, tmp_path):
+    def refusal(folder):
+        with pytest.raises((CapabilityError, ConfigError)) as caught:
+            MegatronEngine(replace(config, lora=LoraSpec(path=str(folder)))).init_model()
+        return str(caught.value)
+
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "mp_rank_00_adapter.pt").touch()
+    assert f"`temper-migrate checkpoint {private} --to peft --out NEW`" in refusal(private)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert "has no adapter_config.json" in refusal(other)
+    (other / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    assert "of type IA3" in refusal(other)
+    LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 8}).save_pretrained(other)
+    assert "sets rank_pattern" in refusal(other)
+
+
+def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(start, tmp_path):
+    (tmp_path / "adapter_checkpoint").mkdir()
+    with pytest.raises(CheckpointError, match=r"temper-migrate checkpoint .* --to temper --out NEW"):
+        start(lora=LORA).load_checkpoint(str(tmp_path))
+
+
+def test_the_head_of_a_critic_is_trained_beside_its_adapter(start, config):
+    engine = start(model=ModelSpec(architecture=config.model.architecture, model_type="value_model"), lora=LORA)
+    described, tensors = engine.export_adapter()
+    assert described["modules_to_save"] == ["score"]
+    assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= tensors.keys()
