@@ -25,4 +25,5 @@ def open_files(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    return SavedState(directory=directory, weights=shapes, trained=trained_in(shapes, places.keys()), read=read)
+    trained = trained_in(shapes, places.keys())
+    return SavedState(directory=directory, weights=shapes, has_moments=trained == shapes.keys(), read=read, trained=trained)

@@ -35,10 +35,12 @@ class SavedState:
     """Of the engine's part."""
     weights: Mapping[str, tuple[int, ...]]
     """Full shape by Hugging Face name."""
-    trained: frozenset[str]
-    """Names of those of which it holds adamw's moments and counts too."""
+    has_moments: bool
+    """Whether it holds adamw's moments and counts of all these weights."""
     read: Callable[[str, str], Tensor]
     """A tensor by kind and name; the kind ``weight`` is the weight itself."""
+    trained: frozenset[str] | None = None
+    """Names of those of which it holds moments and counts; None where they are all of them or none, as ``has_moments`` says."""
 
     def entries(self) -> list[WeightEntry]:
         """The weights, for a check before the first one is read."""
@@ -56,7 +58,8 @@ class SavedState:
             CheckpointError: there are no moments of adamw.
         """
         asked = list(self.weights if names is None else names)
-        if not self.trained.issuperset(asked):
+        is_whole = self.has_moments if self.trained is None else self.trained.issuperset(asked)
+        if not is_whole:
             raise CheckpointError(
                 f"{self.directory} holds weights without moments of adamw: resume with the engine and the optimizer that made it, or begin "
                 "anew with model.path at the model that the other run saved."
@@ -96,7 +99,8 @@ def open_dcp(directory: str) -> SavedState:
             load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
-    return SavedState(directory=directory, weights=weights, trained=trained_in(weights, saved.keys()), read=read)
+    trained = trained_in(weights, saved.keys())
+    return SavedState(directory=directory, weights=weights, has_moments=trained == weights.keys(), read=read, trained=trained)
 
 
 def trained_in(weights: Iterable[str], saved: Collection[str]) -> frozenset[str]:
