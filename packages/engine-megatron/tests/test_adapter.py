@@ -9,12 +9,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
+from temper_engine_api.conformance.measure import WHOLE, share_of, state_of, update_once, weights_of
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import assert_same_state
+from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.tolerances import assert_all_equal, assert_same_state
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.engine import MegatronEngine
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
@@ -112,3 +115,22 @@ def test_the_head_of_a_critic_is_trained_beside_its_adapter(start, config):
     described, tensors = engine.export_adapter()
     assert described["modules_to_save"] == ["score"]
     assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= tensors.keys()
+
+
+def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_adapters_alone(start, batch, tmp_path):
+    engine = start(lora=LORA)
+    with engine.adapter_disabled():
+        base = weights_of(engine)
+    engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
+    update(engine, batch)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1)
+    other = start(lora=LORA)
+    other.load_checkpoint(step)
+    assert_all_equal(weights_of(other), weights_of(engine), what="weights with the adapter")
+    assert_same_state(state_of(other), state_of(engine))
+    assert_same_state(update(other, batch).state, update(engine, batch).state)
+
+
+def update(engine, batch):
+    engine.set_loss_fn(LikelihoodProbe())
+    return update_once(engine, [share_of(engine, batch, split=WHOLE)])

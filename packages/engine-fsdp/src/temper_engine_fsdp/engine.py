@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
@@ -232,11 +233,11 @@ class FSDPEngine(BaseEngine):
             parts.adapter.expect_weights(bool(parts.parameters.keys() & saved.weights.keys()), directory=saved.directory)
         expected = weights.describe_weights(parts.kept, {}, dtype=torch.float32)
         check_saved(expected, saved.entries(), directory=saved.directory)
-        around = parts.kept if parts.optimizer is None else {name: p for name, p in parts.kept.items() if name not in parts.trained}
-        if around:
-            weights.load_weights(around, {}, saved.iterate_weights(around))
-        if parts.optimizer is not None:
-            self._load_state(saved.iterate_state(parts.trained))
+        if parts.optimizer is None:
+            own = (NamedWeight(name, buffer) for name, buffer in parts.buffers.items())
+            weights.load_weights(parts.kept, parts.buffers, chain(saved.iterate_weights(), own))
+        else:
+            self._load_state(saved.iterate_state())
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         total = value.detach().to(self._parts.membership.device, copy=True)

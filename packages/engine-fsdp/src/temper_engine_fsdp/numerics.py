@@ -1,11 +1,14 @@
 """Process-wide numeric settings of torch, set only while the engine computes: float32 matmul kernels and determinism."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+
+from temper_engine_api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -73,4 +76,17 @@ def warn_without_kernels(compute: str) -> None:
             compute,
             compute,
             compute,
+        )
+
+
+def check_deterministic_environment(device: torch.device) -> None:
+    """Refuse deterministic CUDA without the workspace setting that cuBLAS needs for it.
+
+    Raises:
+        ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
+    """
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
+            "set it before the process starts."
         )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
@@ -96,7 +95,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     """Build everything; collective. What is configured to be offloaded is parked on return."""
     device = process_group.choose_device(config.device)
     if config.deterministic:
-        check_deterministic_environment(device)
+        numerics.check_deterministic_environment(device)
     kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
     attention.register()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)

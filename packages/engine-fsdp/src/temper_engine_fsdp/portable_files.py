@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from temper_engine_api.checkpoint.saved_state import FILES_FOLDER, SavedState, trained_in
+from temper_engine_api.checkpoint.saved_state import COUNT, FILES_FOLDER, FIRST, SECOND, SavedState
 
 
 def open_files(directory: str) -> SavedState:
@@ -25,5 +25,5 @@ def open_files(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    trained = trained_in(shapes, places.keys())
-    return SavedState(directory=directory, weights=shapes, has_moments=trained == shapes.keys(), read=read, trained=trained)
+    has_moments = all(f"{kind}.{name}" in places for name in shapes for kind in (FIRST, SECOND, COUNT))
+    return SavedState(directory=directory, weights=shapes, has_moments=has_moments, read=read)

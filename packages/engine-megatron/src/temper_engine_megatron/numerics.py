@@ -1,9 +1,12 @@
 """Determinism, set for the whole process only while the engine computes."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from temper_engine_api.errors import ConfigError
 
 
 @contextmanager
@@ -15,3 +18,16 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def check_deterministic_environment(device: torch.device) -> None:
+    """Refuse deterministic CUDA without the workspace setting that cuBLAS needs for it.
+
+    Raises:
+        ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
+    """
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
+            "set it before the process starts."
+        )

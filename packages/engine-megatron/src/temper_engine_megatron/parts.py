@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_megatron.adapter_model import plan_adapter
@@ -18,6 +17,7 @@ from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.groups import Membership, join, leave, own_random_state
 from temper_engine_megatron.huggingface import open_tensors, read_config
 from temper_engine_megatron.model import Chunks, build_chunks
+from temper_engine_megatron.numerics import check_deterministic_environment
 from temper_engine_megatron.optimizer import MegatronAdamW
 from temper_engine_megatron.overrides import check_overrides, plain
 from temper_engine_megatron.parameter_map import ParameterMap

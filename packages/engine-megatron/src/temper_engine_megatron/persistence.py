@@ -6,7 +6,8 @@ before) goes on with the stream it has.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from temper_engine_api.checkpoint.saved_state import (
     COUNT,
+    DCP_FOLDER,
     FILES_FOLDER,
     FIRST,
     SECOND,
@@ -24,7 +27,6 @@ from temper_engine_api.checkpoint.saved_state import (
     holds_dcp,
     holds_files,
     open_dcp,
-    trained_in,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
@@ -105,8 +107,26 @@ def _open_files(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    trained = trained_in(shapes, places.keys())
-    return SavedState(directory=directory, weights=shapes, has_moments=trained == shapes.keys(), read=read, trained=trained)
+    return SavedState(directory=directory, weights=shapes, has_moments=_have_moments(shapes, places.keys()), read=read)
+
+
+def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
+    """These names of it alone: what is trained has moments, also where weights beside it have none."""
+    if holds_files(saved.directory):
+        stored = {key for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors") for key in _keys_of(path)}
+    else:
+        stored = set(FileSystemReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
+    return replace(saved, weights={name: saved.weights[name] for name in names}, has_moments=_have_moments(names, stored))
+
+
+def _keys_of(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        keys: list[str] = file.keys()
+    return keys
+
+
+def _have_moments(names: Collection[str], stored: Collection[str]) -> bool:
+    return all(f"{kind}.{name}" in stored for name in names for kind in (FIRST, SECOND, COUNT))
 
 
 def _write_file(tensors: Held, *, directory: str, number: int) -> str:

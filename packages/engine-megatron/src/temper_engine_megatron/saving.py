@@ -89,10 +89,11 @@ def read_state(parts: Parts, *, directory: str) -> None:
             expected = [*parts.state.expected(), *expected]
     check_saved(expected, saved.entries(), directory=directory)
     if parts.adapter is not None and parts.adapter.is_on_other_weights:
-        parts.state.load_weights(saved.iterate_weights(around))
+        parts.state.load_weights(persistence.part_of(saved, around).iterate_weights())
+    own = persistence.part_of(saved, trained)
     if parts.optimizer is None:
-        parts.trained.load_weights(saved.iterate_weights(trained))
+        parts.trained.load_weights(own.iterate_weights())
     else:
-        parts.trained.load_state(saved.iterate_state(trained))
+        parts.trained.load_state(own.iterate_state())
     rank, device = parts.membership.topology.global_rank, parts.membership.device
     persistence.read_random_states(directory=directory, rank=rank, device=device, others=parts.generators)

@@ -6,7 +6,7 @@ Face name (an adapter's by PEFT name): a weight, ``first_moment.NAME``, ``second
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,35 +36,31 @@ class SavedState:
     weights: Mapping[str, tuple[int, ...]]
     """Full shape by Hugging Face name."""
     has_moments: bool
-    """Whether it holds adamw's moments and counts of all these weights."""
+    """Whether it holds adamw's moments and counts of these weights."""
     read: Callable[[str, str], Tensor]
     """A tensor by kind and name; the kind ``weight`` is the weight itself."""
-    trained: frozenset[str] | None = None
-    """Names of those of which it holds moments and counts; None where they are all of them or none, as ``has_moments`` says."""
 
     def entries(self) -> list[WeightEntry]:
         """The weights, for a check before the first one is read."""
         return [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in self.weights.items()]
 
-    def iterate_weights(self, names: Collection[str] | None = None) -> Iterator[NamedWeight]:
-        """All weights, or those of these names, one at a time, float32."""
-        for name in self.weights if names is None else names:
+    def iterate_weights(self) -> Iterator[NamedWeight]:
+        """One at a time, float32."""
+        for name in self.weights:
             yield NamedWeight(name, self.read("weight", name).float())
 
-    def iterate_state(self, names: Collection[str] | None = None) -> Iterator[TrainingState]:
-        """All parameters, or those of these names, one at a time.
+    def iterate_state(self) -> Iterator[TrainingState]:
+        """One parameter at a time.
 
         Raises:
             CheckpointError: there are no moments of adamw.
         """
-        asked = list(self.weights if names is None else names)
-        is_whole = self.has_moments if self.trained is None else self.trained.issuperset(asked)
-        if not is_whole:
+        if not self.has_moments:
             raise CheckpointError(
                 f"{self.directory} holds weights without moments of adamw: resume with the engine and the optimizer that made it, or begin "
                 "anew with model.path at the model that the other run saved."
             )
-        for name in asked:
+        for name in self.weights:
             yield TrainingState(
                 name=name,
                 master=self.read("weight", name).float(),
@@ -99,10 +95,5 @@ def open_dcp(directory: str) -> SavedState:
             load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
-    trained = trained_in(weights, saved.keys())
-    return SavedState(directory=directory, weights=weights, has_moments=trained == weights.keys(), read=read, trained=trained)
-
-
-def trained_in(weights: Iterable[str], saved: Collection[str]) -> frozenset[str]:
-    """Those weights of which ``saved`` has both moments and the count, each as KIND.NAME."""
-    return frozenset(name for name in weights if all(f"{kind}.{name}" in saved for kind in (FIRST, SECOND, COUNT)))
+    has_moments = all(f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT))
+    return SavedState(directory=directory, weights=weights, has_moments=has_moments, read=read)
