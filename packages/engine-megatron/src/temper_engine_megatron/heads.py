@@ -32,8 +32,6 @@ class Head:
     """[1] of a scalar head."""
     scalar: Query | None
     """VALUE or SCORE; None for a language model."""
-    trained: TrainedHead | None
-    """What an adapter trains in the place of both."""
     vocabulary: int
     """V, without padding."""
     chunk: int
@@ -46,6 +44,8 @@ class Head:
     """Ranks that the vocabulary is split over."""
     cp: dist.ProcessGroup = field(repr=False)
     """Ranks that the tokens are split over."""
+    trained: TrainedHead | None = None
+    """What an adapter trains in the place of weight and bias."""
 
     @property
     def _weight(self) -> nn.Parameter:
