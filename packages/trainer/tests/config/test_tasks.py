@@ -7,6 +7,8 @@ from temper_trainer.config_loading import load
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
 TEACHER = "teachers.t.engine.model.path=teacher"
+SCRATCH = "reward.model.engine.model={architecture: {model_type: qwen2}, model_type: reward_model}"
+JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,14 @@ TEACHER = "teachers.t.engine.model.path=teacher"
         (("distillation.top_k=3",), "has no effect without teachers"),
         ((TEACHER, "distillation.top_k=3"), "has no effect with distillation.objective reverse_kl"),
         ((TEACHER, "distillation={apply_as: reward, objective: forward_kl}"), "which is no reward of the sampled token"),
+        (("reward.function=reward_model",), "reward.function names reward_model, but there is none"),
+        (("reward.components={reward_model: 1.0}",), "reward.components names reward_model, but there is none"),
+        ((JUDGE,), "neither reward.function nor reward.components names reward_model"),
+        (("reward.function=reward_model", "reward.model.engine.model.path=judge"), "model_type is language_model: set it to reward_model"),
+        (("reward.function=reward_model", SCRATCH), "Train one with task=rm"),
+        (("reward.function=reward_model", JUDGE, "reward.model.num_workers=2"), "runtime.kind is inline"),
+        (("reward.function=reward_model", JUDGE, "loop=async"), "use runtime.kind=ray, or loop=sync"),
+        (("reward.function=reward_model", JUDGE, "reward.timeout_s=3"), "which calls no function"),
         (("environment.max_turns=9", "batching.max_tokens=4096"), "the turns of environment"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.ranges import check_range
+from temper_trainer.config.reward_model import RewardModelConfig
 from temper_trainer.config.shaping import ShapingConfig
 
 
@@ -119,11 +120,14 @@ class RewardConfig:
     """How a completion is scored."""
 
     function: str = "gsm8k_strict"
-    """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), or an import path ``package.module:function``."""
+    """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), an import path ``package.module:function``, or
+    ``reward_model`` for the score of reward.model."""
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of the function."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Several rewards, by name or import path, each with its weight, in place of function; the reward is their weighted sum."""
+    model: RewardModelConfig | None = None
+    """The reward model that is asked where function or a component is ``reward_model``."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     """From score to reward."""
     timeout_s: float = 10.0

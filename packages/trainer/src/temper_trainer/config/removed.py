@@ -81,7 +81,7 @@ REMOVED = (
     RemovedKey(key="data.micro_batch_size_per_gpu", replacement="batching.max_tokens"),
     RemovedKey(key="data.micro_batch_size", replacement="batching.max_tokens"),
     RemovedKey(key="data.max_length", replacement="data.max_prompt_tokens, and batching.max_tokens for whole demonstrations"),
-    RemovedKey(key="reward_model.enable", replacement="reward.function; reward models are not in this release"),
+    RemovedKey(key="reward_model.enable", replacement="reward.function=reward_model and reward.model.engine.model"),
     RemovedKey(key="custom_reward_function.path", replacement="reward.function=package.module:function"),
     RemovedKey(key="trainer.total_epochs", replacement="run.total_steps: epochs * prompts / batching.prompts_per_step"),
     RemovedKey(key="trainer.total_training_steps", replacement="run.total_steps"),

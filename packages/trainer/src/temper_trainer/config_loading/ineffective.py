@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.importing import is_import_path
+from temper_trainer.config.reward_model import REWARD_MODEL
 from temper_trainer.config.run import TrainerConfig
 
 
@@ -28,6 +29,11 @@ RULES = (
         keys=("reward.function", "reward.arguments"),
         applies=lambda config: bool(config.reward.components),
         reason="with reward.components, which name the functions: remove one of them",
+    ),
+    Rule(
+        keys=("reward.arguments", "reward.timeout_s", "reward.num_workers"),
+        applies=lambda config: not config.reward.components and config.reward.function == REWARD_MODEL,
+        reason="with reward.function reward_model, which calls no function: remove it",
     ),
     Rule(
         keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
@@ -110,7 +116,7 @@ RULES = (
         reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
     ),
     Rule(
-        keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool"),
+        keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool", "reward.model.pool"),
         applies=lambda config: config.runtime.kind == "inline",
         reason="with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
     ),

@@ -44,6 +44,8 @@ WITHOUT_INFLUENCE = (
     "rollout.vllm",
     "weight_sync",
     "reward.num_workers",
+    "reward.model.num_workers",
+    "reward.model.pool",
 )
 """Blocks and keys that a training result does not depend on (up to rounding), so that a resumed run may change them."""
 

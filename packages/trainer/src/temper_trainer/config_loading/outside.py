@@ -10,6 +10,7 @@ from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.folder import holds_run
 from temper_trainer.config.importing import is_import_path
+from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward, reward_parts
 
@@ -24,7 +25,8 @@ def check_outside(config: TrainerConfig) -> None:
         raise ConfigError("\n".join(problems))
     if config.samples:
         for part in reward_parts(config.reward):
-            resolve_reward(part)
+            if part.function != REWARD_MODEL:
+                resolve_reward(part)
     if config.task == "rl":
         _check_own_algorithm(config.algorithm)
 
@@ -57,7 +59,12 @@ def _missing_data(config: TrainerConfig) -> Iterator[str]:
 
 
 def _missing_models(config: TrainerConfig) -> Iterator[str]:
-    roles: dict[str, RoleConfig | TeacherConfig | None] = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    roles: dict[str, RoleConfig | TeacherConfig | RewardModelConfig | None] = {
+        "actor": config.actor,
+        "critic": config.critic,
+        "ref": config.ref,
+        "reward.model": config.reward.model,
+    }
     roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     for name, role in roles.items():
         path = None if role is None else role.engine.model.path

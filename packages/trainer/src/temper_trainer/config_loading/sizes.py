@@ -1,6 +1,7 @@
 """The sizes that follow from a configuration, in prompts, completions, updates and tokens, for a person to look at before a run."""
 
 from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.reward_model import RewardModelConfig
 from temper_trainer.config.run import RoleConfig, TrainerConfig
 
 
@@ -10,6 +11,8 @@ def derived_sizes(config: TrainerConfig) -> list[str]:
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]
+    if config.reward.model is not None:
+        lines.append(_reward_model_line(config.reward.model, engine=config.model_engine))
     lines += [_teacher_line(name, teacher, engine=config.model_engine) for name, teacher in config.teachers.items()]
     return [*lines, f"run folder: {config.run.dir}"]
 
@@ -55,6 +58,11 @@ def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
     return (
         f"teachers.{name}: {source} on {engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route {route!r}, frozen"
     )
+
+
+def _reward_model_line(model: RewardModelConfig, *, engine: str) -> str:
+    workers = f"{model.num_workers} worker" + ("s" if model.num_workers > 1 else "")
+    return f"reward.model: {model.engine.model.path} on {engine}, {workers}, {model.engine.precision.compute}, frozen"
 
 
 def _role_line(name: str, role: RoleConfig, *, engine: str) -> str:

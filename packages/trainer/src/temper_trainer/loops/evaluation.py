@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.turns import complete
+from temper_trainer.loops.turns import all_tokens, complete
 from temper_trainer.metrics.log import SampleRow
 from temper_trainer.types import SamplingRequest
 
@@ -34,7 +34,7 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
     ]
     talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
-    scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)))
+    scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)), tokens=all_tokens(talks))
     rewards = [score.reward + talk.reward for score, talk in zip(scores, talks, strict=True) if score.reward is not None]
     rows = [
         SampleRow(prompt=p.text, completion=t, answer=p.answer, reward=s.reward if s.reward is not None else float("nan"))

@@ -13,10 +13,11 @@ from temper_trainer.environment.opening import environment_maker
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.turns import complete
+from temper_trainer.loops.turns import all_tokens, complete
 from temper_trainer.metrics.log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.opening import Runtime
+from temper_trainer.runtime.reward_model import open_reward_model
 from temper_trainer.types import Prompt, SamplingRequest
 from temper_trainer.weight_sync.publish import Publisher
 from temper_trainer.weight_sync.transport import NothingToSend
@@ -30,6 +31,9 @@ def open_inference(
     with ExitStack() as stack:
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
+        reward_model = open_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        if reward_model is not None:
+            stack.callback(reward_model.close)
         yield Rooms(
             config=config,
             log=log,
@@ -37,7 +41,7 @@ def open_inference(
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=False),
             eval_prompts=prompts,
             sampler=sampler,
-            scorer=stack.enter_context(Scorer(config.reward)),
+            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles={},
             publisher=Publisher(transport=NothingToSend(), sampler=sampler, version=sampler.weight_version),
             teachers=None,
@@ -66,7 +70,7 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
     ]
     talks, metrics = complete(rooms, requests, prompts=asked)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
-    scores = rooms.scorer.score(list(zip(asked, texts, strict=True)))
+    scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
     lines = [
         json.dumps(
             {

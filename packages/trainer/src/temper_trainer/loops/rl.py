@@ -32,6 +32,7 @@ from temper_trainer.rollout.continuing import ContinuingSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
+from temper_trainer.runtime.reward_model import open_reward_model
 from temper_trainer.runtime.teachers import open_teachers
 from temper_trainer.types import DataCursor, Prompt
 from temper_trainer.waits import Watchdog
@@ -120,6 +121,9 @@ def open_rooms(
         teachers = open_teachers(config, runtime=runtime, tokenizer=tokenizer)
         if teachers is not None:
             stack.callback(teachers.close)
+        reward_model = open_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        if reward_model is not None:
+            stack.callback(reward_model.close)
         transport = open_transport(config, actor=roles["actor"], sampler=sampler)
         stack.callback(transport.close)
         publisher = Publisher(transport=transport, sampler=sampler, version=state.weight_version - 1)
@@ -130,7 +134,7 @@ def open_rooms(
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor),
             eval_prompts=eval_prompts,
             sampler=_sampler_of_loop(config, sampler),
-            scorer=stack.enter_context(Scorer(config.reward)),
+            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles=roles,
             publisher=publisher,
             teachers=teachers,

@@ -12,7 +12,7 @@ from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
-from temper_trainer.loops.turns import Conversation, complete
+from temper_trainer.loops.turns import Conversation, all_tokens, complete
 from temper_trainer.reward.shaping import RewardMoments, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
 
@@ -105,7 +105,7 @@ def sample_rollouts(
     completions = [completion for talk in talks for completion in talk.completions]
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     with clock.phase("reward"):
-        scores = rooms.scorer.score(list(zip(asked, texts, strict=True)))
+        scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
     check_staleness(completions, config=config, version=rooms.publisher.version)
     num_sampled = len(prompts) * group_size
     baselines = _baselines(config, scores[num_sampled:], num_prompts=len(prompts))

@@ -57,6 +57,11 @@ class Conversation:
         self.pending = ()
 
 
+def all_tokens(talks: Sequence[Conversation]) -> list[list[int]]:
+    """Of each rollout, the prompt's tokens and everything after it."""
+    return [[*talk.request.prompt_tokens, *talk.tokens] for talk in talks]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Of a rollout."""

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import RewardConfig
 from temper_trainer.config.importing import import_named, is_import_path
+from temper_trainer.config.reward_model import REWARD_MODEL
 from temper_trainer.reward.exact_match import exact_match
 from temper_trainer.reward.gsm8k import gsm8k_flexible, gsm8k_strict
 from temper_trainer.reward.math_verify import math_verify
@@ -46,6 +47,8 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
+        if name == REWARD_MODEL:
+            raise ConfigError(f"{name!r} means the score of reward.model: choose another name.")
         if _REGISTERED.setdefault(name, function) is not function:
             raise ConfigError(f"there already is a reward named {name!r} ({_REGISTERED[name].__module__}): choose another name.")
         return function

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import RewardConfig
+from temper_trainer.config.reward_model import REWARD_MODEL
+from temper_trainer.reward.model_scoring import ScoresTokens, model_outcomes
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
 from temper_trainer.reward.process_scoring import ProcessScoring
 from temper_trainer.reward.registry import resolve_reward, reward_parts
@@ -27,41 +29,55 @@ class _Scoring(Protocol):
 class Scorer:
     """Scores completions as the configuration says; a context manager, because it may hold processes."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Resolve the function; processes start on entering.
+    def __init__(self, config: RewardConfig, *, model: ScoresTokens | None = None) -> None:
+        """Resolve the functions; processes start on entering.
+
+        Args:
+            config: of the run.
+            model: the reward model, where a part of the reward is its score.
 
         Raises:
             ConfigError: see resolve_reward.
         """
         self._config = config
-        self._calls = [Call(function=resolve_reward(part), arguments=dict(part.arguments)) for part in reward_parts(config)]
+        self._model = model
+        self._calls = [
+            None if part.function == REWARD_MODEL else Call(function=resolve_reward(part), arguments=dict(part.arguments))
+            for part in reward_parts(config)
+        ]
         self._weights = list(config.components.values())
-        self._scorings: list[_Scoring] = []
+        self._scorings: list[_Scoring | None] = []
         self._failures: Counter[FailureKind] = Counter()
 
     def __enter__(self) -> "Scorer":
         config = self._config
         for call in self._calls:
-            self._scorings.append(
-                ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
-                if config.num_workers
-                else ThreadScoring(call, timeout_s=config.timeout_s)
-            )
+            if call is None:
+                self._scorings.append(None)
+            elif config.num_workers:
+                self._scorings.append(ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers))
+            else:
+                self._scorings.append(ThreadScoring(call, timeout_s=config.timeout_s))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for scoring in self._scorings:
-            scoring.close()
+            if scoring is not None:
+                scoring.close()
         self._scorings = []
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None) -> list[Score]:
         """One score per (prompt, completion text), in order.
+
+        Args:
+            items: for functions.
+            tokens: for a reward model, needed where there is one: of each item, the prompt's and everything after it.
 
         Raises:
             RewardFailureError: a larger share of these failed than reward.max_failure_share.
         """
         assert self._scorings, "a Scorer scores inside its `with` only"
-        by_part = [scoring.run(items) for scoring in self._scorings]
+        by_part = [self._by_model(items, tokens) if scoring is None else scoring.run(items) for scoring in self._scorings]
         # The first failure of an item speaks for it.
         outcomes = [next((each for each in of_item if each.kind is not None), of_item[0]) for of_item in zip(*by_part, strict=True)]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
@@ -77,6 +93,11 @@ class Scorer:
         if not self._weights:
             return scores
         return [self._weighed(score, of_item) for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)]
+
+    def _by_model(self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None) -> list[Outcome]:
+        assert self._model is not None, "the configuration was checked: what names a reward model has one"
+        assert tokens is not None
+        return model_outcomes(self._model, items, tokens=tokens)
 
     @property
     def _name(self) -> str:

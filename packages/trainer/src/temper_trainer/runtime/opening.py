@@ -14,6 +14,7 @@ from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
 from temper_trainer.runtime.placement import RoleRequest
+from temper_trainer.runtime.reward_model import ROLE as REWARD_MODEL_ROLE
 from temper_trainer.runtime.teachers import teacher_roles
 from temper_trainer.runtime.vllm_opening import open_local_servers
 
@@ -78,6 +79,8 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         rollout = config.rollout
         per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
         requests["rollout"] = RoleRequest(num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica)
+    if config.samples and (model := config.reward.model) is not None:
+        requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
     for name, teacher in teacher_roles(config.teachers).items():
         # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
         requests[name] = RoleRequest(num_workers=teacher.num_workers, pool=f"{teacher.pool}/{name}")

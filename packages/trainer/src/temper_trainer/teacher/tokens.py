@@ -36,20 +36,30 @@ def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedToken
     Raises:
         ConfigError: they differ and mapping was not asked for, or they share no token.
     """
-    ours, theirs = policy.get_vocab(), teacher.get_vocab()
-    if ours == theirs:
+    difference = same_tokens(policy, teacher)
+    if not difference:
         return None
-    shared = ours.keys() & theirs.keys()
-    moved = [token for token in sorted(shared) if ours[token] != theirs[token]]
     if not may_map:
-        example = f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other" if moved else ""
         raise ConfigError(
-            f"teachers.{name} has another tokenizer than the policy: {len(ours)} and {len(theirs)} tokens, {len(shared)} of them in both"
-            f"{example}. Take a teacher with the policy's tokenizer, or set distillation.tokenizer_mismatch=map."
+            f"teachers.{name} has another tokenizer than the policy: {difference}. Take a teacher with the policy's tokenizer, or set "
+            "distillation.tokenizer_mismatch=map."
         )
+    ours, theirs = policy.get_vocab(), teacher.get_vocab()
+    shared = ours.keys() & theirs.keys()
     if not shared:
         raise ConfigError(f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher.")
     backward = torch.full((max(theirs.values()) + 1,), -1, dtype=torch.int64)
     for token in shared:
         backward[theirs[token]] = ours[token]
     return TokenMap(forward={ours[token]: theirs[token] for token in shared}, backward=backward)
+
+
+def same_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+    """Empty where every id means the same token in both; else how they differ."""
+    ours, theirs = policy.get_vocab(), other.get_vocab()
+    if ours == theirs:
+        return ""
+    shared = ours.keys() & theirs.keys()
+    moved = [token for token in sorted(shared) if ours[token] != theirs[token]]
+    example = f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other" if moved else ""
+    return f"{len(ours)} and {len(theirs)} tokens, {len(shared)} of them in both{example}"

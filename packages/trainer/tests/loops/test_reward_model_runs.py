@@ -1,0 +1,116 @@
+"""A reward model that one run has trained is the reward of the next."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.loops import RunResult
+from temper_trainer.loops import step as step_page
+from temper_trainer.loops.rooms import Rooms
+from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.types import Rollout
+
+from .test_task_runs import TINY, pairs, write
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run folder of a reward model that likes good answers, and the questions it knows."""
+    from temper_trainer.config_loading import load
+    from temper_trainer.loops import train
+
+    folder = tmp_path_factory.mktemp("rm")
+    settings = [*TINY, "task=rm", pairs(folder), "actor.engine.model.model_type=reward_model", "run.total_steps=20"]
+    loaded = load([*settings, f"run.dir={folder / 'run'}"])
+    result = train(loaded.config, digest=loaded.digest, write_config=lambda _: None)
+    questions = write(folder / "questions.jsonl", [{"question": f"{a} + {b}", "answer": str(a + b)} for a in (1, 2) for b in (3, 4)])
+    return result.directory, questions
+
+
+def settings(trained: tuple[Path, str], *more: str) -> tuple[str, ...]:
+    folder, questions = trained
+    return (
+        questions,
+        *(setting for setting in TINY if "tokenizer" not in setting),
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={folder / 'tokenizer'}",
+        f"reward.model.engine.model={{path: {folder / 'huggingface'}, model_type: reward_model}}",
+        "reward.model.engine.precision.compute=fp32",
+        "reward.model.engine.device=cpu",
+        "algorithm.group_size=8",
+        "batching.prompts_per_step=4",
+        "sampling.max_tokens=4",
+        "run.table_every=0",
+        "run.save_model=false",
+        *more,
+    )
+
+
+def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
+    """What transformers says of prompt and completion, one sequence at a time."""
+    judge = AutoModelForTokenClassification.from_pretrained(model)
+    with torch.no_grad():
+        rows = [torch.tensor([[*rollout.prompt.tokens, *rollout.completion.tokens]]) for rollout in rollouts]
+        return [float(judge(input_ids=row).logits[0, -1, 0]) for row in rows]
+
+
+def test_the_policy_learns_what_the_reward_model_likes(
+    run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[StepResult] = []
+
+    def watched(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        found.append(rl_step(rooms, step=step, **given))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(step_page, "rl_step", watched)
+    run(tmp_path / "run", *settings(trained, "reward.function=reward_model", "run.total_steps=12"), base=())
+    rewards = [rollout.reward for rollout in found[0].rollouts]
+    assert rewards == pytest.approx(scores_of(trained[0] / "huggingface", found[0].rollouts), rel=1e-4, abs=1e-5)
+    assert len(rewards) == 32
+    means = [row["reward/mean"] for row in rows(tmp_path / "run")]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.5
+
+
+def test_a_reward_model_is_one_reward_among_others(
+    run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts: list[Rollout] = []
+
+    def watched(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        result = rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        rollouts.extend(result.rollouts)
+        return result
+
+    monkeypatch.setattr(step_page, "rl_step", watched)
+    both = "reward.components={exact_match: 1.0, reward_model: 0.25}"
+    run(tmp_path / "run", *settings(trained, both, "run.total_steps=1"), base=())
+    expected = scores_of(trained[0] / "huggingface", rollouts)
+    assert [rollout.components[1] for rollout in rollouts] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([r.components[0] + 0.25 * r.components[1] for r in rollouts])
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused(run: Run, tmp_path: Path, trained: tuple[Path, str]) -> None:
+    own = ("data.tokenizer.kind=word_level", "data.tokenizer.path=null", "reward.function=reward_model", "run.total_steps=1")
+    with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
+        run(tmp_path / "run", *settings(trained, *own), base=())
+
+
+@pytest.mark.ray
+def test_a_reward_model_on_ray_gives_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    two = settings(trained, "reward.function=reward_model", "run.total_steps=2")
+    run(tmp_path / "inline", *two, base=())
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        run(tmp_path / "ray", *two, "runtime.kind=ray", base=())
+    finally:
+        ray.shutdown()
+    assert rows(tmp_path / "ray") == rows(tmp_path / "inline")
