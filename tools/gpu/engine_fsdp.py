@@ -2,7 +2,8 @@
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. python -m tools.gpu.engine_fsdp --out FOLDER [--jobs alone,four-0.5B,...]
 
-Needs torch with CUDA and transformers, pytest and hypothesis for ``checks``; made for four GPUs of one host, and runs what fits on fewer.
+Needs torch with CUDA and transformers, pytest and hypothesis for ``checks`` and ``tests``, liger-kernel and cut-cross-entropy for
+``kernels``; made for four GPUs of one host, and runs what fits on fewer.
 Every job is a wave of tasks that run side by side on GPUs of their own, each in its own processes and with its own time limit. Rows are
 appended to FOLDER/rows.jsonl as soon as they are measured, what tasks print to FOLDER/log.txt; the table comes last, and is in
 FOLDER/table.txt. ``--rehearse`` runs all of it on a CPU, at a tiny size.
@@ -94,6 +95,15 @@ WAVES: Mapping[str, Wave] = {
     "ranks": Wave(limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="ranks"), Task(name="strategies"))),
 }
 """By importance."""
+ON_TWO: Mapping[str, Wave] = {
+    "scaling-0.5B": Wave(limit_s=150, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
+    "kernels": Wave(limit_s=70, tasks=(Task(name="heads"), Task(name="liger-0.5B"), Task(name="eager-0.5B"))),
+    "watcher": Wave(limit_s=60, tasks=(Task(name="watcher", gpus=2, command=("-m", "tools.gpu.fsdp_watcher", "--device", "{device}")),)),
+    "ranks-2": Wave(limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="strategies", gpus=2))),
+    "tests": Wave(limit_s=60, tasks=(Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),)),
+    "scaling-1.5B": Wave(limit_s=150, tasks=(*_speeds("1.5B", gpus=1), *_speeds("1.5B", gpus=2))),
+}
+"""For a lease of two GPUs; run where they are named."""
 
 
 class Running:
@@ -110,7 +120,7 @@ class Running:
         environment["PYTHONPATH"] = os.pathsep.join([str(options.entry_points), os.environ.get("PYTHONPATH", "")])
         if not options.rehearse:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        command = [part.format(out=options.out) for part in task.command]
+        command = [part.format(out=options.out, device="cpu" if options.rehearse else "cuda") for part in task.command]
         if not command:
             command = ["-m", "tools.gpu.fsdp_jobs", task.name, "--world-size", str(task.gpus), "--rows", str(options.rows.path)]
             command += ["--rehearse"] if options.rehearse else []
@@ -174,7 +184,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", default=",".join(WAVES), help="comma-separated, in the order in which they run")
+    parser.add_argument(
+        "--jobs", default=",".join(WAVES), help=f"comma-separated, in the order in which they run; also {', '.join(ON_TWO)}"
+    )
     parser.add_argument("--budget-s", type=float, default=560.0, help="all jobs together; what does not fit any more is left out")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a tiny size; the commands of pytest run as they are")
     options = parser.parse_args()
@@ -199,8 +211,8 @@ def run_jobs(options: argparse.Namespace) -> None:
         if left < 15:
             print(f"{job}: left out, the budget of {options.budget_s:.0f} s is spent", flush=True)
             continue
-        begun = time.monotonic()
-        run_wave(WAVES[job], limit_s=min(WAVES[job].limit_s * (5 if options.rehearse else 1), left), options=options)
+        begun, wave = time.monotonic(), {**WAVES, **ON_TWO}[job]
+        run_wave(wave, limit_s=min(wave.limit_s * (5 if options.rehearse else 1), left), options=options)
         print(f"{job}: {time.monotonic() - begun:.0f} s", flush=True)
         (options.out / "table.txt").write_text(table(options.rows.read()))
 

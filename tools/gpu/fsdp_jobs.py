@@ -23,6 +23,7 @@ from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Res
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.fused_head import linear_logprob
+from tools.gpu.fsdp_heads import heads
 from tools.gpu.fsdp_timing import Place, report_speed, synchronize, times_of
 from tools.gpu.fsdp_workload import FULL, REHEARSAL, Scale, mini_batch, share_of
 from tools.gpu.plain_loop import PlainLoop
@@ -224,15 +225,16 @@ def background(place: Place) -> None:
         shutil.rmtree(folder)
 
 
-def engine_speed(place: Place, *, shape: str, is_compiled: bool = True) -> None:
+def engine_speed(place: Place, *, shape: str, is_compiled: bool = True, has_liger: bool = False) -> None:
     """The RL update of the engine: log-prob with gradient, entropy, clipped objective; planned by the engine."""
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     changes = COMPILED if is_compiled and scale.compiles else {}
-    engine = started(large_config(scale, shape, **changes))
+    engine = started(large_config(scale, shape, **changes, liger_layers=has_liger and scale.device == "cuda"))
     packed = engine.shard_data(batch, max_tokens=scale.micro_batch_tokens)
     once = partial(update, engine, packed, (Query.ENTROPY,))
-    report_speed(place, once, who="engine, compiled" if is_compiled else "engine, eager", shape=shape, batch=batch)
+    who = "engine, compiled" if is_compiled else "engine, Liger" if has_liger else "engine, eager"
+    report_speed(place, once, who=who, shape=shape, batch=batch)
     engine.close()
 
 
@@ -271,6 +273,8 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
     "background": background,
     **{f"engine-{shape}": partial(engine_speed, shape=shape) for shape in FULL.shapes},
     **{f"plain-{shape}": partial(plain_speed, shape=shape) for shape in FULL.shapes},
+    "heads": heads,
+    **{f"liger-{shape}": partial(engine_speed, shape=shape, is_compiled=False, has_liger=True) for shape in FULL.shapes},
     **{f"eager-{shape}": partial(engine_speed, shape=shape, is_compiled=False) for shape in FULL.shapes},
 }
 

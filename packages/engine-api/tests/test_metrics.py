@@ -1,13 +1,14 @@
 """Metrics merge the same in any grouping, and read as what they say."""
 
 import math
+import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_api.metrics import Metric, Reduction, merge_metrics, settle_metrics, weighted_mean
+from temper_engine_api.metrics import LateMetrics, Metric, Reduction, merge_metrics, settle_metrics, weighted_mean
 
 VALUES = st.lists(st.integers(-100, 100), min_size=1, max_size=12)
 EXPECTED = {"mean": lambda v: sum(v) / len(v), "sum": sum, "max": max, "min": min}
@@ -56,3 +57,22 @@ def test_settling_makes_floats_of_tensors_and_keeps_the_reduction() -> None:
     settled = settle_metrics({"a": Metric(value=torch.tensor(2.5), weight=torch.tensor(2), reduction="max"), "b": Metric(value=3)})
     assert settled == {"a": Metric(value=2.5, weight=2.0, reduction="max"), "b": Metric(value=3.0, weight=1.0)}
     assert settle_metrics({}) == {}
+
+
+def test_late_metrics_are_made_once_when_they_are_first_read() -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Metric]:
+        made.append(1)
+        return {"loss": Metric(value=6.0, weight=2.0)}
+
+    late = LateMetrics(make)
+    assert not made
+    assert late["loss"].result == 3.0
+    assert (list(late), len(late), len(made)) == (["loss"], 1, 1)
+
+
+def test_late_metrics_travel_as_a_plain_dict() -> None:
+    arrived = pickle.loads(pickle.dumps(LateMetrics(lambda: {"loss": Metric(value=6.0, weight=2.0)})))
+    assert type(arrived) is dict
+    assert arrived["loss"].result == 3.0

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Answers, Query
-from temper_engine_api.specs import PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp import attention
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.liger import check_kernels, take_kernels
+from temper_engine_fsdp.optimizer import ShardedAdamW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -144,6 +146,60 @@ def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEng
         update()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+    engine = start(optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=0.5))
+    norms(engine, batch, count=1)
+    engine.optimizer_zero_grad()
+    packed = engine.shard_data(batch, max_tokens=20)
+    with engine.train_mode():
+        result = engine.forward_backward_batch(packed, forward_only=False)
+    optimizer = engine._parts.optimizer
+    assert isinstance(optimizer, ShardedAdamW)
+    assert optimizer.runs_behind
+    launched: list[int] = []
+
+    def note() -> None:
+        # On the way to here nothing waited: this mode turns every wait into an error.
+        launched.append(torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("default")
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = optimizer.step(lr=1e-2, then=note)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert launched == [2]
+    assert norm > 0
+    assert result.metrics["speed/tokens_per_s"].result > 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.01, 100.0])
+def test_the_device_and_the_host_decide_alike(start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None) -> None:
+    spec = OptimizerSpec(lr=1e-2, clip_grad_norm=clip)
+    found = []
+    for runs_behind in (True, False):
+        engine = start(optimizer=spec, precision=PrecisionSpec(compute="fp32"))
+        optimizer = engine._parts.optimizer
+        assert isinstance(optimizer, ShardedAdamW)
+        optimizer.runs_behind = runs_behind
+        found.append(norms(engine, batch, count=4))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_ligers_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'")
+    device = torch.device("cuda", 0)
+    check_kernels(take_kernels(device), name="liger-kernel", device=device, compute=compute, sizes={"norm": 896, "gate": 4864})
+
+
+def test_an_engine_trains_alike_with_ligers_layers(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'")
+    exact = PrecisionSpec(compute="fp32")
+    plain = norms(start(precision=exact), batch, count=4)
+    assert norms(start(precision=exact, liger_layers=True), batch, count=4) == pytest.approx(plain, rel=1e-4)
 
 
 def _mean_logprob(answers: Answers, micro: SequenceBatch, *, denominator: int) -> Tensor:

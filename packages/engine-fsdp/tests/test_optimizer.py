@@ -1,7 +1,7 @@
 """AdamW on shards, on one rank, against the update worked by hand."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp import process_group
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.sharded import RowSharded
+
+MakeOptimizer = Callable[[OptimizerSpec], ShardedAdamW]
 
 
 @pytest.fixture
@@ -31,16 +33,30 @@ def parameters() -> Iterator[dict[str, RowSharded]]:
     process_group.leave(membership)
 
 
-def optimizer(parameters: dict[str, RowSharded], spec: OptimizerSpec) -> ShardedAdamW:
-    return ShardedAdamW(parameters, spec=spec, sum_over_shards=lambda square: square)
+@pytest.fixture(params=[False, True], ids=["host decides", "device decides"])
+def runs_behind(request: pytest.FixtureRequest) -> bool:
+    """Whether the update is launched before the norm is known, as on CUDA."""
+    assert isinstance(request.param, bool)
+    return request.param
+
+
+@pytest.fixture
+def optimizer(parameters: dict[str, RowSharded], runs_behind: bool) -> MakeOptimizer:
+    def make(spec: OptimizerSpec) -> ShardedAdamW:
+        made = ShardedAdamW(parameters, spec=spec, sum_over_shards=lambda square: square)
+        assert not made.runs_behind
+        made.runs_behind = runs_behind
+        return made
+
+    return make
 
 
 def value(parameter: RowSharded) -> float:
     return float(parameter.local())
 
 
-def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(parameters: dict[str, RowSharded]) -> None:
-    norm = optimizer(parameters, OptimizerSpec(weight_decay=0.5, clip_grad_norm=None)).step(lr=0.1)
+def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+    norm = optimizer(OptimizerSpec(weight_decay=0.5, clip_grad_norm=None)).step(lr=0.1)
     # sqrt(3^2 + 4^2) = 5. Bias-corrected, the first step is lr * sign(g):
     # matrix 2 * (1 - 0.1 * 0.5) - 0.1 = 1.8; vector 1 + 0.1 = 1.1, without decay.
     assert norm == 5.0
@@ -48,8 +64,8 @@ def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(parameters:
     assert value(parameters["vector"]) == pytest.approx(1.1, abs=1e-6)
 
 
-def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, RowSharded]) -> None:
-    sharded = optimizer(parameters, OptimizerSpec(clip_grad_norm=0.01))
+def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+    sharded = optimizer(OptimizerSpec(clip_grad_norm=0.01))
     assert sharded.step(lr=0.1) == 5.0
     # 0.01 / 5 of each gradient; the first moment is a tenth of it.
     assert float(sharded.moments["matrix"].first) == pytest.approx(0.1 * 3.0 * 0.01 / 5.0)
@@ -57,18 +73,40 @@ def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, RowShar
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_gradient_touches_nothing(parameters: dict[str, RowSharded], bad: float) -> None:
+def test_a_nonfinite_gradient_touches_nothing(parameters: dict[str, RowSharded], optimizer: MakeOptimizer, bad: float) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(bad)
-    sharded = optimizer(parameters, OptimizerSpec())
+    sharded = optimizer(OptimizerSpec())
     assert not math.isfinite(sharded.step(lr=0.1))
     assert (value(parameters["matrix"]), value(parameters["vector"])) == (2.0, 1.0)
     assert all(float(m.count) == 0 and float(m.first) == 0 and float(m.second) == 0 for m in sharded.moments.values())
 
 
-def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[str, RowSharded]) -> None:
+def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(1e30)
-    assert optimizer(parameters, OptimizerSpec()).step(lr=0.1) == pytest.approx(1e30)
+    assert optimizer(OptimizerSpec()).step(lr=0.1) == pytest.approx(1e30)
+
+
+def test_the_device_clips_as_the_host_does_bit_for_bit(parameters: dict[str, RowSharded]) -> None:
+    kept = []
+    for runs_behind in (False, True):
+        for parameter, weight, gradient in zip(parameters.values(), (2.0, 1.0), (0.3, -0.7), strict=True):
+            parameter.local().fill_(weight)
+            found = parameter.local_gradient()
+            assert found is not None
+            found.fill_(gradient)
+        made = ShardedAdamW(parameters, spec=OptimizerSpec(clip_grad_norm=0.123), sum_over_shards=lambda square: square)
+        made.runs_behind = runs_behind
+        norm = made.step(lr=0.1)
+        kept.append([norm, *(value(p) for p in parameters.values()), *(float(m.second) for m in made.moments.values())])
+    assert kept[0] == kept[1]
+
+
+def test_what_follows_an_update_is_called_once_it_is_launched(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+    seen: list[float] = []
+    optimizer(OptimizerSpec()).step(lr=0.1, then=lambda: seen.append(value(parameters["vector"])))
+    assert seen == [value(parameters["vector"])]
+    assert seen != [1.0]

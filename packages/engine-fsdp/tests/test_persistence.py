@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.errors import CheckpointError
+from temper_engine_api.errors import CheckpointError, EngineStateError
 from temper_engine_api.specs import Scalar
 from temper_engine_fsdp import persistence
 from temper_engine_fsdp.config import FSDPConfig
@@ -48,6 +48,49 @@ def test_moments_and_counts_come_back_bit_for_bit(start: Callable[..., FSDPEngin
         assert (theirs.name, theirs.update_count) == (ours.name, 2)
         for column in ("master", "first_moment", "second_moment"):
             assert torch.equal(getattr(theirs, column), getattr(ours, column)), (ours.name, column)
+
+
+def trained_once(engine: FSDPEngine, batch: SequenceBatch) -> None:
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_step(batch)
+    engine.optimizer_step()
+
+
+def test_a_part_that_is_written_in_the_background_holds_what_was_there(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
+) -> None:
+    engine, other = start(), start()
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    trained_once(engine, batch)
+    state = list(engine.export_state())
+    engine.stage_part(str(tmp_path))
+    trained_once(engine, batch)
+    with pytest.raises(EngineStateError, match=r"still being written: call finish_part\(\)"):
+        engine.stage_part(str(tmp_path / "second"))
+    report = engine.finish_part()
+    assert {record.path for record in report.files} == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert engine.has_written_part
+    other.read_part(str(tmp_path))
+    assert other.num_updates == 1
+    for ours, theirs in zip(other.export_state(), state, strict=True):
+        assert torch.equal(ours.master, theirs.master), ours.name
+        assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
+
+
+def test_a_part_that_was_never_staged_cannot_be_finished(start: Callable[..., FSDPEngine]) -> None:
+    with pytest.raises(EngineStateError, match=r"call stage_part\(\) before finish_part\(\)"):
+        start().finish_part()
+
+
+def test_a_part_that_can_not_be_written_is_told_by_whoever_finishes_it(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
+    engine = start()
+    (tmp_path / "file").touch()
+    engine.stage_part(str(tmp_path / "file"))
+    with pytest.raises(Exception, match="file"):
+        engine.finish_part()
+    engine.stage_part(str(tmp_path))
+    assert engine.finish_part().files
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ class Outcome(TypedDict):
     weights: dict[str, Tensor]
 
 
-def run_ranks(world_size: int, *, fsdp_size: str, folder: Path, strategy: str = "fsdp2") -> list[Outcome]:
+def run_ranks(world_size: int, *, fsdp_size: str, folder: Path, strategy: str = "fsdp2", keeping: str = "reshards") -> list[Outcome]:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), strategy, fsdp_size, str(folder)],
+            [sys.executable, "-W", "error", str(SCRIPT), strategy, fsdp_size, keeping, str(folder)],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -49,12 +49,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "alone")[0]
 
 
-# Two shards of one copy; two copies that are not sharded.
+# Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass.
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("fsdp_size", ["all", "1"])
-def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str, tmp_path: Path) -> None:
-    for outcome in run_ranks(2, fsdp_size=fsdp_size, strategy=strategy, folder=tmp_path / "ranks"):
+@pytest.mark.parametrize(
+    ("strategy", "fsdp_size", "keeping"),
+    [
+        ("fsdp2", "all", "reshards"),
+        ("fsdp2", "1", "reshards"),
+        ("fsdp1", "all", "reshards"),
+        ("fsdp1", "1", "reshards"),
+        ("fsdp2", "all", "keeps"),
+    ],
+)
+def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(2, fsdp_size=fsdp_size, strategy=strategy, keeping=keeping, folder=tmp_path / "ranks"):
+        # The last update is that of the first weights, loaded again.
+        assert outcome["norms"][3] == pytest.approx(outcome["norms"][0], rel=1e-6)
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -51,6 +51,19 @@ def test_errors_that_no_collective_raised_pass_as_they_are() -> None:
             raise error
 
 
+def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
+    stages, is_done = alone(), [False, False]
+    for i, name in enumerate(("a training call", "the update")):
+        with stages.stage(name):
+            stages.detail = f"micro-batch {i + 1}"
+            stages.leave_running(lambda i=i: is_done[i])  # type: ignore[misc]
+    assert str(stages._unfinished()) == "a training call (micro-batch 1)"
+    is_done[0] = True
+    assert str(stages._unfinished()) == "the update (micro-batch 2)"
+    is_done[1] = True
+    assert stages._unfinished() is None
+
+
 def test_a_stage_within_a_stage_belongs_to_it() -> None:
     stages, seen = alone(), []
     with stages.stage("saving a checkpoint"):

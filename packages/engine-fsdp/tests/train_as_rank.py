@@ -1,4 +1,7 @@
-"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set: train_as_rank.py STRATEGY FSDP_SIZE FOLDER."""
+"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set.
+
+train_as_rank.py STRATEGY FSDP_SIZE RESHARDS FOLDER
+"""
 
 import sys
 from collections.abc import Mapping
@@ -50,7 +53,7 @@ def make_batch() -> SequenceBatch:
     )
 
 
-def main(strategy: Strategy, fsdp_size: int | None, folder: Path) -> None:
+def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path) -> None:
     engine = FSDPEngine(
         FSDPConfig(
             model=ModelSpec(architecture=ARCHITECTURE),
@@ -58,23 +61,29 @@ def main(strategy: Strategy, fsdp_size: int | None, folder: Path) -> None:
             precision=PrecisionSpec(compute="fp32"),
             strategy=strategy,
             fsdp_size=fsdp_size,
+            reshard_after_forward=reshards,
             device="cpu",
         )
     )
     engine.init_model()
     engine.set_loss_fn(NegativeLogprob())
+    with engine.export_weights() as stream:
+        first = list(stream)
     norms = []
-    for _ in range(3):
+    for update in range(4):
+        if update == 3:
+            # What was gathered for the next pass must not outlive this.
+            with engine.export_weights() as stream:
+                weights: dict[str, Tensor] = dict(stream)
+            engine.load_weights(first)
         with engine.train_mode():
             engine.forward_backward_batch(engine.shard_data(make_batch(), max_tokens=24), forward_only=False)
         norms.append(engine.optimizer_step())
         engine.optimizer_zero_grad()
-    with engine.export_weights() as stream:
-        weights: dict[str, Tensor] = dict(stream)
     topology = engine.topology
     torch.save({"norms": norms, "weights": weights}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt")
     engine.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), Path(sys.argv[3]))  # type: ignore[arg-type]
+    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), sys.argv[3] == "reshards", Path(sys.argv[4]))  # type: ignore[arg-type]

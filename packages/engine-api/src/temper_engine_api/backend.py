@@ -73,7 +73,10 @@ class EngineBackend(ABC):
         """
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        """What an engine has to say about itself after a call, such as ``memory/allocated_gib``; logged beside the objective's metrics."""
+        """What an engine has to say about itself after a call, such as ``memory/allocated_gib``; logged beside the objective's metrics.
+
+        A mapping that waits for a device when it is read, and not before, keeps the host ahead of it.
+        """
         return {}
 
     @abstractmethod

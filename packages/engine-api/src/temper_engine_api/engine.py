@@ -7,6 +7,7 @@ Order of calls: ``init_model``, ``set_loss_fn``, then per update ``optimizer_zer
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
@@ -18,7 +19,7 @@ from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, co
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
 from temper_engine_api.hooks import DEFAULT_QUERY, Context, HookedStep, PostprocessFn, Predictions, PreprocessFn, RawBatch, RfcLoss
-from temper_engine_api.metrics import Metric, merge_metrics, settle_metrics
+from temper_engine_api.metrics import LateMetrics, Metric, merge_metrics, settle_metrics
 from temper_engine_api.objective import Answers, LossTerms, Objective, Query
 from temper_engine_api.outputs import Outputs, StepResult, gather_outputs, outputs_of
 from temper_engine_api.padding import from_padded
@@ -129,7 +130,8 @@ class BaseEngine(UpdateCycle):
             forward_only=forward_only,
             reduce_gradients=final and not forward_only,
         )
-        settled = settle_metrics(merge_metrics([*metrics, self._telemetry()]))
+        metrics.append(self._telemetry())
+        settled = LateMetrics(lambda: settle_metrics(merge_metrics(metrics)))
         if answers is None or not asked or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
         columns = {query: torch.cat([answer[query] for answer in answers]) for query in asked}
@@ -309,6 +311,37 @@ class BaseEngine(UpdateCycle):
             files = [*files, checkpoint.write_json(directory, checkpoint.PROGRESS_FILE, self._progress())]
         return checkpoint.report_part(directory, files)
 
+    def stage_part(self, directory: str) -> None:
+        """As ``write_part``, but return once the state is copied to host memory, and write it while training goes on. Collective.
+
+        ``finish_part`` must be called before the next one. Of engines that claim BACKGROUND_SAVE.
+
+        Raises:
+            EngineStateError: the part before was not finished.
+        """
+        self.require(Capability.BACKGROUND_SAVE)
+        if self._background_part.is_pending:
+            raise EngineStateError(f"a part is still being written: call finish_part() before another one is staged in {directory}.")
+        self.finish_saving()
+        staged = self._stage()
+        self._background_part.start(lambda: staged.write_part(directory), goal=Path(directory))
+
+    @property
+    def has_written_part(self) -> bool:
+        """Whether ``finish_part`` need not wait on this rank."""
+        return not self._background_part.is_pending or self._background_part.is_done
+
+    def finish_part(self) -> checkpoint.PartReport:
+        """Wait for what ``stage_part`` began; this rank's files. Collective.
+
+        Raises:
+            EngineStateError: nothing was staged.
+        """
+        report = self._background_part.finish()
+        if report is None:
+            raise EngineStateError("no part is being written: call stage_part() before finish_part().")
+        return report
+
     def read_part(self, directory: str) -> None:
         """Read the engine's part of a checkpoint. Collective."""
         with self._resident("update"):
@@ -380,9 +413,7 @@ class BaseEngine(UpdateCycle):
     def _save_in_background(self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None) -> str:
         self.require(Capability.BACKGROUND_SAVE)
         goal = checkpoint.step_directory(local_path, step)
-        with self._resident("update"):
-            write = self._stage_state()
-        staged = checkpoint.StagedEngine(config=self.config, topology=self.topology, write=write, progress=self._progress())
+        staged = self._stage()
         self._background_save.start(
             lambda: checkpoint.save_alone(
                 staged,
@@ -395,6 +426,11 @@ class BaseEngine(UpdateCycle):
             goal=goal,
         )
         return str(goal)
+
+    def _stage(self) -> checkpoint.StagedEngine:
+        with self._resident("update"):
+            write = self._stage_state()
+        return checkpoint.StagedEngine(config=self.config, topology=self.topology, write=write, progress=self._progress())
 
     @contextmanager
     def _in_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:

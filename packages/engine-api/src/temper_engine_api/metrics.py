@@ -1,8 +1,9 @@
 """A metric is a sum, a weight and a reduction, so that merging over micro-batches, ranks and steps never needs to guess."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -43,6 +44,28 @@ class Metric:
         if self.reduction == "mean":
             return value / weight if weight else math.nan
         return value
+
+
+class LateMetrics(Mapping[str, Metric]):
+    """Metrics that are made when they are first looked at: until then nobody waits for the device that computes them.
+
+    Pickled, they are a plain dict.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[str, Metric]]) -> None:
+        self._make = cache(make)
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._make()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+    def __reduce__(self) -> tuple[type[dict[str, Metric]], tuple[dict[str, Metric]]]:
+        return dict, (dict(self._make()),)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Metric:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.backend import EngineBackend
 from temper_engine_api.batch import PackedBatch
-from temper_engine_api.checkpoint import BackgroundSave
+from temper_engine_api.checkpoint import BackgroundSave, PartReport
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.schedule import learning_rate
@@ -53,7 +53,8 @@ class UpdateCycle(EngineBackend):
         self.num_updates = 0
         self.num_schedule_steps = 0
         self.loss_scale = LossScale(config.precision)
-        self._background_save = BackgroundSave()
+        self._background_save = BackgroundSave[str]()
+        self._background_part = BackgroundSave[PartReport]()
         self._gradients = Gradients.EMPTY
         self._trains_something = False
         self._pending_sample_ids: list[Tensor] = []
@@ -93,11 +94,12 @@ class UpdateCycle(EngineBackend):
         return norm
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background. Collective.
+        """Wait for a save in the background, also for a part of another's. Collective.
 
         Raises:
             CheckpointError: it failed; earlier steps are untouched.
         """
+        self._background_part.wait()
         self._background_save.finish()
 
     def _settle_background_save(self) -> None:

@@ -37,12 +37,16 @@ class FSDPConfig(EngineConfig):
     """auto is torch_varlen on CUDA in bf16, else sdpa_varlen: causal SDPA over buckets of sequences of similar length."""
     compile_layers: bool = False
     """Let torch.compile make the kernels of each decoder layer, and of a head that keeps its logits: faster after a minute of compiling."""
+    liger_layers: bool = False
+    """Take Liger's kernels for norms and gated units on CUDA, after a test at start finds them as exact as the plain formulas."""
     head_keeps_logits: bool = False
     """Hold all logits of a micro-batch in the compute dtype (bf16: 2 bytes x tokens x vocabulary) instead of computing chunks twice."""
     head_chunk_tokens: int | None = None
     """Positions whose logits are held at once; None fits 128 MiB of float32 logits on a CPU and 1 GiB on CUDA."""
     fast_float32_matmul: bool = True
     """Take oneDNN's float32 matmul kernels on a CPU where a test at start finds them as exact as the default ones."""
+    numa_affinity: bool = False
+    """Keep each rank on the processor cores near its GPU; where Linux tells none it changes nothing, and the log says so."""
     save_huggingface_weights: bool = False
     """Write safetensors beside ``huggingface/config.json`` in every checkpoint."""
     huggingface_shard_bytes: int = 4 << 30
@@ -69,6 +73,10 @@ class FSDPConfig(EngineConfig):
             raise ConfigError("attention torch_varlen needs CUDA, but device is cpu: use auto or sdpa_varlen.")
         if self.attention == "torch_varlen" and self.precision.compute == "fp32":
             raise ConfigError("attention torch_varlen computes in bf16 or fp16, but precision.compute is fp32: use sdpa_varlen.")
+        if self.liger_layers and self.device == "cpu":
+            raise ConfigError("liger_layers needs CUDA, but device is cpu: switch it off.")
+        if self.liger_layers and self.compile_layers:
+            raise ConfigError("liger_layers is on, but compile_layers makes such kernels by itself: switch one of them off.")
         if self.forward_prefetch < 0:
             raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but must be at least 0 layers.")
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:

@@ -28,7 +28,7 @@ from temper_engine_fsdp.parts import Parts, build_parts
 from temper_engine_fsdp.portable_files import open_files
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS
-from temper_engine_fsdp.telemetry import memory_metrics
+from temper_engine_fsdp.telemetry import WhenRead, memory_metrics
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter
@@ -83,6 +83,8 @@ class FSDPEngine(BaseEngine):
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+        if mode != "train":
+            self._parts.runner.forget_gathered()
         return self._parts.offloading.around(mode)
 
     def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
@@ -95,6 +97,7 @@ class FSDPEngine(BaseEngine):
         """
         if self._mode is not None:
             raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
+        self._parts.runner.forget_gathered()
         residency = self._parts.residency
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
@@ -134,7 +137,8 @@ class FSDPEngine(BaseEngine):
         return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        return {**memory_metrics(self._parts.membership.device), **self._parts.speed.metrics()}
+        memory, speed = memory_metrics(self._parts.membership.device), self._parts.speed.end()
+        return WhenRead(lambda: {**memory, **speed()})
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
@@ -145,7 +149,7 @@ class FSDPEngine(BaseEngine):
         optimizer = self._parts.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
         with self._parts.stages.stage("the update"):
-            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value)
+            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value, then=self._parts.runner.gather_ahead)
 
     def optimizer_step(self) -> float:
         """See UpdateCycle."""

@@ -80,6 +80,9 @@ class FlatShardedModule:
     def end_pass(self) -> None:
         """See ShardedModule: nothing is left, since every module but the empty root reshards after each pass."""
 
+    def gather_ahead(self) -> None:
+        """See ShardedModule: FSDP1 always reshards, so it gathers as it goes."""
+
     def recover(self) -> None:
         """See ShardedModule: FSDP1 begins anew with the next forward pass."""
 

@@ -45,6 +45,7 @@ class RowShardedModule:
         self.loss_factor = 1.0
         self.evaluation_reads_gradients = False
         self._reshards = reshards is not False
+        self._gathers_ahead = not self._reshards and not config.residency.offload_parameters and mesh.size(mesh.ndim - 1) > 1
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             # Gradients are summed, never averaged, because the denominators of a loss already belong to the whole mini-batch. On the
@@ -66,6 +67,12 @@ class RowShardedModule:
         """See ShardedModule."""
         for module in self._modules:
             module.reshard()
+
+    def gather_ahead(self) -> None:
+        """See ShardedModule."""
+        if self._gathers_ahead:
+            for module in self._modules:
+                module.unshard()
 
     def recover(self) -> None:
         """See ShardedModule."""

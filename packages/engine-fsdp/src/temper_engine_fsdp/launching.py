@@ -18,6 +18,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class LateNumber:
+    """A number that a device is still computing, on its way to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._on_host = number
+        self._arrival: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def result(self) -> float:
+        """Waits for it, and for nothing that was launched after it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._on_host)
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Python's cyclic garbage collector waits until after this, where it was on; what is no longer referred to is freed as always."""

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp.host_update import update_on_host
+from temper_engine_fsdp.launching import LateNumber
 from temper_engine_fsdp.sharded import Parameters, ShardedParameter
 
 Gradients = Mapping[str, Tensor]
@@ -51,25 +52,34 @@ class ShardedOptimizer(ABC):
         self._sum_over_shards = sum_over_shards
 
     @torch.no_grad()
-    def step(self, *, lr: float, loss_scale: float = 1.0) -> float:
+    def step(self, *, lr: float, loss_scale: float = 1.0, then: Callable[[], None] | None = None) -> float:
         """Global norm over all shards in float32 before clipping; clips and updates only where it is finite.
 
         Args:
             lr: the rate of this update.
             loss_scale: what gradients are divided by first.
+            then: called once the update is under way; on a device that the host need not wait for, before the norm is known.
         """
         found = ((name, parameter.local_gradient()) for name, parameter in self._parameters.items())
         gradients = {name: gradient for name, gradient in found if gradient is not None}
         if loss_scale != 1.0:
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
-        if not math.isfinite(norm):
-            return norm
+        late = LateNumber(norm)
+        if self._launch_update(gradients, norm=norm, lr=lr):
+            if then is not None:
+                then()
+            return late.result()
+        known = late.result()
+        if not math.isfinite(known):
+            return known
         limit = self._spec.clip_grad_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(list(gradients.values()), limit / norm)
+        if limit is not None and known > limit:
+            torch._foreach_mul_(list(gradients.values()), limit / known)
         self._update(gradients, lr=lr)
-        return norm
+        if then is not None:
+            then()
+        return known
 
     @abstractmethod
     def _update(self, gradients: Gradients, *, lr: float) -> None:
@@ -90,12 +100,21 @@ class ShardedOptimizer(ABC):
     def _decays(self, name: str) -> bool:
         return self._parameters[name].is_matrix or self._spec.decays_vectors
 
-    def _global_norm(self, gradients: list[Tensor]) -> float:
+    def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
+        """Clip and update in kernels that change nothing where the norm [] is not finite, so that the host need not know it.
+
+        Returns:
+            Whether that was done; else nothing has changed.
+        """
+        return False
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """[] float32, on the device."""
         device = next(iter(self._parameters.values())).local().device
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros((), device=device)]
         # float64 holds the square of every float32 norm.
         square = torch.stack(norms).double().square().sum()
-        return float(self._sum_over_shards(square).sqrt().float())
+        return self._sum_over_shards(square).sqrt().float()
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -106,17 +125,38 @@ class ShardedAdamW(ShardedOptimizer):
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
         self._on_cpu = on_cpu
+        self.runs_behind = not on_cpu and any(parameter.local().is_cuda for parameter in parameters.values())
+        """Whether updates run on a device that the host does not wait for."""
         devices = {name: torch.device("cpu") if on_cpu else parameter.local().device for name, parameter in parameters.items()}
         self.moments = {name: _fresh_moments(parameters[name].local(), device=device) for name, device in devices.items()}
+
+    def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
+        if not self.runs_behind or not all(self._can_update_in_place(name) for name in gradients):
+            return False
+        is_finite, limit = torch.isfinite(norm), self._spec.clip_grad_norm
+        if limit is not None:
+            factor = torch.where(norm > limit, limit / norm.double(), 1.0).float()
+            torch._foreach_mul_(list(gradients.values()), torch.where(is_finite, factor, 1.0))
+        skips = (~is_finite).float()
+        for name in gradients:
+            if gradients[name].numel() == 0:
+                self.moments[name].count.add_(1 - skips)
+        for names, weight_decay in self._kinds(gradients):
+            weights = [self._parameters[name].local() for name in names]
+            self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay, skips=skips)
+        return True
+
+    def _kinds(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
+        """Parameters of which this rank holds something, with their weight decay."""
+        for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
+            yield [name for name in gradients if gradients[name].numel() > 0 and self._decays(name) == decays], weight_decay
 
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         for name in gradients:
             if gradients[name].numel() == 0:
                 # This rank holds none of it; the count goes on for checkpoints at another world size.
                 self.moments[name].count.add_(1)
-        present = [name for name in gradients if gradients[name].numel() > 0]
-        for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
-            names = [name for name in present if self._decays(name) == decays]
+        for names, weight_decay in self._kinds(gradients):
             weights = [self._parameters[name].local() for name in names]
             if all(self._can_update_in_place(name) for name in names):
                 self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay)
@@ -137,7 +177,17 @@ class ShardedAdamW(ShardedOptimizer):
         weight = self._parameters[name].local()
         return weight.dtype == torch.float32 and weight.device == self.moments[name].first.device
 
-    def _adamw(self, names: list[str], weights: list[Tensor], gradients: list[Tensor], *, lr: float, weight_decay: float) -> None:
+    def _adamw(
+        self,
+        names: list[str],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        skips: Tensor | None = None,
+    ) -> None:
+        """Torch's kernel; ``skips`` [] float32 is 1 where it shall change nothing."""
         if not names:
             return
         beta1, beta2 = self._spec.betas
@@ -149,6 +199,7 @@ class ShardedAdamW(ShardedOptimizer):
             [],
             [self.moments[name].count for name in names],
             fused=True,
+            found_inf=skips,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

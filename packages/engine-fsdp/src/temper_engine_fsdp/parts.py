@@ -16,8 +16,10 @@ from temper_engine_api.objective import Query
 from temper_engine_fsdp import attention, numerics, process_group
 from temper_engine_fsdp.adapter_names import hf_name, weights_and_adapter
 from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.liger import use_liger
 from temper_engine_fsdp.models import build_model
 from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
+from temper_engine_fsdp.numa import stay_near
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.precision import dtype_named
 from temper_engine_fsdp.process_group import DataGroups, Membership, ThreadGroup
@@ -94,6 +96,8 @@ class Parts:
 def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     """Build everything; collective. What is configured to be offloaded is parked on return."""
     device = process_group.choose_device(config.device)
+    if config.numa_affinity:
+        stay_near(device)
     if config.deterministic:
         numerics.check_deterministic_environment(device)
     kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
@@ -106,6 +110,8 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
+    if config.liger_layers:
+        use_liger(hf, device=device, compute=dtype_named(config.precision.compute))
     head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
     root = PackedModel(hf, head=head, offloads_activations=config.offload_activations)
     work = work_of(hf, is_language_model=config.model.model_type == "language_model")

@@ -76,6 +76,14 @@ class MicroBatchRunner:
                 answers.append(columns.detach())
         return answers
 
+    def gather_ahead(self) -> None:
+        """Gather parameters for the next pass, where that costs no memory that it would not need."""
+        self._sharded.gather_ahead()
+
+    def forget_gathered(self) -> None:
+        """Before shards change, or leave the device."""
+        self._sharded.end_pass()
+
     def reduce(self) -> None:
         """Reduce what earlier passes left on this rank: one pass over a single token with a loss of zero, gradients leaving."""
         query = self._dummy_query

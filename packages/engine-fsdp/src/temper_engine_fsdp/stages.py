@@ -1,16 +1,20 @@
 """What each rank is doing, said where the others can read it; and from that a sentence when a collective does not end.
 
 Entering a stage writes its name and the time to the store of the process group. Gloo raises in the rank that waits; NCCL ends the process
-from a thread of its own, so on CUDA another thread speaks shortly before.
+from a thread of its own, so on CUDA another thread speaks shortly before. There the host goes on while the device still waits, so that a
+stage lasts until the device has done what was launched in it.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from traceback import walk_tb
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -27,6 +31,21 @@ _SPEAKS_AT = 0.9
 IDLE = "between calls"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stage, as this rank tells of it."""
+
+    name: str
+    """What it is doing."""
+    detail: str
+    """Where within it; may be empty."""
+    since: float
+    """When it began, in seconds of ``time.time``."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})" if self.detail else self.name
+
+
 class Stages:
     """The stages of one rank of an engine."""
 
@@ -39,6 +58,7 @@ class Stages:
         self._publish(IDLE)
         self.detail = ""
         """Where within the stage this rank is; known to this rank alone."""
+        self._launched: deque[tuple[Span, Callable[[], bool]]] = deque()
         self._closed = threading.Event()
         if membership.world_size > 1 and membership.device.type == "cuda":
             threading.Thread(target=self._watch, name="temper-stages", daemon=True).start()
@@ -58,12 +78,21 @@ class Stages:
         except RuntimeError as error:
             if self._depth > 1 or isinstance(error, CollectiveTimeoutError) or not any(sign in str(error) for sign in _SIGNS):
                 raise
-            raise CollectiveTimeoutError(self._told(f"waited in vain in {_collective_of(error)}", name=name)) from error
+            raise CollectiveTimeoutError(self._told(f"waited in vain in {_collective_of(error)}", self._current())) from error
         finally:
             self._depth -= 1
             if self._depth == 0:
+                if self._membership.device.type == "cuda":
+                    event = torch.cuda.Event()
+                    event.record()
+                    self.leave_running(event.query)
                 self.detail = ""
                 self._publish(IDLE)
+
+    def leave_running(self, is_done: Callable[[], bool]) -> None:
+        """The host leaves the stage that it is in while the device works on; ``is_done`` asks the device without waiting for it."""
+        self._launched.append((self._current(), is_done))
+        self._unfinished()
 
     def close(self) -> None:
         """The thread ends."""
@@ -74,15 +103,26 @@ class Stages:
         if self._store is not None and dist.is_initialized():
             self._store.set(f"{self._prefix}/{self._membership.rank}", f"{self._since:.0f} {name}")
 
-    def _told(self, what: str, *, name: str) -> str:
-        place = f"{name} ({self.detail})" if self.detail else name
+    def _current(self) -> Span:
+        return Span(name=self._now, detail=self.detail, since=self._since)
+
+    def _unfinished(self) -> Span | None:
+        """The first stage that is not over, on the device or else on the host."""
+        while self._launched:
+            span, is_done = self._launched[0]
+            if not is_done():
+                return span
+            self._launched.popleft()
+        return None if self._now == IDLE else self._current()
+
+    def _told(self, what: str, span: Span) -> str:
         return (
-            f"rank {self._membership.rank} {what} during {place}, {time.time() - self._since:.0f} s after it began "
-            f"(collective_timeout_s is {self._timeout_s:g}). {self._others()} Look at the log of the rank that is elsewhere; "
+            f"rank {self._membership.rank} {what} during {span}, {time.time() - span.since:.0f} s after it began "
+            f"(collective_timeout_s is {self._timeout_s:g}). {self._others(span)} Look at the log of the rank that is elsewhere; "
             "raise collective_timeout_s where it is only slow."
         )
 
-    def _others(self) -> str:
+    def _others(self, span: Span) -> str:
         """Where the other ranks say they are; those that are elsewhere first."""
         assert self._store is not None, "a rank alone waits for nobody"
         told = []
@@ -91,17 +131,17 @@ class Stages:
             if rank == self._membership.rank or not self._store.check([key]):
                 continue
             since, _, name = self._store.get(key).decode().partition(" ")
-            told.append((name == self._now, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
+            told.append((name == span.name, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
         return " ".join(line for _, _, line in sorted(told)[:8])
 
     def _watch(self) -> None:
         """Speak once about each stage that is about to reach the time-out."""
         spoken = 0.0
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
-            name, since = self._now, self._since
-            if name != IDLE and since != spoken and time.time() - since > _SPEAKS_AT * self._timeout_s:
-                logger.error("%s", self._told("may be waiting in vain in a collective", name=name))
-                spoken = since
+            span = self._unfinished()
+            if span is not None and span.since != spoken and time.time() - span.since > _SPEAKS_AT * self._timeout_s:
+                logger.error("%s", self._told("may be waiting in vain in a collective", span))
+                spoken = span.since
 
 
 def _collective_of(error: RuntimeError) -> str:

@@ -37,6 +37,12 @@ class ShardedModule(Protocol):
     def end_pass(self) -> None:
         """Free gathered parameters: they are copies, and none may outlive a change of their shards."""
 
+    def gather_ahead(self) -> None:
+        """Gather what the next pass needs, where it would keep that anyway: the host's part is done while the device still updates.
+
+        Shards must not change until then, unless ``end_pass`` comes before.
+        """
+
     def recover(self) -> None:
         """Begin anew after an exception in a pass; gradients that were accumulated on this rank are lost."""
 

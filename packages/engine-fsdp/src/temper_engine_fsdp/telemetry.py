@@ -1,7 +1,8 @@
 """How much memory this rank holds, as metrics."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -10,6 +11,22 @@ from temper_engine_api.metrics import Metric
 
 _GIB = 2**30
 _STATM = Path("/proc/self/statm")
+
+
+class WhenRead(Mapping[str, Metric]):
+    """Metrics that are asked for when somebody reads them."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, Metric]]) -> None:
+        self._ask = cache(ask)
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._ask()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ask())
+
+    def __len__(self) -> int:
+        return len(self._ask())
 
 
 def memory_metrics(device: torch.device) -> Mapping[str, Metric]:

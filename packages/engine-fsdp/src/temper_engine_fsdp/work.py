@@ -6,7 +6,7 @@ Frozen weights count 4, since they get no gradient; recomputation counts nothing
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,6 +74,36 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class _Watch:
+    """Seconds between two moments of a device; the host waits for none of them before it asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._moments = [self._moment()]
+
+    def _moment(self) -> float | torch.cuda.Event:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """The second moment is now."""
+        self._moments.append(self._moment())
+
+    def seconds(self) -> float:
+        """Between the two."""
+        begin, end = self._moments
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            milliseconds: float = begin.elapsed_time(end)
+            return milliseconds / 1e3
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+
+
 class Speedometer:
     """Speed of the training passes of one rank."""
 
@@ -83,20 +113,27 @@ class Speedometer:
         self._compute = compute
         self._share = 1.0 / ranks_of_a_pack
         self._lengths: Sequence[int] | None = None
-        self._begun = 0.0
+        self._watch: _Watch | None = None
 
     def begin(self, lengths: Sequence[int] | None) -> None:
         """A training pass over sequences of these lengths begins, or a pass that is not measured."""
-        self._lengths, self._begun = lengths, time.perf_counter()
+        self._lengths, self._watch = lengths, _Watch(self._device)
 
-    def metrics(self) -> Mapping[str, Metric]:
-        """Of the training pass since ``begin``, which ends now; nothing where there was none. Waits for the device."""
+    def end(self) -> Callable[[], Mapping[str, Metric]]:
+        """The pass since ``begin`` ends now. What is returned tells its speed, and waits for the device."""
         if self._lengths is None:
-            return {}
-        seconds = _now(self._device) - self._begun
+            return dict
         lengths, self._lengths = self._lengths, None
-        done = self.work.of(lengths) * self._share / matmul_rate(self._device, self._compute)
-        return {
-            "speed/tokens_per_s": Metric(value=sum(lengths) * self._share, weight=seconds, reduction="mean"),
-            "speed/mfu": Metric(value=done, weight=seconds, reduction="mean"),
-        }
+        tokens, done = sum(lengths) * self._share, self.work.of(lengths) * self._share
+        watch, self._watch = self._watch, None
+        assert watch is not None
+        watch.stop()
+
+        def make() -> Mapping[str, Metric]:
+            seconds = watch.seconds()
+            return {
+                "speed/tokens_per_s": Metric(value=tokens, weight=seconds, reduction="mean"),
+                "speed/mfu": Metric(value=done / matmul_rate(self._device, self._compute), weight=seconds, reduction="mean"),
+            }
+
+        return make

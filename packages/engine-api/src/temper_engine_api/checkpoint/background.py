@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from temper_engine_api.checkpoint.parts import PartReport, report_part, write_json
 from temper_engine_api.errors import EngineStateError
@@ -12,6 +13,8 @@ from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 PROGRESS_FILE = "progress.json"
 """What an engine counts, in its part of a checkpoint."""
@@ -42,11 +45,12 @@ class StagedEngine:
         raise EngineStateError(f"{directory} can't be read into the copy of an engine that is being saved.")
 
 
-class BackgroundSave:
+class BackgroundSave(Generic[ResultT]):
     """The one save that may be running. Python waits for it before the process ends by itself."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._result: ResultT | None = None
         self._error: BaseException | None = None
 
     @property
@@ -59,26 +63,31 @@ class BackgroundSave:
         """Whether it has ended, well or not."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def start(self, action: Callable[[], str], *, goal: Path) -> None:
+    def start(self, action: Callable[[], ResultT], *, goal: Path) -> None:
         """Begin; the one before must have been finished."""
         assert self._thread is None, "the save before was not finished"
 
         def run() -> None:
             try:
-                action()
+                self._result = action()
             except BaseException as error:  # noqa: BLE001  (raised again by finish, on the thread that asks)
                 logger.error("saving %s in the background failed: %s", goal, error)
                 self._error = error
 
-        self._error = None
+        self._result = self._error = None
         self._thread = threading.Thread(target=run, name=f"saving {goal.name}")
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for it and raise what it raised; nothing where none was started."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        error, self._thread, self._error = self._error, None, None
+    def wait(self) -> None:
+        """Wait for it, and leave what came of it to ``finish``."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> ResultT | None:
+        """Wait for it; what it came to, or its error raised; None where none was started."""
+        self.wait()
+        result, error = self._result, self._error
+        self._thread = self._result = self._error = None
         if error is not None:
             raise error
+        return result

@@ -1,0 +1,57 @@
+"""Keeps a rank on the processor cores that are near its GPU, where Linux tells which those are.
+
+Host threads that launch kernels, and the pinned memory that they touch first, then lie on the GPU's own memory node.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SYS = Path("/sys")
+
+
+def stay_near(device: torch.device) -> None:
+    """Bind this process to the cores of the memory node of a CUDA device; says in the log why where that changes nothing."""
+    if sys.platform != "linux" or device.type != "cuda":
+        logger.info("numa_affinity changes nothing for %s on %s: it is for CUDA on Linux", device, sys.platform)
+        return
+    found: Any = torch.cuda.get_device_properties(device)  # whose types lack where the device is plugged in
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    near = cores_near(address, allowed=os.sched_getaffinity(0))
+    if not near:
+        logger.info("numa_affinity changes nothing: this machine tells no cores near %s that this process may use", address)
+        return
+    os.sched_setaffinity(0, near)
+    logger.info("bound to the %d cores near %s", len(near), address)
+
+
+def cores_near(address: str, *, allowed: Collection[int], root: Path = _SYS) -> set[int]:
+    """Those of the allowed cores that share a memory node with a PCI device; none where Linux does not tell.
+
+    Args:
+        address: such as 0000:1b:00.0.
+        allowed: cores to choose from.
+        root: of sysfs.
+    """
+    place = root / "bus/pci/devices" / address / "numa_node"
+    if not place.is_file() or (node := int(place.read_text())) < 0:
+        return set()
+    listed = root / f"devices/system/node/node{node}/cpulist"
+    return parse_cores(listed.read_text()) & set(allowed) if listed.is_file() else set()
+
+
+def parse_cores(text: str) -> set[int]:
+    """The kernel's lists: "0-3,8" is 0, 1, 2, 3 and 8."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores

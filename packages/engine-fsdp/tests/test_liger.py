@@ -1,0 +1,94 @@
+"""Liger's kernels without a GPU: when they are refused, and that the layers they replace keep their numbers. Themselves: test_gpu.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.liger import PLAIN, Kernels, check_kernels, replace_layers
+from temper_engine_fsdp.models import build_model
+
+CPU = torch.device("cpu")
+SIZES = {"norm": 32, "gate": 48}
+
+
+def test_on_a_cpu_they_are_refused(config: FSDPConfig) -> None:
+    with pytest.raises(ConfigError, match="liger_layers needs CUDA, but device is cpu: switch it off"):
+        replace(config, liger_layers=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA would run it")
+def test_an_engine_that_finds_no_gpu_refuses_them(start: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match="Liger's kernels run on CUDA and this engine on the CPU"):
+        start(liger_layers=True, device="auto")
+
+
+def test_they_are_refused_beside_compiled_layers(config: FSDPConfig) -> None:
+    with pytest.raises(ConfigError, match="compile_layers makes such kernels by itself"):
+        replace(config, device="auto", liger_layers=True, compile_layers=True)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_the_plain_formulas_are_as_exact_as_themselves(compute: torch.dtype) -> None:
+    check_kernels(PLAIN, name="plain", device=CPU, compute=compute, sizes=SIZES)
+
+
+def shifted_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gemma's: one more than the weight."""
+    return PLAIN.norm(x, weight + 1, eps)
+
+
+def gate_of_other_order(gate: Tensor, up: Tensor) -> Tensor:
+    return PLAIN.gate(up, gate)
+
+
+def detached_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Right in its values, wrong in its gradient."""
+    return PLAIN.gate(gate, up) + 0 * gate + (up - up.detach())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "told"),
+    [
+        (Kernels(norm=shifted_norm, gate=PLAIN.gate), "the norm of strange 1.0 has an error of"),
+        (Kernels(norm=PLAIN.norm, gate=gate_of_other_order), r"the gated unit of strange 1.0 .*\(values\)"),
+        (Kernels(norm=PLAIN.norm, gate=detached_gate), r"the gated unit of strange 1.0 .*\(gradient of the second\)"),
+    ],
+)
+def test_kernels_that_compute_something_else_are_refused(kernels: Kernels, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_kernels(kernels, name="strange 1.0", device=CPU, compute=torch.float32, sizes=SIZES)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_every_known_layer_is_replaced_and_keeps_its_numbers(config: FSDPConfig, family: str) -> None:
+    called: list[str] = []
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        called.append("norm")
+        return PLAIN.norm(x, weight, eps)
+
+    def gate(first: Tensor, up: Tensor) -> Tensor:
+        called.append("gate")
+        return PLAIN.gate(first, up)
+
+    spec = ModelSpec(architecture={**config.model.architecture, "model_type": family})
+    tokens = torch.arange(12)[None]
+    model = build_model(spec, attention="eager")
+    before = model(tokens).logits
+    replace_layers(model, Kernels(norm=norm, gate=gate))
+    torch.testing.assert_close(model(tokens).logits, before)
+    # Two layers: a gated unit and two norms each, qwen3 two more for queries and keys; and the last norm.
+    assert called.count("gate") == 2
+    assert called.count("norm") == 2 * (4 if family == "qwen3" else 2) + 1
+
+
+def test_a_model_of_other_layers_is_refused(config: FSDPConfig) -> None:
+    model = build_model(ModelSpec(architecture={**config.model.architecture, "model_type": "gemma"}), attention="eager")
+    with pytest.raises(CapabilityError, match="has none of the layers that are known"):
+        replace_layers(model, PLAIN)

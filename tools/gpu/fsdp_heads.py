@@ -1,0 +1,100 @@
+"""The engine's two language heads beside Liger's fused cross-entropy and Cut Cross-Entropy: are they equal, and what do they cost?
+
+What a policy gradient asks of a head is a log-prob per token whose gradient comes with a weight per token, of which the forward pass
+knows nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.whole_head import whole_logprob
+from tools.gpu.fsdp_timing import Place, times_of
+
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Hidden states [N, D], weight [V, D], labels [N]; log-probs [N]."""
+EXACT_ROWS = 1024
+"""Positions at which a head is compared with float64."""
+LIMIT = 0.02
+"""Relative error of a gradient in bf16."""
+
+
+def _cut_cross_entropy() -> Head:
+    compute = import_module("cut_cross_entropy").linear_cross_entropy
+    # Without a filter, which leaves out small gradients.
+    return lambda hidden, weight, labels: -compute(hidden, weight, labels, reduction="none", filter_eps=None)
+
+
+def _liger() -> Head:
+    function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    return lambda hidden, weight, labels: -function.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, "none")[0]
+
+
+def _own(function: Callable[..., object], **options: object) -> Head:
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        columns = function(hidden, weight, labels, **options)
+        logprob: Tensor = columns.logprob  # type: ignore[attr-defined]
+        return logprob
+
+    return head
+
+
+def _makers(place: Place) -> Mapping[str, Callable[[], Head]]:
+    return {
+        "own, chunks": lambda: _own(linear_logprob),
+        "own, whole": lambda: _own(whole_logprob, is_compiled=place.scale.compiles),
+        "cut-cross-entropy": _cut_cross_entropy,
+        "liger": _liger,
+    }
+
+
+def heads(place: Place) -> None:
+    """One row each: errors against float64, milliseconds forward and backward, GiB beyond what goes in."""
+    scale, shape = place.scale, place.scale.shapes["0.5B"]
+    generator = torch.Generator().manual_seed(0)
+    rows, width, vocabulary = scale.micro_batch_tokens, shape["hidden_size"], shape["vocab_size"]
+    hidden = torch.randn(rows, width, generator=generator).to(scale.device, torch.bfloat16).requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, width, generator=generator)).to(scale.device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, vocabulary, (rows,), generator=generator).to(scale.device)
+    slopes = torch.randn(rows, generator=generator).to(scale.device)
+    few = slice(0, EXACT_ROWS)
+    wide_hidden, wide_weight = (t.detach().double().requires_grad_() for t in (hidden[few], weight))
+    exact = torch.log_softmax(wide_hidden @ wide_weight.t(), -1).gather(1, labels[few, None])[:, 0]
+    wanted = (exact.detach(), *torch.autograd.grad(exact, (wide_hidden, wide_weight), slopes[few].double()))
+    for who, make in _makers(place).items():
+        row: dict[str, object] = {"job": "heads", "who": who}
+        try:
+            head = make()
+            part = hidden.detach()[few].clone().requires_grad_()
+            found = head(part, weight, labels[few])
+            gradients = torch.autograd.grad(found, (part, weight), slopes[few].to(found.dtype))
+            worst = [_relative(a, b) for a, b in zip((found, *gradients), wanted, strict=True)]
+            row |= {"errors": worst, "equals": max(worst) < LIMIT, **_cost(place, partial(_pass, head, hidden, weight, labels, slopes))}
+        except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:  # of packages that are others'
+            row["says"] = f"{type(error).__name__}: {error}"[:300]
+        place.rows.add(row)
+
+
+def _pass(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Tensor) -> None:
+    found = head(hidden, weight, labels)
+    torch.autograd.grad(found, (hidden, weight), slopes.to(found.dtype))
+
+
+def _cost(place: Place, once: Callable[[], None]) -> dict[str, object]:
+    once()
+    on_cuda = place.scale.device == "cuda"
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = times_of(place.scale, once, repeats=5)[2]
+    peak = torch.cuda.max_memory_allocated() if on_cuda else 0
+    return {"ms": round(1e3 * seconds, 1), "gib": round((peak - before) / 2**30, 2)}
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    """Norm of the error over that of what is exact."""
+    return float((found.detach().double() - exact).norm() / exact.norm())

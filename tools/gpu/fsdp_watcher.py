@@ -1,0 +1,91 @@
+"""What two ranks on NCCL are told when one of them stays away from the second update.
+
+    python -m tools.gpu.fsdp_watcher [--device cpu]
+
+Prints the sentence of the rank that waits, and ends with 0 if it names rank, stage, micro-batch and what the other one does.
+"""
+
+import argparse
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from typing import Literal
+
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from tools.gpu.workload import SMALL, ClippedPolicy, small_batch
+
+TIMEOUT_S = 20.0
+TOLD = re.compile(
+    r"rank 0 (may be waiting in vain in a collective|waited in vain in \w+) during a training call \(micro-batch \d+ of \d+\), \d+ s .*"
+    r"Rank 1 is in between calls since \d+ s\."
+)
+
+
+def rank_main(device: Literal["cuda", "cpu"]) -> None:
+    """Two updates; rank 1 sleeps instead of the second one."""
+    logging.basicConfig(level=logging.INFO)
+    precision = PrecisionSpec(compute="bf16" if device == "cuda" else "fp32")
+    model, optimizer = ModelSpec(architecture=SMALL), OptimizerSpec(lr=1e-3)
+    engine = FSDPEngine(FSDPConfig(model=model, optimizer=optimizer, precision=precision, device=device, collective_timeout_s=TIMEOUT_S))
+    engine.init_model()
+    engine.set_loss_fn(ClippedPolicy())
+    packed = engine.shard_data(small_batch(), max_tokens=1024)
+    for number in range(2):
+        if number == 1 and os.environ["RANK"] == "1":
+            time.sleep(600)
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_batch(packed, forward_only=False)
+        engine.optimizer_step()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(options.device)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tools.gpu.fsdp_watcher", "--device", options.device]
+    meeting = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        sys.exit(0 if _listen(ranks[0]) else 1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _listen(rank: subprocess.Popen[str]) -> bool:
+    """Print what it says, until the sentence comes or the rank ends."""
+    assert rank.stderr is not None
+    for line in rank.stderr:
+        print(line, end="", flush=True)
+        if found := TOLD.search(line):
+            print(f"\n{found.group()}", flush=True)
+            return True
+    print("the sentence did not come", flush=True)
+    return False
+
+
+if __name__ == "__main__":
+    main()
