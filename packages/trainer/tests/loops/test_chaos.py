@@ -60,7 +60,8 @@ def test_thirty_runs_with_random_kills_lose_no_checkpoint_and_never_end_silently
     for number in range(NUM_RUNS):
         folder, reached, code = tmp_path / f"run-{number}", 0, -1
         while code != 0:
-            process = start(folder)
+            # Every second run saves while it goes on.
+            process = start(folder, f"run.save_in_background={str(number % 2 == 1).lower()}")
             # The second half of a run's time holds its steps; a run that is nearly done may be left alone.
             moment = choose.uniform(0.3, 1.3) * length_s if kills <= number else 2 * length_s + 60
             try:

@@ -1,6 +1,7 @@
 """Whole small runs in one process: what they leave, how they resume, what they refuse."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,29 @@ def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tm
     whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def cut_back_to(folder: Path, step: int) -> None:
+    """As if the run had been killed before it saved any later step."""
+    for later in (folder / "checkpoints").iterdir():
+        if later.name > f"step_{step:08d}":
+            shutil.rmtree(later)
+    shutil.rmtree(folder / "huggingface", ignore_errors=True)
+
+
+@pytest.mark.parametrize("task", ["rl", "sft"])
+def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, rows: Rows, tmp_path: Path, task: str) -> None:
+    sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16") if task == "sft" else ("data.eval=null",)
+    lean = (*sft, "run.total_steps=3", "run.save_every=1", "run.save_in_background=true")
+    base = {"base": TINY} if task == "sft" else {}
+    run(tmp_path / "run", *lean, **base)
+    whole, model = rows(tmp_path / "run", phase=task), load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [f"step_{n:08d}" for n in (1, 2, 3)]
+    cut_back_to(tmp_path / "run", 1)
+    run(tmp_path / "run", *lean, "run.resume=auto", **base)
+    assert rows(tmp_path / "run", phase=task) == whole
+    again = load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
+    assert all(torch.equal(again[name], model[name]) for name in model)
 
 
 def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Checkpoints of a whole run: every role writes its part, the trainer its state, and one commit makes them a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.checkpoint import (
     ManifestInfo,
     PartReport,
+    Transaction,
     begin,
     last_complete_step,
     package_versions,
@@ -24,6 +26,24 @@ WritePart = Callable[[str], Sequence[PartReport]]
 """Writes a role's files into the directory it is given."""
 ReadPart = Callable[[str], None]
 """Restores a role from the directory it is given."""
+
+
+@contextmanager
+def guarded(transaction: Transaction) -> Iterator[None]:
+    """On any error inside, remove the staging directory; one of writing says what the disk has to say.
+
+    Raises:
+        CheckpointError: the disk is full or a file can't be written.
+    """
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        failure = transaction.failure(str(error))
+        transaction.abort()
+        raise failure from error
+    except BaseException:
+        transaction.abort()
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +66,23 @@ class Checkpointer:
         Raises:
             CheckpointError: the disk is full or a file can't be written.
         """
-        info = ManifestInfo(topology=topology, config_hash=state.config_digest, packages=package_versions())
         transaction = begin(self.root, state.step)
-        try:
-            reports: dict[str, Sequence[PartReport]] = {}
-            for name, write in roles.items():
-                reports[name] = write(str(transaction.part(name)))
-            own = transaction.part(TRAINER_PART)
-            (own / STATE_FILE).write_text(state.to_json())
-            reports[TRAINER_PART] = [report_part(own, [STATE_FILE])]
-            committed = transaction.commit(reports, info=info)
-        except (OSError, CheckpointError) as error:
-            failure = transaction.failure(str(error))
-            transaction.abort()
-            raise failure from error
-        except BaseException:
-            transaction.abort()
-            raise
+        with guarded(transaction):
+            return self.commit(
+                transaction,
+                state=state,
+                parts={name: write(str(transaction.part(name))) for name, write in roles.items()},
+                topology=topology,
+            )
+
+    def commit(
+        self, transaction: Transaction, *, state: TrainerState, parts: Mapping[str, Sequence[PartReport]], topology: Mapping[str, int]
+    ) -> Path:
+        """Add the trainer's part to those that the roles have written, make them a step, and remove the steps beyond those to keep."""
+        info = ManifestInfo(topology=topology, config_hash=state.config_digest, packages=package_versions())
+        own = transaction.part(TRAINER_PART)
+        (own / STATE_FILE).write_text(state.to_json())
+        committed = transaction.commit({**parts, TRAINER_PART: [report_part(own, [STATE_FILE])]}, info=info)
         if self.max_to_keep is not None:
             prune(self.root, max_to_keep=self.max_to_keep)
         return committed

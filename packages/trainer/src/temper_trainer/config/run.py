@@ -37,6 +37,9 @@ class RunConfig:
     """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
+    save_in_background: bool = False
+    """Let a step wait only until its state is copied to host memory, and write it while the next ones run; the last save of a run is
+    waited for. One save is under way at most."""
     max_ckpt_to_keep: int | None = None
     """Complete checkpoints to keep; None keeps all."""
     save_model: bool = True
@@ -62,6 +65,11 @@ class RunConfig:
         check_range("run.total_steps", self.total_steps, at_least=1)
         check_range("run.total_epochs", self.total_epochs, at_least=1)
         check_range("run.save_every", self.save_every, at_least=0)
+        if self.save_in_background and self.save_every == 0:
+            raise ConfigError(
+                "run.save_in_background is on, but run.save_every is 0, so that the only save is the last one, which is always waited for: "
+                "set run.save_every, or switch it off."
+            )
         check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
         check_range("run.eval_every", self.eval_every, at_least=0)
         check_range("run.num_table_rows", self.num_table_rows, at_least=0)

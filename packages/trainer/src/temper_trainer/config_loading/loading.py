@@ -26,6 +26,7 @@ WITHOUT_INFLUENCE = (
     "run.total_epochs",
     "run.resume",
     "run.save_every",
+    "run.save_in_background",
     "run.max_ckpt_to_keep",
     "run.save_model",
     "run.eval_every",

@@ -13,6 +13,7 @@ from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.algorithms.objectives import policy_objective, value_objective, with_distillation
+from temper_trainer.checkpoint.background import Saves
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
@@ -167,13 +168,18 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
     objectives = objectives_of(config, controllers=controllers)
     for role, objective in objectives.items():
         rooms.roles[role].set_objective(objective)
-    with log.bar("rl", total=run.total_steps, start=state.step) as bar, _open_watched(rooms, state, controllers) as steps:
+    with (
+        Saves(checkpointer, roles=rooms.roles, in_background=run.save_in_background) as saves,
+        log.bar("rl", total=run.total_steps, start=state.step) as bar,
+        _open_watched(rooms, state, controllers) as steps,
+    ):
         for step in range(state.step + 1, run.total_steps + 1):
             result = steps.step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
                 objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
                 rooms.roles["actor"].set_objective(objectives["actor"])
             controllers = result.controllers
+            saves.settle()
             log.log(step, result.metrics, phase="rl")
             bar.advance()
             if run.table_every and step % run.table_every == 0:
@@ -184,7 +190,7 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
                     evaluate_all(rooms, step=step, moment=f"step {step}")
             if stop.is_set or is_last or (run.save_every and step % run.save_every == 0):
                 made = _state_after(rooms, step=step, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
-                saved = _save(rooms, made, checkpointer=checkpointer)
+                saved = saves.save(made, waits=is_last or stop.is_set)
                 if stop.is_set and not is_last:
                     raise RunInterrupted(step=step, checkpoint=str(saved))
 
@@ -214,14 +220,6 @@ def _state_after(rooms: Rooms, *, step: int, cursor: DataCursor, controllers: Co
         reward_count=controllers.rewards.count,
         reward_mean=controllers.rewards.mean,
         reward_squares=controllers.rewards.squares,
-    )
-
-
-def _save(rooms: Rooms, state: TrainerState, *, checkpointer: Checkpointer) -> Path:
-    return checkpointer.save(
-        state,
-        roles={name: role.write_part for name, role in rooms.roles.items()},
-        topology={f"{name}.dp": role.dp_size for name, role in rooms.roles.items()},
     )
 
 

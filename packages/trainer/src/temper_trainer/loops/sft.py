@@ -16,6 +16,7 @@ from temper_trainer.algorithms.objectives import sft_objective
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
 from temper_trainer.batching.step_plan import layout_of, plan_step
+from temper_trainer.checkpoint.background import Saves
 from temper_trainer.checkpoint.huggingface import write_model_directory
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
@@ -118,14 +119,16 @@ def run_sft(
             log.say(f"{stage.phase}: going on from step {done} ({found})")
         if done < stage.total_steps:
             stage.folder.set_model_aside()
+        saves = stack.enter_context(Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background))
         with log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
             for step in range(done + 1, stage.total_steps + 1):
                 log.log(step, _sft_update(config, stage, groups=groups, stream=stream, step=step), phase=stage.phase)
                 bar.advance()
+                saves.settle()
                 every = config.run.save_every
                 if stop.is_set or step == stage.total_steps or (every and step % every == 0):
                     state = TrainerState(phase=stage.phase, step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
-                    saved = checkpointer.save(state, roles={"actor": group.write_part}, topology={"actor.dp": group.dp_size})
+                    saved = saves.save(state, waits=step == stage.total_steps or stop.is_set)
                     if stop.is_set:
                         raise RunInterrupted(step=step, checkpoint=str(saved))
         if stage.saves_model:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport
 from temper_engine_api.errors import EngineStateError, TemperError
 from temper_engine_api.metrics import Metric, merge_metrics
@@ -110,6 +111,26 @@ class WorkerGroup(ABC):
     def write_part(self, directory: str) -> list[PartReport]:
         """Every rank's files of the role's part of a checkpoint."""
         return self.run(TrainingWorker.write_part, [(directory,)] * self.num_workers)
+
+    def require(self, capability: Capability) -> None:
+        """Refuse what the role's engine does not offer.
+
+        Raises:
+            CapabilityError: naming the engine and the capability.
+        """
+        self.run(TrainingWorker.require, [(capability,)] * self.num_workers)
+
+    def stage_part(self, directory: str) -> None:
+        """Let every rank copy its state, and write it while the role goes on."""
+        self.run(TrainingWorker.stage_part, [(directory,)] * self.num_workers)
+
+    def has_written_part(self) -> bool:
+        """Whether every rank has written what was staged."""
+        return all(self.run(TrainingWorker.has_written_part, [()] * self.num_workers))
+
+    def finish_part(self) -> list[PartReport]:
+        """Wait for every rank's files of what was staged."""
+        return self.run(TrainingWorker.finish_part, [()] * self.num_workers)
 
     def read_part(self, directory: str) -> None:
         """Restore what ``write_part`` wrote."""

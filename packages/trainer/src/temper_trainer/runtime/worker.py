@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport
 from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric
@@ -103,6 +104,22 @@ class TrainingWorker:
     def write_part(self, directory: str) -> PartReport:
         """This rank's files of the role's part of a checkpoint."""
         return self._engine.write_part(directory)
+
+    def require(self, capability: Capability) -> None:
+        """Refuse with a sentence what the engine does not offer."""
+        self._engine.require(capability)
+
+    def stage_part(self, directory: str) -> None:
+        """Copy the state now, and write it while other methods are called; ``finish_part`` comes before the next one."""
+        self._engine.stage_part(directory)
+
+    def has_written_part(self) -> bool:
+        """Whether ``finish_part`` need not wait."""
+        return self._engine.has_written_part
+
+    def finish_part(self) -> PartReport:
+        """This rank's files of what ``stage_part`` began."""
+        return self._engine.finish_part()
 
     def read_part(self, directory: str) -> None:
         """Restore what ``write_part`` wrote."""
