@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from temper_legacy_shim.errors import ShimError
+from temper_legacy_shim.errors import ShimError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +53,7 @@ def checkpoint(
     hf_config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json, where the checkpoint has none.")] = None,
     base_model: Annotated[Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")] = None,
     lora_alpha: Annotated[float | None, typer.Option(help="The adapter's alpha, where no file says it.")] = None,
+    num_updates: Annotated[int | None, typer.Option(min=1, help="temper: updates that were made, where no optimizer file says it.")] = None,
     partial_adapter: Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")] = False,
     adapter: Annotated[KeptAdapter, typer.Option(help="hf: add the adapter to the weights, or keep it beside them.")] = KeptAdapter.MERGE,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")] = None,
@@ -78,7 +79,11 @@ def checkpoint(
         checks_names=verify_names,
         verifies_logits=verify_logits,
     )
-    sources = Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter)
+    if num_updates is not None and to != To.TEMPER:
+        raise UsageError(f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave it out.")
+    sources = Sources(
+        hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter, num_updates=num_updates
+    )
     console = Console(stderr=as_json, highlight=False)
     if check:
         _check(directory, step=step, role=role, options=options, sources=sources, as_json=as_json, console=console)

@@ -6,6 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,6 +49,39 @@ def write_fsdp(
                     continue
                 local = local_part(tensor, wanted, mesh_shape=mesh_shape, place=place)
                 state[name] = DTensor.from_local(local, mesh, wanted, run_check=False, shape=tensor.shape, stride=tensor.stride())
+            torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
+        finally:
+            dist.destroy_process_group()
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a shard."""
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box]]], *, plain: Mapping[str, Tensor]) -> None:
+    """Model files whose entries are ShardedTensors, as FSDP1 wrote them without a device mesh.
+
+    Args:
+        folder: made if need be.
+        tensors: each whole, with one box for every rank.
+        plain: what every rank holds whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    world = len(next(iter(tensors.values()))[1])
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            state: dict[str, object] = dict(plain)
+            for name, (whole, boxes) in tensors.items():
+                shards = [
+                    ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=f"rank:{owner}/cpu")
+                    for owner, (offsets, sizes) in enumerate(boxes)
+                ]
+                properties = TensorProperties(dtype=whole.dtype, layout=whole.layout, requires_grad=False)
+                described = ShardedTensorMetadata(shards_metadata=shards, size=whole.shape, tensor_properties=properties)
+                part = whole[tuple(slice(at, at + size) for at, size in zip(*boxes[rank], strict=True))].clone()
+                local = [LocalShard(tensor=part, metadata=shards[rank])]
+                state[name] = ShardedTensor._init_from_local_shards_and_global_metadata(local, described)
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from old_files import write_fsdp
+from old_files import Box, write_fsdp, write_sharded
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -106,3 +106,28 @@ def test_a_strided_split_goes_over_what_the_later_axis_leaves() -> None:
     placements = (Placed(dim=0, split_factor=2), Placed(dim=0))
     assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(1, 0)) == ((2, 0), (2, 3))
     assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(0, 1)) == ((4, 0), (2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")  # torch, about the class that is tested here
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (3, 6)), ((3, 0), (2, 6))],
+        [((0, 0), (5, 4)), ((0, 4), (5, 2))],
+        [((0, 0), (3, 4)), ((0, 4), (3, 2)), ((3, 0), (2, 4)), ((3, 4), (2, 2))],
+    ],
+    ids=["rows", "columns", "both"],
+)
+def test_sharded_tensors_of_any_dimension_stand_beside_what_every_rank_holds(tmp_path: Path, boxes: Sequence[Box]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    matrix, everywhere = torch.randn(5, 6, generator=draw), torch.randn(4, generator=draw)
+    write_sharded(tmp_path, {"matrix": (matrix, boxes)}, plain={"everywhere": everywhere})
+    _assert_equal(_read(tmp_path), {"everywhere": everywhere, "matrix": matrix})
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")  # torch, about the class that is tested here
+def test_a_sharded_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"matrix": (torch.ones(5, 6), [((0, 0), (3, 6)), ((3, 0), (2, 6))])}, plain={})
+    (tmp_path / "model_world_size_2_rank_1.pt").write_bytes((tmp_path / "model_world_size_2_rank_0.pt").read_bytes())
+    with pytest.raises(DamagedFileError, match="18 of 30 elements of matrix"):
+        _read(tmp_path)

@@ -70,6 +70,15 @@ def test_a_hostile_pickle_is_refused_naming_what_it_asked_for(
     assert not marker.exists()
 
 
+def test_a_class_inside_a_class_is_named_and_any_other_attribute_is_not() -> None:
+    asked = b"c__builtin__\ngetattr\n(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nV%s\ntR."
+    assert load_inert(asked % b"ProcessGroupState", source="f") == Global(
+        "torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"
+    )
+    with pytest.raises(UnsafeFileError, match=r"__builtin__\.getattr"):
+        load_inert(asked % b"__subclasses__", source="f")
+
+
 def test_opcodes_that_reach_around_the_list_are_refused() -> None:
     for data in (b"cos\nsystem\n(S'id'\ntR.", b"(S'id'\nios\nsystem\n.", b"(cos\nsystem\nS'id'\no.", b"\x80\x02\x82\x01."):
         with pytest.raises(UnsafeFileError):

@@ -44,6 +44,7 @@ def open_checkpoint(
     hf_config: Path | None = None,
     base_model: Path | None = None,
     lora_alpha: float | None = None,
+    num_updates: int | None = None,
 ) -> OldModel:
     """One model of an old checkpoint, as lazy tensors under Hugging Face names.
 
@@ -54,6 +55,7 @@ def open_checkpoint(
         hf_config: folder of config.json, for layouts that have none and need it.
         base_model: folder of the base, for checkpoints of an adapter alone.
         lora_alpha: of an adapter whose files do not say it.
+        num_updates: that the optimiser had made, for files that do not say it (Megatron's per-rank ones).
 
     Raises:
         ShimError: it can't be read; says which file and key.
@@ -61,4 +63,4 @@ def open_checkpoint(
     roles = find_roles(path, step=step, role=role)
     if len(roles) > 1:
         raise LayoutError(f"{path} has roles {', '.join(each.name for each in roles)}: name one with role=.")
-    return read_model(roles[0], Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha))
+    return read_model(roles[0], Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, num_updates=num_updates))

@@ -64,9 +64,15 @@ _ALLOWED: dict[str, str] = {
     "megatron.core.transformer.enums": "AttnBackend AttnMaskType ModelType",
     "signal": "Signals",
 }
+_NESTED = frozenset({("torch.distributed._shard.sharded_tensor.api", "ShardedTensor", "ProcessGroupState")})
 _NAMES = {module: frozenset(names.split()) for module, names in _ALLOWED.items()}
 
 
 def is_allowed(module: str, name: str) -> bool:
     """Whether a genuine checkpoint may ask for this global."""
     return name in _NAMES.get(module, ())
+
+
+def is_nested(module: str, name: str, attribute: str) -> bool:
+    """Whether a genuine checkpoint may ask for this class inside a class."""
+    return (module, name, attribute) in _NESTED

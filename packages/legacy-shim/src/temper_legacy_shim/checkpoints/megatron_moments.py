@@ -39,9 +39,12 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
     geometry = Geometry.of(model.config, source="config.json")
     first, second = (megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in ("exp_avg", "exp_avg_sq"))
     count = counts.pop()
+    masters = kinds.get("fp32_param") or kinds.get("param") or {}
+    has_all = masters.keys() == kinds["exp_avg"].keys()
     return OldOptimizer(
         moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
         settings={name: groups[0][name] for name in _SETTINGS if isinstance(groups[0].get(name), int | float | tuple | list)},
+        masters=megatron_names.to_hf(masters, geometry, where=model.role.path) if has_all else {},
     )
 
 

@@ -32,6 +32,12 @@ class _Stage:
     """Layers in it."""
 
 
+Place = tuple[int, int, int]
+"""(stage, expert rank, tensor rank)."""
+Chunks = Mapping[Place, Sequence[Mapping[str, LazyTensor]]]
+"""By rank: one mapping for each virtual stage, with layer numbers local to it."""
+
+
 def read_weights(files: Sequence[RankFile], *, where: Path) -> dict[str, LazyTensor]:
     """Whole tensors under Megatron's names with global numbers.
 
@@ -39,9 +45,27 @@ def read_weights(files: Sequence[RankFile], *, where: Path) -> dict[str, LazyTen
         LayoutError: a rank's file is missing.
         DamagedFileError: a file is damaged, or the files contradict each other.
     """
-    chunks = {(file.pp, file.ep, file.tp): _chunks(file.path) for file in files}
-    chunks = _with_expert_ranks(chunks)
+    return merge_chunks(read_chunks(files, where=where), where=where)
+
+
+def read_chunks(files: Sequence[RankFile], *, where: Path) -> Chunks:
+    """Every rank's tensors, in the order of its model's modules.
+
+    Raises:
+        LayoutError: a rank's file is missing.
+        DamagedFileError: a file is damaged.
+    """
+    chunks = _with_expert_ranks({(file.pp, file.ep, file.tp): _chunks(file.path) for file in files})
     _check_all_ranks(set(chunks), where=where)
+    return chunks
+
+
+def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
+    """Whole tensors under Megatron's names with global numbers.
+
+    Raises:
+        DamagedFileError: the ranks contradict each other.
+    """
     num_virtual = {len(of_rank) for of_rank in chunks.values()}
     if len(num_virtual) != 1:
         raise DamagedFileError(f"{where}: ranks hold {sorted(num_virtual)} virtual stages: the files are not of one save.")

@@ -29,6 +29,8 @@ class Sources:
     """For adapters whose files do not say it."""
     accepts_partial_adapter: bool = False
     """Convert an adapter that lacks layers."""
+    num_updates: int | None = None
+    """Updates that the optimiser had made, where no file says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class OldModel:
     """language_model, value_model (token classification), trl_value_model or reward_model; found by the keys."""
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
+    num_updates: int | None = None
+    """As the user gave them."""
 
 
 def read_model(role: Role, sources: Sources) -> OldModel:
@@ -70,6 +74,8 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         if not raw:
             raw = huggingface.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
+    if sources.num_updates is not None and not role.rank_files:
+        raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
     head = _head(weights)
     weights, said = _without_tied_copy(weights, config)
@@ -81,6 +87,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         config_folder=folder,
         head=head,
         notes=(*notes, *said),
+        num_updates=sources.num_updates,
     )
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from temper_legacy_shim.checkpoints.allowed import is_allowed
+from temper_legacy_shim.checkpoints.allowed import is_allowed, is_nested
 from temper_legacy_shim.errors import DamagedFileError, UnsafeFileError
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -274,12 +274,17 @@ class _Machine:
         self._push_global(module, name)
 
     def _push_global(self, module: str, name: str) -> None:
-        if not is_allowed(module, name):
-            raise UnsafeFileError(
-                f"{self._source} asks for {module}.{name}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
-                "trust where it comes from, say which program wrote it in a bug report."
-            )
-        self._stack.append(Global(module, name))
+        wanted = Global(module, name)
+        # Older pickles ask for a class inside a class as an attribute of it: `_call` sees of which.
+        if wanted not in _ATTRIBUTE_OF and not is_allowed(module, name):
+            raise self._unsafe(wanted)
+        self._stack.append(wanted)
+
+    def _unsafe(self, wanted: Global) -> UnsafeFileError:
+        return UnsafeFileError(
+            f"{self._source} asks for {wanted}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
+            "trust where it comes from, say which program wrote it in a bug report."
+        )
 
     def _op_REDUCE(self, _: object) -> None:
         arguments, function = self._pop(), self._pop()
@@ -297,7 +302,12 @@ class _Machine:
     def _call(self, function: object, arguments: object) -> None:
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise ValueError(f"a call of a {type(function).__name__} with a {type(arguments).__name__}")
-        if function == _ORDERED_DICT and arguments in ((), ([],)):
+        if function in _ATTRIBUTE_OF:
+            of, attribute = arguments if len(arguments) == 2 else (None, None)
+            if not isinstance(of, Global) or not isinstance(attribute, str) or not is_nested(of.module, of.name, attribute):
+                raise self._unsafe(function)
+            self._stack.append(Global(of.module, f"{of.name}.{attribute}"))
+        elif function == _ORDERED_DICT and arguments in ((), ([],)):
             self._stack.append({})
         else:
             self._stack.append(Inert(function, arguments))
@@ -317,6 +327,7 @@ class _Machine:
 
 
 _ORDERED_DICT = Global("collections", "OrderedDict")
+_ATTRIBUTE_OF = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
 
 
 def _index(argument: object) -> int:
@@ -326,9 +337,9 @@ def _index(argument: object) -> int:
 
 
 def _hashable(key: object) -> object:
-    """Keys are scalars, flat tuples of scalars or inert nodes (compared by identity): hashing nested tuples could take for ever."""
+    """Keys are scalars, names, flat tuples of these, or inert nodes (compared by identity): hashing nested tuples could take for ever."""
     if isinstance(key, (Inert, Global, *_SCALARS)):
         return key
-    if isinstance(key, tuple) and all(isinstance(part, _SCALARS) for part in key):
+    if isinstance(key, tuple) and all(isinstance(part, (Global, *_SCALARS)) for part in key):
         return key
     raise ValueError(f"a {type(key).__name__} as the key of a mapping")

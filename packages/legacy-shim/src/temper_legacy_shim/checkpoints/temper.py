@@ -25,6 +25,7 @@ from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.extra_state import OldExtra, read_extra
 from temper_legacy_shim.checkpoints.lazy import Cast, InMemory, LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.megatron_flat import has_flat_optimizer, read_flat_optimizer
 from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_optimizer
 from temper_legacy_shim.checkpoints.model import LANGUAGE_HEAD, OldModel, described
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer
@@ -103,9 +104,9 @@ def resumable(model: OldModel) -> ResumableState:
     optimizer, why_not = _optimizer(model)
     extra = read_extra(model.role)
     names = {name: _TRL_HEAD.get(name, name) for name in model.weights if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)}
-    weights = {new: _in_float32(model.weights[old]) for old, new in names.items()}
+    weights = {new: _in_float32(optimizer.masters.get(old, model.weights[old])) for old, new in names.items()}
     moments = {new: optimizer.moments[old] for old, new in names.items() if old in optimizer.moments}
-    carried = ["weights, as float32 masters"]
+    carried = ["weights, as float32 masters" + (", the optimizer's own" if optimizer.masters else "")]
     if moments:
         carried.append(f"both moments and the update counts of {len(moments)} parameters")
     absent = [] if not moments else [new for new in weights if new not in moments and not is_buffer(new)]
@@ -159,10 +160,10 @@ def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
             return read_optimizer(role, model.weights, parameters=list(model.weights)), ()
         if role.dist_folders:
             return read_megatron_optimizer(model), ()
+        if role.rank_files and has_flat_optimizer(model):
+            return read_flat_optimizer(model, num_updates=model.num_updates), ()
     except LayoutError as error:
         return OldOptimizer(moments={}), (f"optimizer moments: {error}",)
-    if role.rank_files:
-        return OldOptimizer(moments={}), ("optimizer moments: Megatron's per-rank optimizer files are flat and nameless",)
     return OldOptimizer(moments={}), ("optimizer moments: the old checkpoint has none",)
 
 
