@@ -2,8 +2,8 @@
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. python -m tools.gpu.engine_fsdp --out FOLDER [--jobs alone,four-0.5B,...]
 
-Needs torch with CUDA and transformers, pytest and hypothesis for ``checks`` and ``tests``, liger-kernel and cut-cross-entropy for
-``kernels``; made for four GPUs of one host, and runs what fits on fewer.
+Needs torch with CUDA and transformers, pytest and hypothesis for ``checks`` and ``kernels``, liger-kernel and cut-cross-entropy for
+the latter; made for four GPUs of one host, and runs what fits on fewer.
 Every job is a wave of tasks that run side by side on GPUs of their own, each in its own processes and with its own time limit. Rows are
 appended to FOLDER/rows.jsonl as soon as they are measured, what tasks print to FOLDER/log.txt; the table comes last, and is in
 FOLDER/table.txt. ``--rehearse`` runs all of it on a CPU, at a tiny size.
@@ -96,11 +96,18 @@ WAVES: Mapping[str, Wave] = {
 }
 """By importance."""
 ON_TWO: Mapping[str, Wave] = {
-    "scaling-0.5B": Wave(limit_s=150, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
-    "kernels": Wave(limit_s=70, tasks=(Task(name="heads"), Task(name="liger-0.5B"), Task(name="eager-0.5B"))),
+    "scaling-0.5B": Wave(limit_s=190, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
+    "kernels": Wave(
+        limit_s=110,
+        tasks=(
+            Task(name="heads"),
+            Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),
+            Task(name="liger-0.5B"),
+            Task(name="eager-0.5B"),
+        ),
+    ),
     "watcher": Wave(limit_s=60, tasks=(Task(name="watcher", gpus=2, command=("-m", "tools.gpu.fsdp_watcher", "--device", "{device}")),)),
     "ranks-2": Wave(limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="strategies", gpus=2))),
-    "tests": Wave(limit_s=60, tasks=(Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),)),
     "scaling-1.5B": Wave(limit_s=150, tasks=(*_speeds("1.5B", gpus=1), *_speeds("1.5B", gpus=2))),
 }
 """For a lease of two GPUs; run where they are named."""

@@ -104,7 +104,7 @@ def _where_time_goes(place: Place, once: Callable[[], float], *, shape: str, who
     work = _union(span for name, span in spans if "nccl" not in name.lower() and not name.startswith("ProfilerStep"))
     busy = _union([*talk, *work])
     whole = busy[-1][1] - busy[0][0]
-    if place.is_first and place.world_size in (1, 4):
+    if place.is_first and place.world_size in (1, 2, 4):
         told = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
         place.rows.path.with_name(f"profile-{who.split(',')[0]}-{shape}-{place.world_size}.txt").write_text(told)
     return {
