@@ -97,7 +97,7 @@ def _train(loaded: LoadedConfig, asked: argparse.Namespace) -> int:
 
 def _contents(directory: Path) -> str:
     """What a finished run left, as far as it is there."""
-    names = ("config.yaml", "metrics.jsonl", "tensorboard", "samples.jsonl", "curves.png", "checkpoints", "huggingface")
+    names = ("config.yaml", "metrics.jsonl", "tensorboard", "samples.jsonl", "curves.png", "report.html", "checkpoints", "huggingface")
     return f"{directory} holds {', '.join(name for name in names if (directory / name).exists())}"
 
 

@@ -125,6 +125,7 @@ def test_a_run_leaves_everything_that_was_promised(story: Story) -> None:
         "tensorboard",
         "samples.jsonl",
         "curves.png",
+        "report.html",
         "checkpoints",
         "huggingface",
     }

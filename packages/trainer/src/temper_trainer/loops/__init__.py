@@ -80,6 +80,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
         )
         evaluation = run.start(found)
         log.draw()
+        log.report()
     return RunResult(directory=folder.root, evaluation=evaluation)
 
 

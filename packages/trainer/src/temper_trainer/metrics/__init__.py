@@ -1,1 +1,1 @@
-"""What a person sees of a run: files and trackers of metrics, a line a step, bars, tables of samples, the picture of the curves."""
+"""What a person sees of a run: metrics in files and trackers, a line a step, bars, tables of samples, the curves, the report."""

@@ -17,6 +17,7 @@ from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
 from temper_trainer.metrics.picture import draw_curves
 from temper_trainer.metrics.records import set_aside
+from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.tracker import Tracker
 
 
@@ -50,7 +51,7 @@ class Bar:
 class RunLog(AbstractContextManager["RunLog"]):
     """The log of one run folder.
 
-    Files: ``metrics.jsonl`` and ``tensorboard/`` where asked, ``samples.jsonl``, and ``curves.png`` by ``draw``.
+    Files: ``metrics.jsonl`` and ``tensorboard/`` where asked, ``samples.jsonl``, ``curves.png`` by ``draw``, ``report.html`` by ``report``.
     """
 
     def __init__(
@@ -129,6 +130,10 @@ class RunLog(AbstractContextManager["RunLog"]):
     def draw(self) -> Path | None:
         """Draw ``curves.png`` from ``metrics.jsonl``; returns its path, None where there is nothing to draw."""
         return draw_curves(self._directory)
+
+    def report(self) -> Path | None:
+        """Write ``report.html`` from what lies in the run folder, after ``draw``; returns its path, None where nothing was logged."""
+        return write_report(self._directory)
 
 
 def _tracker(name: str, directory: Path) -> Tracker:

@@ -1,0 +1,66 @@
+import base64
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.metrics.log import RunLog, SampleRow
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> tuple[Path, str]:
+    """The run folder and the report of a run of three steps."""
+    folder = tmp_path / "my <run>"
+    write_resolved(load(["experiment=quickstart", "run.seed=7"]), folder)
+    with RunLog(folder, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": step / 4, "time/step_s": 2.0, "time/rollout_s": 0.5 * step}, phase="rl")
+        log.log(3, {"eval/greedy/reward": 0.625}, phase="eval")
+        log.show_samples(3, [SampleRow(prompt="2 < 3", completion="<script>alert(1)</script>", answer="&", reward=0.125)])
+        log.draw()
+        path = log.report()
+    assert path == folder / "report.html"
+    return folder, path.read_text(encoding="utf-8")
+
+
+def row(*cells: str) -> str:
+    return "".join(f"<td class=number>{c[1:]}</td>" if c.startswith("#") else f"<td class=text>{c}</td>" for c in cells)
+
+
+def test_a_report_reads_nothing_from_elsewhere(page: tuple[Path, str]) -> None:
+    folder, text = page
+    assert re.findall(r'(?:src|href)="(?!data:)', text) == []
+    (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert base64.b64decode(picture) == (folder / "curves.png").read_bytes()
+
+
+def test_what_the_model_wrote_is_text_in_a_report(page: tuple[Path, str]) -> None:
+    _, text = page
+    assert row("#3", "2 &lt; 3", "&lt;script&gt;alert(1)&lt;/script&gt;", "&amp;", "#0.125") in text
+    assert "<script" not in text
+    assert "<h1>my &lt;run&gt;</h1>" in text
+
+
+def test_a_report_says_where_the_time_went(page: tuple[Path, str]) -> None:
+    _, text = page
+    # rollout: 0.5 + 1 + 1.5 = 3 of 3 x 2 = 6 seconds.
+    assert row("rl", "step", "#3", "#6", "#2", "100 %") in text
+    assert row("rl", "rollout", "#3", "#3", "#1", "50 %") in text
+
+
+def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(page: tuple[Path, str]) -> None:
+    _, text = page
+    assert row("run.seed", "7", "command line") in text
+    assert row("data.train.kind", "arithmetic", "group experiment=quickstart") in text
+    assert row("#3", "#0.625") in text
+    assert row("rl", "reward/mean", "#1", "#0.25", "#3", "#0.75") in text
+    assert "<td class=text>torch</td>" in text
+
+
+def test_a_run_that_logged_nothing_has_no_report(tmp_path: Path) -> None:
+    with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())) as log:
+        assert log.report() is None
+    assert not (tmp_path / "report.html").exists()
