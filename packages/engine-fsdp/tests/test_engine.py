@@ -13,6 +13,7 @@ from temper_engine_api.engine import Context
 from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.training_specs import Compute
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.engine import FSDPEngine
 
@@ -148,6 +149,22 @@ def test_keeping_gathered_parameters_leaves_the_bits_alone(start: Start, batch: 
 def test_a_deterministic_engine_puts_the_setting_back(start: Start, batch: SequenceBatch) -> None:
     train(start(deterministic=True), [batch])
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(start: Start, batch: SequenceBatch, compute: Compute) -> None:
+    threads, ends = torch.get_num_threads(), []
+    torch.set_num_threads(4)
+    try:
+        for _ in range(2):
+            engine = start(deterministic=True, precision=PrecisionSpec(compute=compute))
+            losses = train(engine, [batch] * 4)
+            ends.append((losses, [(state.master, state.first_moment, state.second_moment) for state in engine.export_state()]))
+    finally:
+        torch.set_num_threads(threads)
+    assert ends[0][0] == ends[1][0]
+    for ours, theirs in zip(ends[0][1], ends[1][1], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_a_loss_that_raises_leaves_the_engine_able_to_train(start: Start, batch: SequenceBatch) -> None:
