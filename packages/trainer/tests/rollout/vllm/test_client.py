@@ -74,7 +74,7 @@ def sampler_of(*replicas: FakeReplica, max_restarts: int = 2) -> VllmSampler:
     return sampler
 
 
-def test_a_server_without_vllm_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_without_vllm_says_what_to_install_at_the_end_of_its_log(tmp_path: Path) -> None:
     spec = replace(SPEC, environment={"PYTHONWARNINGS": "ignore"})
     log = tmp_path / "replica.log"
     broken = tmp_path / "sitecustomize.py"
@@ -82,7 +82,7 @@ def test_a_server_without_vllm_shows_the_end_of_its_log(tmp_path: Path) -> None:
     server = ServerProcess(spec, name="rollout replica 0", python=sys.executable, log_file=log, start_timeout_s=240, stall_timeout_s=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 .* The end of its log, .*replica\.log.*vllm"):
+        with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 .* The end of its log, .*replica\.log.*has no vLLM, .*temper-trainer\[vllm\]"):
             server.start()
     assert server.process_id is None
 

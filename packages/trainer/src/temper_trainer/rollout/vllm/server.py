@@ -1,5 +1,6 @@
 """A server process: ``python -m temper_trainer.rollout.vllm.server SOCKET``. It ends when its client goes away."""
 
+import importlib.util
 import os
 import queue
 import sys
@@ -92,6 +93,11 @@ def main(address: str) -> None:
     connection = Client(address, family="AF_UNIX")
     spec = connection.recv()
     assert isinstance(spec, ServerSpec)
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(
+            f"{sys.executable} has no vLLM, which rollout=vllm needs: pip install 'temper-trainer[vllm]' there, or name the interpreter of "
+            "an environment that has it in runtime.rollout_python."
+        )
     os.environ.update(spec.environment)
     # vLLM reads its variables when it is imported.
     from temper_trainer.rollout.vllm.engine import VllmEngine
