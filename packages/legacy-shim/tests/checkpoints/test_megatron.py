@@ -146,6 +146,27 @@ def test_expert_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, pp: int, e
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
 
 
+@pytest.mark.parametrize(("tp", "ep", "pp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2)])
+def test_experts_divided_over_tensor_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, ep: int, pp: int) -> None:
+    # Expert tensor parallelism below the rest's: tensor rank t is expert rank t // (tp / ep), with 1 / (tp / ep) of its experts' rows.
+    hf = _model(experts=EXPERTS)
+    size = tp // ep
+    _write_ranks(tmp_path / "dense", hf, tp=tp, pp=pp, ep=ep, grouped=True)
+    _write_ranks(tmp_path / "experts", hf, tp=size, pp=pp, ep=ep, grouped=True)
+    for rank in range(tp):
+        for stage in range(pp):
+            suffix = (f"_{stage:03d}" if pp > 1 else "") + f"_{rank // size:03d}"
+            chunks = torch.load(tmp_path / f"dense/model/mp_rank_{rank:02d}{suffix}/model.pt")
+            own = torch.load(tmp_path / f"experts/model/mp_rank_{rank % size:02d}{suffix}/model.pt")
+            mixed = [
+                chunk | {name: t for name, t in other.items() if ".experts." in name} for chunk, other in zip(chunks, own, strict=True)
+            ]
+            (tmp_path / f"actor/model/mp_rank_{rank:02d}{suffix}").mkdir(parents=True)
+            torch.save(mixed, tmp_path / f"actor/model/mp_rank_{rank:02d}{suffix}/model.pt")
+    _write_config(tmp_path / "actor/hf_config_and_tokenizer")
+    _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
+
+
 def test_a_rank_that_was_not_copied_is_named(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=2, pp=2)
     (tmp_path / "actor/model/mp_rank_01_000/model.pt").unlink()

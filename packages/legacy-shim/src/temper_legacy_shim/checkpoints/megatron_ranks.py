@@ -116,9 +116,12 @@ def _with_expert_ranks(
     return chunks
 
 
-def _check_all_ranks(ranks: set[tuple[int, int, int]], *, where: Path) -> None:
+def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
+    """Every tensor rank of every stage with every expert rank; or each with one, where experts are divided over tensor ranks too."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
     wanted = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
+    if sizes[2] % sizes[1] == 0 and ranks == {(pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in wanted}:
+        return
     missing = sorted(wanted - ranks)
     if missing:
         pp, ep, tp = missing[0]
@@ -134,23 +137,38 @@ def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, LazyTensor]:
-    expert_ranks = sorted({ep for ep, _ in stage.by_rank})
-    tensor_ranks = sorted({tp for _, tp in stage.by_rank})
-    merged: dict[str, LazyTensor] = {}
-    for ep in expert_ranks:
-        ranks = [stage.by_rank[ep, tp] for tp in tensor_ranks]
-        num_local = 1 + max((int(match[2]) for name in ranks[0] if (match := _EXPERT.fullmatch(name))), default=-1)
-        for name in ranks[0]:
-            absent = next((tp for tp, of_rank in zip(tensor_ranks, ranks, strict=True) if name not in of_rank), None)
-            if absent is not None:
-                raise DamagedFileError(f"{where}: tensor rank {absent} has no {name}, which rank 0 has: the files are not of one save.")
+    """Whole tensors; experts from the tensor ranks that have theirs, everything else from one file of each tensor rank."""
+    shared = {tp: of_rank for (_, tp), of_rank in sorted(stage.by_rank.items(), reverse=True)}
+    merged = _merge_ranks({tp: shared[tp] for tp in sorted(shared)}, experts=False, where=where)
+    for ep in sorted({ep for ep, _ in stage.by_rank}):
+        ranks = {tp: stage.by_rank[ep, tp] for tp in sorted(shared) if (ep, tp) in stage.by_rank}
+        own = _merge_ranks(ranks, experts=True, where=where)
+        num_local = 1 + max((int(match[2]) for name in own if (match := _EXPERT.fullmatch(name))), default=-1)
+        for name, tensor in own.items():
             expert = _EXPERT.fullmatch(name)
-            if ep and expert is None:
-                continue  # every expert rank holds the rest of the model
-            whole = merge_tensor_ranks(name, [of_rank[name] for of_rank in ranks], where=where)
-            named = f"{expert[1]}{int(expert[2]) + ep * num_local}{expert[3]}" if expert else name
-            layer = _LAYER.fullmatch(named)
-            merged[f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else named] = whole
+            assert expert is not None, "only experts were asked for"
+            merged[f"{expert[1]}{int(expert[2]) + ep * num_local}{expert[3]}"] = tensor
+    return {_in_layer(name, first_layer): tensor for name, tensor in merged.items()}
+
+
+def _in_layer(name: str, first_layer: int) -> str:
+    layer = _LAYER.fullmatch(name)
+    return f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
+
+
+def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool, where: Path) -> dict[str, LazyTensor]:
+    """The experts' tensors of these tensor ranks, or all others."""
+    first_rank, first = next(iter(ranks.items()))
+    merged: dict[str, LazyTensor] = {}
+    for name in first:
+        if (_EXPERT.fullmatch(name) is not None) != experts:
+            continue
+        absent = next((tp for tp, of_rank in ranks.items() if name not in of_rank), None)
+        if absent is not None:
+            raise DamagedFileError(
+                f"{where}: tensor rank {absent} has no {name}, which rank {first_rank} has: the files are not of one save."
+            )
+        merged[name] = merge_tensor_ranks(name, [of_rank[name] for of_rank in ranks.values()], where=where)
     return merged
 
 
