@@ -178,3 +178,18 @@ def test_a_script_that_launches_nothing_is_clean() -> None:
     migration = migrate_script("echo hello\n")
     assert migration.script is None
     assert migration.outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize("files", ["['$one', '$HOME/two.parquet']", "[$one,$HOME/two.parquet]"])
+def test_a_variable_that_holds_a_list_stays_that_list(files: str) -> None:
+    text = f'one=$HOME/one.parquet\nfiles="{files}"\npython3 -m verl.trainer.main_ppo data.train_files="$files" {" ".join(REST)}\n'
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert '    data.train.paths="$files"  #' in migration.script.text
+    (launch,) = migration.launches
+    values = {setting.key: setting.value for setting in launch.translation.settings}
+    assert values["data.train.paths"] == ["${one}", "${HOME}/two.parquet"]
+    assert values["data.train.kind"] == "parquet"
+
+
+REST = ("actor_rollout_ref.model.path=/m", "actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo", "data.train_batch_size=8")

@@ -1,6 +1,7 @@
 """What a launch becomes: its overrides through ``configs.translate``, with tokens of the script kept where a value stays as it is."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def _cluster(launch: Launch) -> Cluster | None:
 def _shown(text: Text, unknowns: dict[str, str]) -> str:
     """A token for the translator: unknown parts as names that it can carry through."""
     out = []
-    for piece in text.pieces:
+    for piece in _opened(text):
         if piece.is_known:
             out.append(piece.value)
             continue
@@ -136,6 +137,16 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
         unknowns[name] = source
         out.append(f"${{{name}}}")
     return "".join(out)
+
+
+def _opened(text: Text) -> Iterator[Piece]:
+    """The pieces, but in place of a variable that holds a list what the list is made of: its items are what is translated."""
+    for piece in text.pieces:
+        inside = Text(piece.inner).shown().strip()
+        if not piece.is_known and (inside[:1], inside[-1:]) in (("[", "]"), ("{", "}")):
+            yield from piece.inner
+        else:
+            yield piece
 
 
 def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[str, str], literal_keys: frozenset[str]) -> NewArgument:
