@@ -39,6 +39,16 @@ def test_the_samplers_log_probs_may_be_the_old_ones(run: Run, rows: Rows, tmp_pa
     assert all(row["policy/ratio_error_max"] < 1e-3 for row in rows(tmp_path / "run"))
 
 
+def test_completions_drawn_again_by_their_rewards_are_trained_on(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2")
+    found = rows(tmp_path / "run")
+    # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
+    assert all(0.0 < row["reweight/distinct_share"] < 1.0 for row in found)
+    assert all(row["actor/grad_norm"] > 0 for row in found)
+    # Drawn again means other micro-batches than those that old log-probs were measured over: 1 up to rounding.
+    assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
+
+
 def test_dynamic_sampling_fills_a_step_with_groups_that_differ(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, "algorithm=dapo", "algorithm.group_size=4", "reward.function=temper_trainer_test_rewards:often_equal")
     found = rows(tmp_path / "run")

@@ -44,12 +44,13 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
                     f"sample {rollout.sample_id} has {num_tokens} completion tokens but {num_logprobs} rollout_logprobs: the sampler must "
                     "return one per token."
                 )
-    columns = {"rollout_logprobs": [torch.tensor([x for part in _parts(r) for x in part.logprobs]) for r in rollouts]}
+    by_rollout = [_parts(rollout) for rollout in rollouts]
+    columns = {"rollout_logprobs": [torch.tensor([x for part in parts for x in part.logprobs]) for parts in by_rollout]}
     if any(rollout.turns for rollout in rollouts):
-        columns[TURNS_AFTER] = [torch.tensor([float(part.turns_after) for part in _parts(r) for _ in part.tokens]) for r in rollouts]
+        columns[TURNS_AFTER] = [torch.tensor([float(part.turns_after) for part in parts for _ in part.tokens]) for parts in by_rollout]
     return from_sequences(
-        [torch.tensor([token for part in _parts(r) for token in part.tokens]) for r in rollouts],
-        loss_masks=[torch.tensor([part.is_trained for part in _parts(r) for _ in part.tokens]) for r in rollouts],
+        [torch.tensor([token for part in parts for token in part.tokens]) for parts in by_rollout],
+        loss_masks=[torch.tensor([part.is_trained for part in parts for _ in part.tokens]) for parts in by_rollout],
         sample_ids=ids,
         group_ids=[rollout.group_id for rollout in rollouts],
         temperature=temperature,

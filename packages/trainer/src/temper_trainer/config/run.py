@@ -11,7 +11,6 @@ from temper_trainer.config.asynchrony import AsynchronyConfig
 from temper_trainer.config.data import DataConfig, RewardConfig, SourceConfig
 from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
 from temper_trainer.config.environment import EnvironmentConfig
-from temper_trainer.config.following import not_yet
 from temper_trainer.config.generate import GenerateConfig
 from temper_trainer.config.preference import PreferenceConfig
 from temper_trainer.config.ranges import check_range
@@ -263,7 +262,7 @@ def _conflicts(config: TrainerConfig) -> list[str]:
         found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
     if config.ref is not None and config.ref.engine.optimizer is not None:
         found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
-    return [*found, *task_problems(config), *reward_model_problems(config), *not_yet(config)]
+    return [*found, *task_problems(config), *reward_model_problems(config)]
 
 
 def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[str]:

@@ -22,6 +22,8 @@ def task_problems(config: "TrainerConfig") -> Iterator[str]:
         )
     if config.task == "distill" and config.algorithm.dynamic_sampling is not None:
         yield "algorithm.dynamic_sampling has no effect in task distill, which learns from every completion: remove it."
+    if config.task == "distill" and config.algorithm.reweight is not None:
+        yield "algorithm.reweight has no effect in task distill, whose completions have no rewards to be drawn by: remove it."
     if config.warm_start is not None and config.task in ("dpo", "rm", "eval", "generate"):
         yield f"warm_start has no effect in task {config.task}: remove it."
     if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":

@@ -18,13 +18,14 @@ from temper_trainer.algorithms.distillation import teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, sequence_kl
 from temper_trainer.algorithms.mismatch import SQUARES, effective_sample_share, mismatch_metrics
 from temper_trainer.algorithms.objectives import needs_old_logprobs
+from temper_trainer.algorithms.reweight import drawn_again
 from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
 from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import TURNS_AFTER, to_samples
-from temper_trainer.batching.step_plan import StepPlan, layout_of, plan_forward, plan_step
+from temper_trainer.batching.step_plan import RoleLayout, StepPlan, layout_of, plan_forward, plan_step
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
@@ -96,6 +97,9 @@ def train_on(
         samples = annotate(rooms, samples, plan)
     samples, teacher_metrics = ask_teachers(rooms, samples, rollouts=rollouts, clock=clock)
     samples, advantage_metrics, controllers = add_advantages(rooms, samples, rollouts=rollouts, controllers=controllers)
+    if config.algorithm.reweight is not None:
+        samples, plan, drawn = _draw_again(rooms, samples, rollouts=rollouts, step=step, layouts=layouts)
+        advantage_metrics = advantage_metrics | drawn
     if can_skip_idle(config):
         plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
     with clock.phase("update"):
@@ -103,6 +107,24 @@ def train_on(
     if "policy/entropy" in merged and not math.isnan(merged["policy/entropy"]):
         controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"]))
     return plan_metrics(plan, samples, role="actor") | advantage_metrics | teacher_metrics | merged, controllers
+
+
+def _draw_again(
+    rooms: Rooms, samples: SequenceBatch, *, rollouts: Sequence[Rollout], step: int, layouts: Mapping[str, RoleLayout]
+) -> tuple[SequenceBatch, StepPlan, dict[str, float]]:
+    """Samples drawn again by their rewards, under ids of their own, and their plan; advantages are those of the groups as sampled."""
+    config, seed = rooms.config, rooms.config.run.seed
+    assert config.algorithm.reweight is not None
+    places = drawn_again(
+        torch.tensor([rollout.reward for rollout in rollouts]),
+        group_ids=samples.group_ids,
+        config=config.algorithm.reweight,
+        seed=derive_seed(seed, "reweight", step),
+    )
+    own = torch.arange(len(places))
+    drawn = replace(samples.select(places), sample_ids=own, atom_ids=own)
+    plan = plan_step(drawn, config.batching, topologies=layouts, seed=derive_seed(seed, "mini-batches", step))
+    return drawn, plan, {"reweight/distinct_share": len(places.unique()) / len(places)}
 
 
 def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBatch:
