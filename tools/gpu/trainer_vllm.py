@@ -1,11 +1,12 @@
 """GRPO with vLLM on H200s, through the trainer's own command: colocated on one GPU with sleep and wake, and separate GPUs with NCCL sync.
 
-    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--steps 8]
+    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--steps 8] [--check]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on PYTHONPATH are enough); this one needs the
-trainer and the FSDP engine with their dependencies, Ray not among them. Each job is a run of ``temper-train`` in a process of its own on
-arithmetic problems with a random model of the given shape; the timings of its steps, the first one left out, become rows of
-FOLDER/rows.jsonl.
+trainer and the FSDP engine with their dependencies, Ray not among them. --check reads each job's settings and runs nothing.
+
+Each job is a run of ``temper-train`` in a process of its own on arithmetic problems with a random model of the given shape; the timings of
+its steps, the first one left out, become rows of FOLDER/rows.jsonl.
 
 What must be carried to the image, beside this checkout: vllm==0.26.0 (with what it needs, apache-tvm-ffi==0.1.15.post2), hydra-core,
 omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, pyarrow, rich. VLLM_USE_FLASHINFER_SAMPLER=0 is set here.
@@ -23,26 +24,30 @@ from pathlib import Path
 
 import torch
 
+from temper_trainer.config_loading import load
 from tools.gpu.workload import SHAPES, Rows
+
+
+def _apart(num_gpus: int, *more: str) -> tuple[int, Sequence[str]]:
+    """The actor on the first GPU, a server on each other one."""
+    devices = ",".join(f'"{gpu}"' for gpu in range(1, num_gpus))
+    return num_gpus, (
+        f"rollout.num_replicas={num_gpus - 1}",
+        f"runtime.rollout_devices=[{devices}]",
+        "weight_sync.transport=collective",
+        *more,
+    )
+
 
 JOBS: dict[str, tuple[int, Sequence[str]]] = {
     "colocated": (1, ("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")),
     "colocated_shared_memory": (1, ("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
-    "separate": (4, ("rollout.num_replicas=3", 'runtime.rollout_devices=["1","2","3"]', "weight_sync.transport=collective")),
-    "one_step_off": (
-        4,
-        ("rollout.num_replicas=3", 'runtime.rollout_devices=["1","2","3"]', "weight_sync.transport=collective", "loop=one_step_off"),
-    ),
-    "async": (
-        4,
-        (
-            "rollout.num_replicas=3",
-            'runtime.rollout_devices=["1","2","3"]',
-            "weight_sync.transport=collective",
-            "loop=async",
-            "asynchrony.max_staleness=2",
-        ),
-    ),
+    "separate": _apart(2),
+    "one_step_off": _apart(2, "loop=one_step_off"),
+    "async": _apart(2, "loop=async", "asynchrony.max_staleness=2"),
+    "separate_4": _apart(4),
+    "one_step_off_4": _apart(4, "loop=one_step_off"),
+    "async_4": _apart(4, "loop=async", "asynchrony.max_staleness=2"),
 }
 """GPUs that a job needs, and its overrides."""
 
@@ -106,6 +111,16 @@ def run_job(rows: Rows, name: str, *, shape: str, steps: int, rollout_python: st
     rows.add(row)
 
 
+def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
+    """Compose and validate a job's settings, which needs no GPU.
+
+    Raises:
+        ConfigError: what is wrong with them.
+    """
+    load([*overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}"), *JOBS[name][1]])
+    print(f"{name}: its settings are valid")
+
+
 def main() -> None:
     """Run the chosen jobs."""
     parser = argparse.ArgumentParser()
@@ -114,7 +129,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
+    if chosen.check:
+        for name in chosen.jobs.split(","):
+            check_job(name, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out)
+        return
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.out / "rows.jsonl")
     for name in chosen.jobs.split(","):

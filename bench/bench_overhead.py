@@ -1,0 +1,124 @@
+"""What a step of RL costs beyond its models: the quickstart's steps in one process, less what sampler, engine and weights take.
+
+Counted as the models' are the sampler's calls, the engine's passes and optimiser steps; what is left is the trainer: prompts, decoding,
+rewards, samples, plan, packing, advantages, metrics and their files. Weight sync, a copy of the model, is told apart. In CPU seconds of the
+process, all its threads, because these do not change with what else the machine does; one thread for torch.
+
+    OMP_NUM_THREADS=1 python bench/bench_overhead.py [--steps 12] [--json FILE]
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from temper_engine_api.registry import engine_class
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.loops import step as step_page
+from temper_trainer.loops import train
+from temper_trainer.metrics.log import RunLog
+from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.types import Prompt
+from temper_trainer.weight_sync.publish import Publisher
+
+WORK = ("experiment=quickstart", "warm_start=null", "data.eval=null", "run.save_model=false", "run.table_every=0", "run.progress=false")
+REWARD = "reward.function=bench_overhead:digits"
+LEFT_OUT = 2
+"""First steps, which pay for what later ones find."""
+
+
+def digits(prompt: Prompt, completion_text: str, /) -> float:
+    """The share of digits: an untrained model gets different rewards, so that every completion is trained on."""
+    return sum(character.isdigit() for character in completion_text) / max(len(completion_text), 1)
+
+
+class Meter:
+    """CPU seconds by name, the outermost of nested calls alone."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._is_inside = False
+
+    def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The same call, counted."""
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if self._is_inside:
+                return call(*arguments, **named)
+            self._is_inside = True
+            begin = time.process_time()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begin
+                self._is_inside = False
+
+        return counted
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last time."""
+        found, self.seconds = self.seconds, {}
+        return found
+
+
+def install(meter: Meter, rows: list[dict[str, float]]) -> None:
+    """Count the models' calls, and end a step's row when its numbers are logged."""
+    engine: Any = engine_class("fsdp")
+    for kind, name, method in (
+        (HfSampler, "sampling", "sample"),
+        (engine, "engine", "forward_backward_batch"),
+        (engine, "engine", "optimizer_zero_grad"),
+        (engine, "engine", "optimizer_step"),
+        (Publisher, "weight sync", "publish"),
+    ):
+        setattr(kind, method, meter.around(getattr(kind, method), name))
+    started = [0.0]
+    step, log = step_page.rl_step, RunLog.log
+
+    def timed_step(*arguments: Any, **named: Any) -> Any:
+        meter.take()
+        started[0] = time.process_time()
+        return step(*arguments, **named)
+
+    def timed_log(*arguments: Any, **named: Any) -> None:
+        log(*arguments, **named)
+        if started[0] and named.get("phase") == "rl":
+            whole = time.process_time() - started[0]
+            inside = meter.take()
+            rows.append({**inside, "whole": whole, "trainer": whole - sum(inside.values())})
+
+    step_page.rl_step = timed_step
+    setattr(RunLog, "log", timed_log)  # noqa: B010 - the class is measured, not changed
+
+
+def main() -> None:
+    """Print a table, and write it where asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    meter = Meter()
+    rows: list[dict[str, float]] = []
+    install(meter, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load([*WORK, REWARD, f"run.total_steps={chosen.steps}", f"run.dir={folder}/run"])
+        train(loaded.config, digest=loaded.digest, write_config=lambda place: write_resolved(loaded, place))
+    steady = rows[LEFT_OUT:]
+    found = {name: statistics.median(row.get(name, 0.0) for row in steady) * 1e3 for name in steady[0]}
+    print(f"{len(steady)} steps of 32 prompts x 8 completions; {platform.machine()}, torch {torch.__version__}")
+    print("| what | median CPU ms a step |\n|---|---|")
+    for name, milliseconds in found.items():
+        print(f"| {name} | {milliseconds:.1f} |")
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"median_ms": found, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
