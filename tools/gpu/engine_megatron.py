@@ -3,8 +3,9 @@
     python -m tools.gpu.engine_megatron --out FOLDER [--limit SECONDS]
 
 Run at the repository's root with engine-api, engine-fsdp, engine-megatron and megatron-bridge installed: the kit finds the engine by its
-entry point. Needs four GPUs for everything; jobs whose GPUs are not there are left out. Jobs of a phase run side by side on GPUs of their
-own, each with its own limit. Every row is appended to FOLDER/rows.jsonl as soon as it is measured; what JOB prints goes to FOLDER/JOB.txt.
+entry point. One, two and four GPUs have phases of their own, under eight minutes each; speed is measured on four, and elsewhere where
+``--only`` asks for it. Jobs of a phase run side by side, each with its own limit. Every row is appended to FOLDER/rows.jsonl as soon as it
+is measured; what JOB prints goes to FOLDER/JOB.txt.
 """
 
 import argparse
@@ -34,10 +35,10 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
+from tools.gpu.megatron_cases import CASES, LAYOUTS, Case
 from tools.gpu.workload import (
     MICRO_BATCH_TOKENS,
     SHAPES,
-    SMALL,
     ClippedPolicy,
     Rows,
     flops_of,
@@ -48,20 +49,10 @@ from tools.gpu.workload import (
     timed,
 )
 
-KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,residency,rfc_loop"
+KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,residency,rfc_loop,adapter"
 SHAPE = SHAPES["0.5B"]
 SHORTEST_PHASE_S = 20.0
 """With less time left a phase is not begun."""
-LAYOUTS: Mapping[str, Mapping[str, object]] = {
-    "alone": {},
-    "tp2": {"tensor_parallel": 2},
-    "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_parallel": 2},
-    "cp2": {"context_parallel": 2},
-    "dp2-distopt": {"distributed_optimizer": True},
-    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
-    "dp4-distopt": {"distributed_optimizer": True},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +80,29 @@ def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     )
 
 
+def kit_on_one(limit_s: float) -> Job:
+    """The conformance kit on one rank."""
+    whole = kit("alone", (0,), limit_s)
+    return replace(whole, command=tuple({"--layouts": "--world-sizes", "alone": "1"}.get(word, word) for word in whole.command))
+
+
 def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     """A job of this script on as many ranks as GPUs."""
     command = ("-m", "tools.gpu.engine_megatron", "--ranks", kind, "--layouts", layouts, "--out")
     return Job(name=f"{kind}-{layouts.replace(',', '-')}", gpus=gpus, limit_s=limit_s, command=command)
 
 
-PHASES: tuple[tuple[Job, ...], ...] = (
+Phases = tuple[tuple[Job, ...], ...]
+ON_ONE: Phases = (
+    (ranks("norms", "alone", (0,), 120),),
+    (kit_on_one(300),),
+)
+ON_TWO: Phases = (
+    (ranks("norms", "alone", (0,), 150), ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150)),
+    # Ranks of different kits may share a GPU, and start-up is most of the time.
+    tuple(kit(layout, (0, 1), 310) for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")),
+)
+ON_FOUR: Phases = (
     (ranks("norms", "alone", (0,), 70), ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70)),
     (
         # Ranks of different kits may share a GPU, and start-up is most of the time.
@@ -107,6 +114,20 @@ PHASES: tuple[tuple[Job, ...], ...] = (
     (ranks("norms", "tp2-pp2,dp4-distopt", (0, 1, 2, 3), 45),),
     (ranks("speed", "tp2-pp2", (0, 1, 2, 3), 70),),
 )
+ALSO: Phases = ((ranks("speed", "alone", (0,), 110),), (ranks("speed", "tp2", (0, 1), 110),), (ranks("speed", "pp2", (0, 1), 110),))
+"""Only where they are named."""
+
+
+def phases_for(num_gpus: int, only: list[str] | None) -> Phases:
+    """What is run on so many GPUs: all of theirs, or those jobs of these names that fit."""
+    own = ON_FOUR if num_gpus >= 4 else ON_TWO if num_gpus >= 2 else ON_ONE
+    if only is None:
+        return own
+    chosen: dict[str, tuple[Job, ...]] = {}
+    for job in (job for phase in (*own, *ALSO) for job in phase):
+        if job.name in only and max(job.gpus) < num_gpus:
+            chosen.setdefault(job.name, (job,))
+    return tuple(chosen.values())
 
 
 def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
@@ -172,6 +193,11 @@ def started(engine: BaseEngine) -> Iterator[BaseEngine]:
         engine.close()
 
 
+def config_of(case: Case, layout: str) -> MegatronConfig:
+    """A case in a layout."""
+    return megatron_config(case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora)
+
+
 def megatron_config(architecture: Mapping[str, Scalar], layout: str, **changes: object) -> MegatronConfig:
     """A model in a layout on CUDA."""
     base = MegatronConfig(model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda")
@@ -187,21 +213,19 @@ def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[Query, ...] = 
 
 
 def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
-    """Gradient norms of five updates of a small model in float32 and bf16; the first layout also with FSDPEngine."""
-    for compute in ("fp32", "bf16"):
-        precision = PrecisionSpec(compute=compute)
-        engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(megatron_config(SMALL, layout, precision=precision))}
-        if layout == "alone":
-            optimizer = OptimizerSpec(lr=1e-3)
-            engines["fsdp"] = FSDPEngine(
-                FSDPConfig(model=ModelSpec(architecture=SMALL), optimizer=optimizer, device="cuda", precision=precision)
-            )
+    """Gradient norms of five updates of a small model, dense or with experts, with and without adapter; on one rank also FSDPEngine's."""
+    for case in (case for case in CASES if case.is_for(layout)):
+        config = config_of(case, layout)
+        engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(config)}
+        if layout == "alone" and not case.has_experts:
+            shared = {"model": config.model, "optimizer": config.optimizer, "precision": config.precision, "lora": config.lora}
+            engines["fsdp"] = FSDPEngine(FSDPConfig(device="cuda", **shared))  # type: ignore[arg-type]
         for name, engine in engines.items():
             with started(engine):
                 packed = engine.shard_data(small_batch(), max_tokens=1024)
                 found = [update(engine, packed) for _ in range(5)]
             if rank == 0:
-                rows.add({"job": "norms", "who": name, "layout": layout, "world_size": world_size, "compute": compute, "norms": found})
+                rows.add({"job": "norms", "who": name, "layout": layout, "world_size": world_size, "case": case.name, "norms": found})
 
 
 def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
@@ -281,17 +305,17 @@ def table(rows: list[dict[str, object]]) -> str:
         ratio = f"{float(str(row['tokens_per_s_and_gpu'])) / float(str(of)):.3f}" if of else "?"
         lines.append(f"{row['layout']:12} {row['who']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  mfu {row['mfu']}  to bare {ratio}")
     norms_rows = [row for row in rows if row.get("job") == "norms"]
-    alone = {row["compute"]: row["norms"] for row in norms_rows if (row["who"], row["layout"]) == ("megatron", "alone")}
+    alone = {row["case"]: row["norms"] for row in norms_rows if (row["who"], row["layout"]) == ("megatron", "alone")}
     for row in norms_rows:
-        verdict = "agree" if norms_agree(row["norms"], alone.get(row["compute"]), compute=str(row["compute"])) else "DIFFER"
-        lines.append(f"norms {row['who']} {row['layout']} {row['compute']}: {verdict} {row['norms']}")
+        verdict = "agree" if norms_agree(row["norms"], alone.get(row["case"]), case=str(row["case"])) else "DIFFER"
+        lines.append(f"norms {row['who']} {row['layout']} {row['case']}: {verdict} {row['norms']}")
     lines += [f"{row}" for row in rows if row.get("job") == "ended"]
     return "\n".join(lines)
 
 
-def norms_agree(found: object, wanted: object, *, compute: str) -> bool:
-    """Of the first updates; rounding to bf16 grows with every one, so there only two are comparable."""
-    near, count = (1e-4, 3) if compute == "fp32" else (2e-2, 2)
+def norms_agree(found: object, wanted: object, *, case: str) -> bool:
+    """Of the first updates; rounding to 16 bits grows with every one, so there only two are comparable."""
+    near, count = (1e-4, 3) if case.endswith("fp32") else (2e-2, 2)
     if not isinstance(found, list) or not isinstance(wanted, list):
         return False
     return all(math.isclose(a, b, rel_tol=near) for a, b in zip(found[:count], wanted[:count], strict=True))
@@ -303,7 +327,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", choices=RANK_JOBS, help="run this job on every GPU that is visible, instead of the phases")
     parser.add_argument("--only", help="names of jobs, with commas, as they stand in the rows of an earlier run; default all")
-    parser.add_argument("--limit", type=float, default=520.0, help="seconds for all phases together; default 520")
+    parser.add_argument("--limit", type=float, default=470.0, help="seconds for all phases together; default 470")
     parser.add_argument("--layouts", default="alone", help="of that job")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -317,11 +341,7 @@ def main() -> None:
         return
     rows.add({"job": "machine", "torch": torch.__version__, "device": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()})
     deadline = time.monotonic() + options.limit
-    for phase in PHASES:
-        wanted = options.only.split(",") if options.only else [job.name for job in phase]
-        jobs = tuple(job for job in phase if max(job.gpus) < torch.cuda.device_count() and job.name in wanted)
-        if not jobs:
-            continue
+    for jobs in phases_for(torch.cuda.device_count(), options.only.split(",") if options.only else None):
         left_s = deadline - time.monotonic()
         if left_s < SHORTEST_PHASE_S:
             rows.add({"job": "left out", "names": [job.name for job in jobs]})

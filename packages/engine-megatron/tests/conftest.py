@@ -84,6 +84,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="session")
+def fleet_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Four, for nightly tests."""
+    own = Fleet(4, folder=tmp_path_factory.mktemp("fleet-of-four"))
+    yield own
+    own.close()
+
+
+@pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The conformance kit's oracle, models and batches."""
     folder: Path = tmp_path_factory.mktemp("models")

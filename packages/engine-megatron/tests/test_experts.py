@@ -17,17 +17,17 @@ from temper_engine_api.conformance.measure import (
     update_once,
     weights_of,
 )
-from temper_engine_api.conformance.models import TinyModel
+from temper_engine_api.conformance.models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
+from temper_engine_api.conformance.tolerances import BF16, GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_engine_api.specs import ModelSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
 
 EXPERTS = TinyModel(
@@ -55,16 +55,38 @@ LAYOUTS = {
         ),
         Layout(name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}),
         Layout(name="cp2-ep2", world_size=2, fields={"context_parallel": 2, "expert_parallel": 2}),
+        Layout(name="pp2", world_size=2, fields={"pipeline_parallel": 2}),
+        Layout(name="pp2-vpp2", world_size=2, fields={"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        Layout(name="pp2-ep2", world_size=4, fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="tp2-sp-pp2-ep2",
+            world_size=4,
+            fields={
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+                "pipeline_parallel": 2,
+                "expert_parallel": 2,
+                "expert_tensor_parallel": 1,
+            },
+        ),
+        Layout(name="ep4", world_size=4, fields={"expert_parallel": 4}),
+        Layout(name="dp2-ep2", world_size=4, fields={"expert_parallel": 2, "distributed_optimizer": True}),
     )
 }
 FOUR = Split(name="four", min_micro_batches=4)
 
 
+def in_every(names, *, nightly):
+    """Layouts of a test, the second ones by night."""
+    return [*names, *(pytest.param(name, marks=pytest.mark.nightly) for name in nightly)]
+
+
 @pytest.fixture
-def subject_in(fleet):
+def subject_in(fleet, request):
     def at(name):
         layout = LAYOUTS[name]
-        return Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=layout, all_layouts=(layout,), fleet=fleet)
+        ranks = fleet if layout.world_size <= 2 else request.getfixturevalue("fleet_of_four")
+        return Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=layout, all_layouts=(layout,), fleet=ranks)
 
     return at
 
@@ -73,20 +95,22 @@ def one_by_one(tensors):
     """Experts under the names in files: transformers joins a layer's, each with its gate above its up-projection."""
     found = {}
     for name, tensor in tensors.items():
-        for number in range(8 if ".experts." in name else 0):
+        is_joined = tensor.ndim == 3
+        for number in range(8 if is_joined else 0):
             stem = f"{name.partition('.experts.')[0]}.experts.{number}"
             if name.endswith("down_proj"):
                 found[f"{stem}.down_proj.weight"] = tensor[number]
             else:
                 found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = tensor[number, :24], tensor[number, 24:]
-        if ".experts." not in name:
+        if not is_joined:
             found[name] = tensor
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", ["ep2", "tp2-sp-ep2", pytest.param("alone", marks=pytest.mark.nightly), pytest.param("cp2-ep2", marks=pytest.mark.nightly)]
-)
+SMALL, LARGE = ("ep2", "tp2-sp-ep2", "pp2"), ("alone", "cp2-ep2", "pp2-vpp2", "pp2-ep2", "tp2-sp-pp2-ep2", "ep4", "dp2-ep2")
+
+
+@pytest.mark.parametrize("layout", in_every(SMALL, nightly=LARGE))
 def test_gradients_are_those_of_transformers(subject_in, reference, layout):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS)
     expected = reference.update(recipe, TokenProbe(), batch)
@@ -96,6 +120,16 @@ def test_gradients_are_those_of_transformers(subject_in, reference, layout):
         assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["alone", "ep2", "pp2", "pp2-ep2"])
+def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(subject_in, reference, layout):
+    batch = reference.batch(model=EXPERTS)
+    expected = reference.update(reference.recipe(EXPERTS), TokenProbe(), batch)
+    recipe = reference.recipe(EXPERTS, compute="bf16")
+    for update in subject_in(layout).run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR):
+        assert_close(update.grad_norm, expected.grad_norm, BF16, what="gradient norm")
+
+
 @pytest.mark.parametrize("model", [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE], ids=lambda model: model.name)
 def test_log_probs_are_those_of_transformers(subject_in, reference, model):
     recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
@@ -103,7 +137,7 @@ def test_log_probs_are_those_of_transformers(subject_in, reference, model):
     assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
 
 
-@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2-sp-ep2", "tp2-sp"))])
+@pytest.mark.parametrize("layout", in_every(["ep2"], nightly=["tp2-sp-ep2", "tp2-sp", "pp2-ep2"]))
 def test_weights_come_back_bit_for_bit_under_the_names_in_files(subject_in, reference, layout):
     recipe = reference.recipe(EXPERTS)
     exported = subject_in(layout).run(exported_weights, recipe=recipe)
@@ -175,7 +209,7 @@ def balance_of(recipe, batch):
     return model, total
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp-ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("alone", "cp2-ep2"))])
+@pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2"]))
 def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(subject_in, reference, layout):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
     model, loss = balance_of(recipe, batch)
@@ -211,6 +245,27 @@ def test_a_mixture_from_scratch_has_the_names_of_files(config, start):
 def test_mixtures_that_are_not_supported_are_refused(config, changes, error, match):
     with pytest.raises(error, match=match):
         MegatronEngine(with_experts(config, **changes)).init_model()
+
+
+def test_a_dense_model_has_no_experts_to_divide(subject_in, reference):
+    for told in subject_in("ep2").run(refusal_of, recipe=reference.recipe(QWEN2_GROUPED)):
+        assert "expert_parallel is 2, but the model has no experts to divide" in told
+
+
+def refusal_of(rank, *, recipe):
+    """What building says."""
+    with pytest.raises(ConfigError) as caught:
+        rank.unbuilt_engine(recipe).init_model()
+    return str(caught.value)
+
+
+def test_adapters_lie_around_experts_and_are_refused_inside(config, start):
+    mixture = with_experts(config).model
+    _, tensors = start(model=mixture, lora=LoraSpec(rank=4)).export_adapter()
+    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    inside = LoraSpec(rank=4, target_modules=("q_proj", "gate_proj", "up_proj"))
+    with pytest.raises(ConfigError, match="names gate_proj, up_proj, which lie inside this model's experts"):
+        start(model=mixture, lora=inside)
 
 
 def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):

@@ -24,7 +24,8 @@ class Layout:
     world_size: int
     """Ranks."""
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """Fields of the engine's own configuration class, for example ``{"tensor_parallel": 2}``; all others keep the kit's values."""
+    """Fields of the engine's own configuration class, for example ``{"tensor_parallel": 2}``; all others keep the kit's values.
+    ``expert_parallel`` above 1 asks for models with experts, see ``has_experts``."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "all":
@@ -33,6 +34,12 @@ class Layout:
             )
         if self.world_size < 1:
             raise ConfigError(f"layout {self.name} has {self.world_size} ranks, but needs at least 1.")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts are divided: such a layout is held to the laws with mixtures of experts in the place of dense models."""
+        ranks = self.fields.get("expert_parallel", 1)
+        return isinstance(ranks, int) and ranks > 1
 
 
 def plain_layout(world_size: int) -> Layout:

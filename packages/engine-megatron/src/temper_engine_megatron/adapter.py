@@ -31,6 +31,8 @@ _NOT_OFFERED = (
     "fan_in_fan_out",
 )
 """Of PEFT's configuration: what would be computed otherwise."""
+_INSIDE_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+"""What files call the matrices of one expert; transformers keeps those of a layer in joined tensors."""
 _OLD_LAYOUT = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
 """What the private layouts of other systems leave in an adapter's directory."""
 
@@ -59,6 +61,7 @@ class AdapterPlan:
             self.targets = tuple(name for name in modules if not _is_excluded(self.config, name))
             self.config.target_modules = {name.rpartition(".")[2] for name in self.targets}
         else:
+            _refuse_experts(asked, modules=modules, others=others)
             self.targets = tuple(name for name in modules if _is_chosen(self.config, name))
             wrong = [name for name in others if _is_chosen(self.config, name)]
             if wrong:
@@ -196,6 +199,17 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
         return False
     probe = LoraConfig(target_modules=excluded if isinstance(excluded, str) else list(excluded))
     return bool(check_target_module_exists(probe, name))
+
+
+def _refuse_experts(asked: object, *, modules: tuple[str, ...], others: tuple[str, ...]) -> None:
+    """PEFT would pass over them in silence."""
+    has_experts = any(name.endswith(".experts") for name in others)
+    found = _INSIDE_EXPERTS.intersection(asked) - set(_kinds(modules)) if has_experts and isinstance(asked, set | list | tuple) else None
+    if found:
+        raise ConfigError(
+            f"lora.target_modules names {', '.join(sorted(found))}, which lie inside this model's experts: the Megatron engine adapts what "
+            f"lies around them, {_told(_kinds(modules))}. Leave out the others."
+        )
 
 
 def _kinds(modules: tuple[str, ...]) -> list[str]:

@@ -15,7 +15,7 @@ TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
 """Parameters of the output layer that are trained in the place of its own."""
 ATTENTION_HOSTS = ("self_attention.linear_qkv", "self_attention.linear_proj")
 DENSE_HOSTS = (*ATTENTION_HOSTS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""Linear layers of a decoder layer that may have an adapter beside them; experts may not, which transformers keeps in joined tensors."""
+"""Linear layers of a decoder layer that may have an adapter beside them; experts may not, see decision 19."""
 
 
 def is_of_adapter(name: str) -> bool:

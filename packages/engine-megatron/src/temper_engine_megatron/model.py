@@ -187,6 +187,8 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
     wanted |= _RECOMPUTE[config.recompute]
     if settings.num_moe_experts:
         wanted |= _of_experts(settings, config, hf_config=hf_config)
+    elif config.expert_parallel > 1:
+        raise ConfigError(f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: set it to 1.")
     for name, value in (wanted | plain(config.override_transformer_config)).items():
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)

@@ -6,7 +6,7 @@ are large enough that attention matters and that some tokens are far likelier th
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -71,7 +71,19 @@ OTHER_SHAPES = tuple(
 )
 """QWEN2_GROUPED with fewer layers, with more, and with other shapes under the same names."""
 
+EXPERTS: Mapping[str, Scalar] = MappingProxyType(
+    {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+)
+"""A mixture of experts; of four, so that each of two ranks has two."""
+
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
+
+
+def with_experts(model: TinyModel) -> TinyModel:
+    """The same with a mixture of experts in each layer, half as wide each as its dense layer."""
+    width = {**model.settings, **model.architecture}["intermediate_size"]
+    architecture = {**model.architecture, **EXPERTS, "moe_intermediate_size": int(str(width)) // 2}
+    return replace(model, name=f"{model.name}-experts", architecture=architecture)
 
 
 def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.expert_names import by_names_in_files, names_in_files
 from temper_engine_api.conformance.oracle_adapter import CONFIG_FILE, WEIGHTS_FILE, OracleAdapter, save_adapter
 from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
 from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
@@ -137,11 +138,11 @@ class OracleEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         weights = self.parameters().items() if self.adapter is None else self.adapter.merged()
-        for name, tensor in weights:
+        for name, tensor in by_names_in_files(weights):
             yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        targets = self.parameters() if self.adapter is None else self.adapter.base_parameters()
+        targets = _by_file(self.parameters() if self.adapter is None else self.adapter.base_parameters())
         arrived = list(stream)
         check_complete([_entry(name, p) for name, p in targets.items()], [_entry(name, tensor) for name, tensor in arrived])
         with torch.no_grad():
@@ -164,24 +165,31 @@ class OracleEngine(BaseEngine):
         return [_entry(name, parameter) for name, parameter in self.parameters().items()]
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        for name, parameter in self.parameters().items():
+        masters, firsts, seconds = (_by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments))
+        counts = self._counts_by_file()
+        for name, master in masters.items():
             yield TrainingState(
                 name=name,
-                master=parameter.detach().clone(),
-                first_moment=self.first_moments[name].clone(),
-                second_moment=self.second_moments[name].clone(),
-                update_count=self.update_counts[name],
+                master=master.detach().clone(),
+                first_moment=firsts[name].clone(),
+                second_moment=seconds[name].clone(),
+                update_count=counts[name],
             )
+
+    def _counts_by_file(self) -> dict[str, int]:
+        return {name: self.update_counts[owner] for owner, p in self.parameters().items() for name in names_in_files(owner, p)}
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         arrived = list(stream)
-        check_complete(self._entries(), [_entry(state.name, state.master) for state in arrived])
+        masters, firsts, seconds = (_by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments))
+        check_complete([_entry(name, p) for name, p in masters.items()], [_entry(state.name, state.master) for state in arrived])
+        counts = {state.name: state.update_count for state in arrived}
         with torch.no_grad():
             for state in arrived:
-                self.parameters()[state.name].copy_(state.master)
-                self.first_moments[state.name] = state.first_moment.clone()
-                self.second_moments[state.name] = state.second_moment.clone()
-                self.update_counts[state.name] = state.update_count
+                masters[state.name].copy_(state.master)
+                firsts[state.name].copy_(state.first_moment)
+                seconds[state.name].copy_(state.second_moment)
+        self.update_counts = {owner: counts[names_in_files(owner, p)[0]] for owner, p in self.parameters().items()}
 
     def _write_state(self, directory: str) -> list[str]:
         state = {
@@ -248,6 +256,10 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     return model
+
+
+def _by_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(by_names_in_files(tensors.items()))
 
 
 def _entry(name: str, tensor: Tensor) -> WeightEntry:

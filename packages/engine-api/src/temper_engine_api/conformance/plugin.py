@@ -129,10 +129,23 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The oracle, the tiny models and the batches."""
     lender = _lender(request.config)
     return lender.reference if lender is not None else Reference(folder=tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def mixtures(dense: Reference) -> Reference:
+    """The same with a mixture of experts in every layer."""
+    return dense.with_experts()
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, layout: Layout) -> Reference:
+    """What this layout is compared with."""
+    found: Reference = request.getfixturevalue("mixtures" if layout.has_experts else "dense")
+    return found
 
 
 @pytest.fixture

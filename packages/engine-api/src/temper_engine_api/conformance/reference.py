@@ -9,7 +9,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.batches import ragged_batch, with_training_columns
 from temper_engine_api.conformance.measure import Update, measure_outputs, measure_update
-from temper_engine_api.conformance.models import QWEN2_GROUPED, VALUE, TinyModel, write_model
+from temper_engine_api.conformance.models import QWEN2_GROUPED, VALUE, TinyModel, with_experts, write_model
 from temper_engine_api.conformance.oracle import OracleEngine, load_model
 from temper_engine_api.conformance.oracle_adapter import TinyAdapter, write_adapter
 from temper_engine_api.conformance.rank import Job, P, Rank, Recipe, T
@@ -23,6 +23,8 @@ class Reference:
 
     folder: Path
     """Where models are written."""
+    has_experts: bool = False
+    """Whether every model gets a mixture of experts in its layers."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """Holds the oracle."""
     _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
@@ -31,8 +33,17 @@ class Reference:
 
     def recipe(self, model: TinyModel, **fields: Any) -> Recipe:
         """A recipe for one of the tiny models; fields are those of Recipe."""
-        path = write_model(model, folder=self.folder)
-        return Recipe(model_path=str(path), model_type=model.model_type, **fields)
+        return Recipe(model_path=str(self.directory_of(model)), model_type=model.model_type, **fields)
+
+    def directory_of(self, model: TinyModel, *, seed: int = 0) -> Path:
+        """Where one of the tiny models lies, written when it is first asked for."""
+        return write_model(with_experts(model) if self.has_experts else model, folder=self.folder, seed=seed)
+
+    def with_experts(self) -> "Reference":
+        """Of the same laws with mixtures of experts, in a folder of its own."""
+        folder = self.folder / "experts"
+        folder.mkdir(exist_ok=True)
+        return Reference(folder=folder, has_experts=True)
 
     def adapter_recipe(self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any) -> Recipe:
         """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""

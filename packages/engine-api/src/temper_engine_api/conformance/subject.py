@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.fleet import Fleet
 from temper_engine_api.conformance.rank import Job, P, T
-from temper_engine_api.layout import Layout
+from temper_engine_api.layout import Layout, plain_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,13 @@ class Subject:
     def world_size(self) -> int:
         """Ranks."""
         return self.layout.world_size
+
+    @property
+    def layouts_of_its_models(self) -> tuple[Layout, ...]:
+        """Those of the run that are held to the laws with the models of this one; beside layouts with experts also one rank."""
+        if self.layout.has_experts:
+            return plain_layout(1), *(layout for layout in self.all_layouts if layout.has_experts)
+        return tuple(layout for layout in self.all_layouts if not layout.has_experts)
 
     def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run a job on every rank; arguments by name only. What each rank returned, in rank order."""

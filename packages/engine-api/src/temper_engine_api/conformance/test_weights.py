@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.measure import WHOLE, Update, share_of, state_of, update_once, weights_of
-from temper_engine_api.conformance.models import LANGUAGE_MODELS, QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED, VALUE, TinyModel, write_model
+from temper_engine_api.conformance.models import LANGUAGE_MODELS, QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED, VALUE, TinyModel
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
@@ -89,7 +89,7 @@ def train_once(engine: BaseEngine, batch: SequenceBatch) -> Update:
 @pytest.mark.parametrize("model", [QWEN2_TIED, QWEN2_UNTIED], ids=lambda model: model.name)
 def test_loaded_weights_come_out_again_bit_for_bit(subject: Subject, reference: Reference, model: TinyModel) -> None:
     recipe = reference.recipe(model)
-    other = load_file(write_model(model, folder=reference.folder, seed=1) / "model.safetensors")
+    other = load_file(reference.directory_of(model, seed=1) / "model.safetensors")
     weights, masters = subject.run(weights_after_loading, recipe=recipe, weights=other)[0]
     assert_all_equal(weights, other, what="weights")
     assert_all_equal(masters, other, what="master weights")
@@ -104,7 +104,7 @@ def weights_after_loading(rank: Rank, *, recipe: Recipe, weights: dict[str, Tens
 
 def test_loaded_weights_are_the_ones_that_are_used(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    other = write_model(QWEN2_GROUPED, folder=reference.folder, seed=1)
+    other = reference.directory_of(QWEN2_GROUPED, seed=1)
     expected = reference.outputs(replace(recipe, model_path=str(other)), batch, Query.LOGPROB)
     weights = load_file(other / "model.safetensors")
     outputs = subject.run(outputs_after_loading, recipe=recipe, weights=weights, batch=batch)[0]
@@ -124,7 +124,7 @@ def outputs_after_loading(rank: Rank, *, recipe: Recipe, weights: dict[str, Tens
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "repeated", "misshapen"])
 def test_wrong_weights_are_refused_and_nothing_changes(subject: Subject, reference: Reference, fault: str) -> None:
     recipe = reference.recipe(QWEN2_GROUPED)
-    other = load_file(write_model(QWEN2_GROUPED, folder=reference.folder, seed=1) / "model.safetensors")
+    other = load_file(reference.directory_of(QWEN2_GROUPED, seed=1) / "model.safetensors")
     for message, before, after in subject.run(refused_weights, recipe=recipe, stream=spoilt(other, fault)):
         assert "model.norm.weight" in message or "twice" in message
         assert_all_equal(after, before, what="weights")

@@ -1,0 +1,63 @@
+"""What MegatronEngine's gradient norms are measured of on CUDA: layouts, and small models with and without experts and adapters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from temper_engine_api.specs import LoraSpec, Scalar
+from temper_engine_api.training_specs import Compute
+from tools.gpu.workload import SMALL
+
+LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "alone": {},
+    "tp2": {"tensor_parallel": 2},
+    "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "dp2-distopt": {"distributed_optimizer": True},
+    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "dp4-distopt": {"distributed_optimizer": True},
+    "ep2": {"expert_parallel": 2, "distributed_optimizer": True},
+    "tp2-sp-ep2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+    "pp2-ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
+}
+MIXTURE: Mapping[str, Scalar] = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What norms are measured of."""
+
+    name: str
+    compute: Compute
+    architecture: Mapping[str, Scalar] = field(default_factory=lambda: SMALL)
+    lora: LoraSpec = field(default_factory=LoraSpec)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture."""
+        return "num_experts" in self.architecture
+
+    def is_for(self, layout: str) -> bool:
+        """Whether a layout can have it: experts are divided where there are some, and matrices beside them only with the sequence."""
+        fields = LAYOUTS[layout]
+        splits_alone = "tensor_parallel" in fields and "sequence_parallel" not in fields
+        return not splits_alone if self.has_experts else "expert_parallel" not in fields
+
+
+CASES = (
+    Case(name="fp32", compute="fp32"),
+    Case(name="bf16", compute="bf16"),
+    Case(name="fp16", compute="fp16"),
+    Case(name="LoRA fp32", compute="fp32", lora=LoraSpec(rank=8, alpha=16.0)),
+    Case(name="LoRA bf16", compute="bf16", lora=LoraSpec(rank=8, alpha=16.0)),
+    Case(name="experts fp32", compute="fp32", architecture=MIXTURE),
+    Case(name="experts bf16", compute="bf16", architecture=MIXTURE),
+)
