@@ -9,9 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from temper_engine_api.conformance.measure import WHOLE, share_of, update_once
+from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance.rank import READ_GRADIENTS
+from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.tolerances import GRADIENT, assert_all_close
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_megatron.engine import MegatronEngine
 
 
@@ -153,3 +158,19 @@ def test_the_first_engine_of_a_process_warns_of_nothing(config):
     )
     done = subprocess.run([sys.executable, "-W", "default::UserWarning", "-c", program], capture_output=True, text=True, check=True)
     assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == ["<string>:1: UserWarning: shown"]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_gives_it(config, start, batch, is_tied):
+    # A policy may well sample it: as an input it then trains nothing, because transformers builds its embedding with padding_idx.
+    padding = int(batch.tokens[2])
+    model = ModelSpec(architecture={**config.model.architecture, "pad_token_id": padding, "tie_word_embeddings": is_tied})
+    settings = EngineConfig(model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu")
+    oracle = OracleEngine(settings)
+    oracle.init_model()
+    gradients = []
+    for engine in (oracle, start(model=model, optimizer=READ_GRADIENTS)):
+        engine.set_loss_fn(LikelihoodProbe())
+        gradients.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]).gradients)
+    assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
+    assert bool(gradients[0]["model.embed_tokens.weight"][padding].any()) is is_tied

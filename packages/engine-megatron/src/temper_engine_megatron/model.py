@@ -44,6 +44,8 @@ class PackedGPTModel(GPTModel):
     rotary_frequencies: Tensor
     starts_gradient = False
     """Whether nothing before the first layer is trained, so that the first stage's gradient has to begin at its embeddings."""
+    padding_token: int | None = None
+    """The token whose embedding has no gradient where it is an input, as transformers builds it (padding_idx); as an output it has one."""
 
     def forward(
         self,
@@ -79,14 +81,19 @@ class PackedGPTModel(GPTModel):
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         found: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        return found.requires_grad_() if self.starts_gradient and torch.is_grad_enabled() else found
+        if self.starts_gradient and torch.is_grad_enabled():
+            return found.requires_grad_()
+        if self.padding_token is not None and found.requires_grad:
+            is_padding = self._own_part(input_ids == self.padding_token).t()[..., None]
+            found.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
+        return found
 
-    def _own_part(self, padding_mask: Tensor) -> Tensor:
+    def _own_part(self, mask: Tensor) -> Tensor:
         """[R, S] or what sequence parallelism leaves of it here."""
         if not self.config.sequence_parallel:
-            return padding_mask
+            return mask
         tp: dist.ProcessGroup = self.pg_collection.tp
-        return padding_mask.chunk(tp.size(), dim=1)[tp.rank()]
+        return mask.chunk(tp.size(), dim=1)[tp.rank()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +127,7 @@ def build_chunks(
     bare = tuple(_build_chunk(settings, stage=stage, num_chunks=num_chunks, membership=membership) for stage in range(num_chunks))
     for chunk in bare:
         chunk.rotary_frequencies = frequencies
+        chunk.padding_token = _padding_token(hf_config)
         if chunk.post_process and not is_language_model:
             chunk.output_layer = _scalar_head(settings, device=membership.device)
         if adapter is not None:
@@ -250,6 +258,12 @@ def _stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] 
     table[0].insert(0, "embedding")
     table[-1].append("loss")
     return table
+
+
+def _padding_token(hf_config: PretrainedConfig) -> int | None:
+    """A negative one counts from the end, as torch's padding_idx does."""
+    found: int | None = hf_config.pad_token_id
+    return found if found is None or found >= 0 else found + int(hf_config.vocab_size)
 
 
 def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
