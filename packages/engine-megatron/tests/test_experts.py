@@ -261,9 +261,9 @@ def refusal_of(rank, *, recipe):
 
 def test_adapters_lie_around_experts_and_are_refused_inside(config, start):
     mixture = with_experts(config).model
-    _, tensors = start(model=mixture, lora=LoraSpec(rank=4)).export_adapter()
+    _, tensors = start(model=mixture, lora=LoraSpec(rank=4, alpha=8.0)).export_adapter()
     assert {name.split(".")[-3] for name in tensors} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    inside = LoraSpec(rank=4, target_modules=("q_proj", "gate_proj", "up_proj"))
+    inside = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "gate_proj", "up_proj"))
     with pytest.raises(ConfigError, match="names gate_proj, up_proj, which lie inside this model's experts"):
         start(model=mixture, lora=inside)
 
