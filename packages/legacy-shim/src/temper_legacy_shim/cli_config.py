@@ -168,10 +168,10 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
 def _show_table(translation: "Translation", console: "Console") -> None:
     from rich.table import Table
 
-    from temper_legacy_shim.configs.reports import table_rows
+    from temper_legacy_shim.configs.reports import COLUMNS, table_rows
 
     grid = Table(show_lines=True)
-    for title in ("old", "new", "rule", "reason"):
+    for title in COLUMNS:
         grid.add_column(title, overflow="fold")
     for row in table_rows(translation):
         grid.add_row(*(cell.replace("[", r"\[") for cell in row))

@@ -111,7 +111,7 @@ def _print_json(results: list[tuple[Path, "Migration"]], written: dict[Path, Pat
 
 
 def _show(console: "Console", path: Path, migration: "Migration", *, is_short: bool, has_table: bool, written: Path | None) -> None:
-    from temper_legacy_shim.configs.reports import OUTCOMES, table_rows
+    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows
     from temper_legacy_shim.scripts.reports import headline, persons, remarks
 
     where = f" -> {written}" if written is not None else ""
@@ -126,7 +126,7 @@ def _show(console: "Console", path: Path, migration: "Migration", *, is_short: b
         from rich.table import Table
 
         for each in migration.launches:
-            rows = Table("old", "new", "rule", "reason", show_lines=True)
+            rows = Table(*COLUMNS, show_lines=True)
             for row in table_rows(each.translation):
                 rows.add_row(*(each.readable(cell).replace("[", "\\[") for cell in row))
             console.print(rows)

@@ -22,6 +22,12 @@ _PROTO = {name: f"{_SHIM}.data_proto:{name}" for name in ("DataProto", "DataProt
 MODULES: dict[str, dict[str, str]] = {
     PACKAGE: {"DataProto": _PROTO["DataProto"]},
     f"{PACKAGE}.protocol": _PROTO,
+    f"{PACKAGE}.tools": {},
+    f"{PACKAGE}.tools.base_tool": {"BaseTool": f"{_SHIM}.old_tools:BaseTool"},
+    f"{PACKAGE}.tools.schemas": {
+        "OpenAIFunctionToolSchema": f"{_SHIM}.old_tools:ToolSchema",
+        "ToolResponse": f"{_SHIM}.old_tools:ToolResponse",
+    },
     f"{PACKAGE}.workers": {},
     f"{PACKAGE}.workers.fsdp_workers": _FSDP,
     f"{PACKAGE}.workers.megatron_workers": {name: f"{_WORKERS}.megatron_workers:{name}" for name in _FSDP},

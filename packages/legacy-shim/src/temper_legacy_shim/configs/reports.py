@@ -59,13 +59,16 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
     }
 
 
-def table_rows(translation: Translation) -> list[tuple[str, str, str, str]]:
-    """(old, new, rule and what became of it, reason) of every token, then of every default that was pinned."""
+COLUMNS = ("old", "new", "rule", "reason", "hazard")
+"""Of ``table_rows``."""
+
+
+def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]:
+    """(old, new, rule and what became of it, reason, hazard) of every token, then of every default that was pinned."""
     values = {setting.key: setting.override for setting in translation.settings}
     rows = []
     for token in translation.tokens:
         new = "\n".join(values.get(key, key) for key in token.new_keys) or "-"
-        reason = f"{token.reason} {token.hazard}".strip()
-        rows.append((token.text, new, f"{token.disposition}\n{token.rule}".strip(), reason))
+        rows.append((token.text, new, f"{token.disposition}\n{token.rule}".strip(), token.reason, token.hazard))
     pinned = [setting for setting in translation.settings if setting.is_pinned]
-    return rows + [("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0]) for item in pinned]
+    return rows + [("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0], "") for item in pinned]

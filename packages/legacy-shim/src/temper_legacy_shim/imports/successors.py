@@ -60,6 +60,10 @@ _row(
     _MEGATRON,
     "configure it with one MegatronConfig",
 )
+_tool = "temper_legacy_shim.old_tools:HermesTools calls it in rollouts of several turns"
+_row((f"{PACKAGE}.tools.base_tool.BaseTool",), "temper_legacy_shim.old_tools:BaseTool", _tool)
+_row((f"{PACKAGE}.tools.schemas.ToolResponse",), "temper_legacy_shim.old_tools:ToolResponse", "")
+_row((f"{PACKAGE}.tools.schemas.OpenAIFunctionToolSchema",), "temper_legacy_shim.old_tools:ToolSchema", "")
 _proto = "sequences lie end to end in it; padded mappings are converted by temper_engine_api.padding"
 _row((f"{PACKAGE}.DataProto", f"{PACKAGE}.protocol.DataProto"), "temper_engine_api.batch:PackedBatch", _proto)
 _row((f"{_CORE}.agg_loss",), "temper_engine_api.reduction:reduce_loss", "its denominators are those of the whole mini-batch")
@@ -87,7 +91,7 @@ WITHOUT: tuple[tuple[str, str], ...] = (
     (f"{PACKAGE}.utils.checkpoint", "engines save and load themselves; old files are read by temper-migrate checkpoint"),
     (f"{PACKAGE}.model_merger", "use temper-migrate checkpoint"),
     (f"{PACKAGE}.utils.dataset", "data is read by temper_trainer.data; columns are named in its configuration"),
-    (f"{PACKAGE}.tools", "environments are temper_trainer's"),
+    (f"{PACKAGE}.tools", "copy the tool, and derive it from temper_legacy_shim.old_tools.BaseTool"),
     (f"{PACKAGE}.utils.tracking", "trackers are chosen in run.trackers"),
 )
 """Advice for names without a successor, by the beginning of their path; the first that fits counts."""

@@ -31,6 +31,7 @@ def remarks(migration: Migration) -> list[str]:
     out = []
     for each in migration.launches:
         out += [f"{finding.level}: {each.readable(finding.message)}" for finding in each.translation.findings if finding.level != "person"]
+        out += [f"unmapped: {key}: {each.readable(str(value))}" for key, value in each.translation.unmapped.items()]
         for override in each.launch.open_arguments:
             out.append(f"passed on: {override.source}; what it brings must be Temper's own keys from now on")
     out += migration.script.notes if migration.script is not None else []
