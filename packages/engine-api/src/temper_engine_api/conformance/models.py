@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
+PADDING = 143
+"""Padding token of a model that has one; twice an input in the first of the ragged mini-batches."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -50,7 +52,11 @@ class TinyModel:
     """The common fields."""
 
 
-QWEN2_TIED = TinyModel(name="qwen2-tied", architecture={"model_type": "qwen2", "tie_word_embeddings": True})
+QWEN2_TIED = TinyModel(
+    name="qwen2-tied",
+    # In the batches as an input: its embedding then has the gradient of an output alone.
+    architecture={"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": PADDING},
+)
 QWEN2_UNTIED = TinyModel(name="qwen2-untied", architecture={"model_type": "qwen2", "tie_word_embeddings": False})
 QWEN2_GROUPED = TinyModel(
     name="qwen2-grouped",
@@ -103,7 +109,8 @@ def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
 def _build(model: TinyModel) -> PreTrainedModel:
     fields = {**model.settings, **model.architecture}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.bos_token_id = config.eos_token_id = None
+    config.pad_token_id = model.architecture.get("pad_token_id")
     if model.model_type == "language_model":
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1

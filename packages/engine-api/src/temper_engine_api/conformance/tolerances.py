@@ -24,7 +24,11 @@ EXACT = Tolerance(share=0.0, reason="the same operations on the same numbers in 
 GRADIENT = Tolerance(share=1e-5, reason="float32 sums over some hundred terms of both signs in another order: roundings of 6e-8 each")
 LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through four layers, summed in another order")
 PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large")
-LOSS = Tolerance(share=3e-6, reason="one float32 number summed over micro-batches and four ranks in another order")
+LOSS = Tolerance(
+    share=3e-6,
+    reason="float32 sums over micro-batches and four ranks in another order; the oracle's own are up to 5e-7 from a float64 model's, "
+    "and LOGPROB allows each term five times as much",
+)
 SAME_PLAN = {
     "cpu": EXACT,
     "cuda": Tolerance(share=1e-6, reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number"),
