@@ -261,11 +261,12 @@ def refusal_of(rank, *, recipe):
 
 def test_adapters_lie_around_experts_and_are_refused_inside(config, start):
     mixture = with_experts(config).model
-    _, tensors = start(model=mixture, lora=LoraSpec(rank=4, alpha=8.0)).export_adapter()
-    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    inside = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "gate_proj", "up_proj"))
-    with pytest.raises(ConfigError, match="names gate_proj, up_proj, which lie inside this model's experts"):
-        start(model=mixture, lora=inside)
+    around = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj"))
+    described, tensors = start(model=mixture, lora=around).export_adapter()
+    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "o_proj"} == set(described["target_modules"])
+    for inside in ("all-linear", ("q_proj", "gate_proj", "up_proj")):
+        with pytest.raises(ConfigError, match="takes in what lies inside this model's experts"):
+            start(model=mixture, lora=replace(around, target_modules=inside))
 
 
 def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):

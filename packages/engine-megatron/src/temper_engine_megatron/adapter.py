@@ -57,11 +57,11 @@ class AdapterPlan:
         self.spec, self.head = spec, head
         self.config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
         asked = self.config.target_modules
+        _refuse_experts(asked, modules=modules, others=others)
         if asked == "all-linear":
             self.targets = tuple(name for name in modules if not _is_excluded(self.config, name))
             self.config.target_modules = {name.rpartition(".")[2] for name in self.targets}
         else:
-            _refuse_experts(asked, modules=modules, others=others)
             self.targets = tuple(name for name in modules if _is_chosen(self.config, name))
             wrong = [name for name in others if _is_chosen(self.config, name)]
             if wrong:
@@ -202,13 +202,14 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
 
 
 def _refuse_experts(asked: object, *, modules: tuple[str, ...], others: tuple[str, ...]) -> None:
-    """PEFT would pass over them in silence."""
-    has_experts = any(name.endswith(".experts") for name in others)
-    found = _INSIDE_EXPERTS.intersection(asked) - set(_kinds(modules)) if has_experts and isinstance(asked, set | list | tuple) else None
-    if found:
+    """PEFT would adapt them too, as target_parameters."""
+    if not any(name.endswith(".experts") for name in others):
+        return
+    takes_in = asked == "all-linear" or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))
+    if takes_in:
         raise ConfigError(
-            f"lora.target_modules names {', '.join(sorted(found))}, which lie inside this model's experts: the Megatron engine adapts what "
-            f"lies around them, {_told(_kinds(modules))}. Leave out the others."
+            f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: the Megatron engine adapts what "
+            f"lies around them, so name modules of {_told(_kinds(modules))}."
         )
 
 

@@ -16,6 +16,9 @@ from temper_engine_api.conformance.rank import Job, P, Rank, Recipe, T
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.specs import LoraSpec
 
+AROUND_EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What every adapter takes in of a mixture; all linear layers of a dense model."""
+
 
 @dataclass
 class Reference:
@@ -47,11 +50,17 @@ class Reference:
 
     def adapter_recipe(self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any) -> Recipe:
         """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
+        if self.has_experts:
+            adapter = replace(adapter, fields={"target_modules": list(AROUND_EXPERTS), **adapter.fields})
         bare = self.recipe(adapter.model, **fields)
         path = write_adapter(
             adapter, load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})), folder=self.folder, seed=seed
         )
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
+
+    def fresh_adapter(self, *, rank: int) -> LoraSpec:
+        """Beside all linear layers, or those around experts."""
+        return LoraSpec(rank=rank, alpha=2.0 * rank, target_modules=AROUND_EXPERTS if self.has_experts else "all-linear")
 
     def batch(self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED) -> SequenceBatch:
         """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""

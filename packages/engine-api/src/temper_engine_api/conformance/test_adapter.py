@@ -69,7 +69,7 @@ def test_a_value_head_is_trained_beside_its_adapter(subject: Subject, reference:
 
 def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    fresh = replace(recipe, lora=LoraSpec(rank=4, alpha=8.0))
+    fresh = replace(recipe, lora=reference.fresh_adapter(rank=4))
     expected = reference.outputs(recipe, batch, Query.LOGPROB)
     outputs = subject.run(measure_outputs, recipe=fresh, batch=batch, queries=[Query.LOGPROB])[0]
     assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")

@@ -15,13 +15,13 @@ from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import LoraSpec, OptimizerSpec, ResidencySpec
+from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_api.topology import Topology
 
 CONFIGURED: dict[Capability, Callable[[Reference], Recipe]] = {
     Capability.VALUE_MODEL: lambda reference: reference.recipe(VALUE),
     Capability.REWARD_MODEL: lambda reference: reference.recipe(REWARD),
-    Capability.ADAPTER: lambda reference: reference.recipe(QWEN2_GROUPED, lora=LoraSpec(rank=2, alpha=4.0)),
+    Capability.ADAPTER: lambda reference: reference.recipe(QWEN2_GROUPED, lora=reference.fresh_adapter(rank=2)),
     Capability.OFFLOAD: lambda reference: reference.recipe(
         QWEN2_GROUPED, residency=ResidencySpec(offload_parameters=True, offload_optimizer=True)
     ),
