@@ -6,7 +6,6 @@ A sub-command imports what it needs when it runs, so that the command itself sta
 import sys
 
 import typer
-from rich.console import Console
 
 from temper_legacy_shim import cli_checkpoint, cli_config, cli_doctor, cli_imports, cli_script
 from temper_legacy_shim.errors import ShimError
@@ -20,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # half of the start would be rich's Markdown, for a help without any
 )
 cli_checkpoint.register(app)
 cli_config.register(app)
@@ -38,8 +38,14 @@ def main() -> None:
     try:
         app()
     except ShimError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        _say(f"{type(error).__name__}: {error}", style="red")
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; run the same command again to go on")
+        _say("interrupted; run the same command again to go on", style="")
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _say(sentence: str, *, style: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(sentence, style=style, markup=False)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from temper_legacy_shim.errors import ShimError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rich.console import Console
 
     from temper_legacy_shim.checkpoints.convert import Job, Progress
     from temper_legacy_shim.checkpoints.layouts import Role
@@ -66,6 +67,8 @@ def checkpoint(
 ) -> None:
     """Convert a checkpoint of an older system. No pickle is executed, and nothing is overwritten."""
     _require_numpy()
+    from rich.console import Console
+
     from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
     from temper_legacy_shim.checkpoints.model import Sources
     from temper_legacy_shim.checkpoints.plan import Options
@@ -105,6 +108,8 @@ def verify(
 ) -> None:
     """Check a converted checkpoint against its receipt: every file, its size, its checksum, its tensors."""
     _require_numpy()
+    from rich.console import Console
+
     from temper_legacy_shim.checkpoints.receipt import NAME, check_files, read_receipt
     from temper_legacy_shim.errors import LayoutError
 
@@ -130,7 +135,7 @@ def _require_numpy() -> None:
 
 
 def _check(
-    directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: Console
+    directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: "Console"
 ) -> None:
     """Say for every role what it is and whether it can be converted; exit code 1 where a person is needed."""
     from temper_legacy_shim.checkpoints.convert import source_record
@@ -155,7 +160,7 @@ def _check(
         raise typer.Exit(1)
 
 
-def _with_progress(console: Console, job: "Job", work: "Callable[[Progress], Receipt]") -> "Receipt":
+def _with_progress(console: "Console", job: "Job", work: "Callable[[Progress], Receipt]") -> "Receipt":
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -168,7 +173,7 @@ def _with_progress(console: Console, job: "Job", work: "Callable[[Progress], Rec
         return work(tell)
 
 
-def _show_role(console: Console, role: "Role") -> None:
+def _show_role(console: "Console", role: "Role") -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -185,7 +190,7 @@ def _show_role(console: Console, role: "Role") -> None:
     console.print(table)
 
 
-def _show_receipt(console: Console, job: "Job", receipt: "Receipt") -> None:
+def _show_receipt(console: "Console", job: "Job", receipt: "Receipt") -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
