@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp import attention
@@ -151,6 +152,7 @@ def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEng
 def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
     engine = start(optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=0.5))
     norms(engine, batch, count=1)
+    engine.set_loss_fn(LikelihoodProbe())
     engine.optimizer_zero_grad()
     packed = engine.shard_data(batch, max_tokens=20)
     with engine.train_mode():

@@ -117,7 +117,7 @@ def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> l
 
 
 def _distance(exact: Tensor, found: Tensor) -> float:
-    return float((found.double() - exact).square().mean().sqrt())
+    return float((found.detach().double() - exact).square().mean().sqrt())
 
 
 def use_liger(hf: PreTrainedModel, *, device: torch.device, compute: torch.dtype) -> None:
