@@ -55,7 +55,8 @@ def _model(draft: Draft, block: str) -> None:
         "reward-model",
         f"the reward model {draft.text(key)} was sharded or served on GPUs of the cluster; here the process that scores loads it whole, "
         "beside the roles (reward.arguments.device says where, reward.num_workers=1 gives it a process), and scores one completion after "
-        "the other. Serve a large one, and name a function that asks it.",
+        "the other. One with the policy's own tokenizer and chat template is sharded and batched as reward.function=reward_model with "
+        "reward.model; a large one with others is better served, and asked by a function.",
         key,
     )
 
