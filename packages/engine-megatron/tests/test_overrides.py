@@ -15,6 +15,7 @@ from temper_engine_megatron.overrides import check_overrides
         ("override_transformer_config", "tensor_model_parallel_size", "tensor_parallel of this configuration decides"),
         ("override_transformer_config", "num_layers", "the model's own config decides"),
         ("override_transformer_config", "calculate_per_token_loss", "the engine's way of computing needs as it is"),
+        ("override_transformer_config", "deallocate_pipeline_outputs", "the engine's way of computing needs as it is"),
         ("override_transformer_config", "hybrid_context_parallel", "context_parallel is one size for all micro-batches"),
         ("override_ddp_config", "overlap_grad_reduce", "the engine's way of computing needs as it is"),
         ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),

@@ -77,7 +77,7 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(subject_in, referenc
     assert_all_close(update.gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.world_size <= 2])
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.world_size <= 2 and not layout.has_experts])
 def test_every_chunk_of_every_rank_holds_a_decoder_layer(subject_in, reference, layout):
     # A stage without layers would pass every law and show nothing of pipelines.
     for counts in subject_in(layout).run(layers_of_chunks, recipe=reference.recipe(QWEN2_GROUPED)):

@@ -66,6 +66,8 @@ _DECIDED = frozenset(
         *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
         # Micro-batches differ in length, and stages tell each other theirs.
         *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype", "autocast_dtype", "enable_autocast"),
+        # Gloo still sends an output when Megatron would free it.
+        "deallocate_pipeline_outputs",
         # Weights are filled from the model's files, and the gradient norm counts what was marked while they were made.
         *("perform_initialization", "use_cpu_initialization", "init_method", "output_layer_init_method", "embedding_init_method"),
         # States are read and written by parameter, as float32 tensors that AdamW keeps.
