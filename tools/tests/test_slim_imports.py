@@ -63,7 +63,7 @@ def test_configurations_are_read_without_anything_heavy(
 
 @pytest.mark.nightly  # imports torch and transformers; every day import-linter asks the same of what is written
 def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
-    doors = ("runtime.ray_runtime", "runtime.ray_workers", "rollout.vllm", "config_loading", "__main__")
+    doors = ("runtime.ray_replica", "runtime.ray_runtime", "runtime.ray_workers", "rollout.vllm", "config_loading", "__main__")
     number, guests = _guests(
         "temper_trainer",
         unwanted=("ray", "vllm", "hydra", "omegaconf", "wandb", "datasets", "math_verify", "temper_engine_fsdp", "temper_engine_megatron"),
