@@ -15,7 +15,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from tools.bounds import floors
+from tools.bounds import floors, pairs
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
 from tools.releases import last_release, unpack
@@ -65,7 +65,7 @@ for found in pkgutil.walk_packages(importlib.import_module(package).__path__, pa
 print(f"{len(imported)} modules import without an extra")
 """
 
-PAIRS = ("engine-api:engine-fsdp", "engine-api:engine-megatron", "engine-api:trainer", "engine-fsdp:trainer")
+PAIRS = pairs(ROOT / "packages" / package for package in PACKAGES)
 """HEAD of the first with the last release of the second, and the other way round."""
 
 

@@ -20,6 +20,23 @@ def declared(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requireme
             yield requirement
 
 
+def sibling_requirements(package: Path) -> Iterator[Requirement]:
+    """What a package and its extras require of our own packages; of itself, where an extra takes in another one, nothing."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
+        requirement = Requirement(line)
+        if requirement.name.startswith("temper-") and requirement.name != project["name"]:
+            yield requirement
+
+
+def pairs(packages: Iterable[Path]) -> list[str]:
+    """Every package with every sibling that it requires, as SIBLING:PACKAGE."""
+    return [
+        f"{name.removeprefix('temper-')}:{path.name}" for path in packages for name in sorted({r.name for r in sibling_requirements(path)})
+    ]
+
+
 def floor(requirement: Requirement) -> str:
     """A requirement pinned at its lower bound.
 

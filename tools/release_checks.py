@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tools.api import complaints
+from tools.bounds import sibling_requirements
 from tools.deprecations import faults
 from tools.releases import ReleaseTrouble, last_release
 
@@ -94,16 +93,6 @@ def check_siblings(root: Path, package: str, version: str) -> None:
                     f"temper-{folder.name} requires {requirement}, which leaves out {sibling} {declared[sibling]}: "
                     f"raise that bound in {folder.name}/pyproject.toml, with a changelog fragment, first."
                 )
-
-
-def sibling_requirements(package: Path) -> Iterator[Requirement]:
-    """What a package and its extras require of our own packages."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    extras = project.get("optional-dependencies", {}).values()
-    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
-        requirement = Requirement(line)
-        if requirement.name.startswith("temper-"):
-            yield requirement
 
 
 def declared_version(package: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.bounds import declared, floor, floors
+from tools.bounds import declared, floor, floors, pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -54,3 +54,10 @@ def test_the_highest_floor_of_several_counts(tmp_path: Path) -> None:
     )
     assert floors(tmp_path) == ["numpy==1.9", "rich==13"]
     assert floors(tmp_path, extras=["fast"], leave_out=["rich"]) == ["numpy==1.26"]
+
+
+def test_every_package_is_paired_with_what_it_requires_of_ours() -> None:
+    found = pairs(PACKAGES)
+    assert {"engine-api:engine-fsdp", "engine-fsdp:trainer", "engine-megatron:trainer", "trainer:legacy-shim"} <= set(found)
+    assert all(one != other for one, other in (pair.split(":") for pair in found))
+    assert len(set(found)) == len(found)

@@ -154,6 +154,48 @@ def test_an_image_model_is_never_accepted() -> None:
         assert "images" in rules_found(found, "person")
 
 
+SEE_OR_HEAR = (
+    *("google/gemma-3-4b-it", "google/gemma-4-12b-it", "microsoft/Phi-4-multimodal-instruct", "allenai/Molmo-7B-D-0924"),
+    *("HuggingFaceM4/idefics2-8b", "ByteDance-Seed/UI-TARS-1.5-7B", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+    *("mistralai/Ministral-3-8B-2512", "moonshotai/Kimi-K2.5", "Skywork/Skywork-R1V3-38B", "nvidia/Cosmos-Reason1-7B", "rhymes-ai/Aria"),
+    *("nvidia/Eagle2-9B", "Salesforce/blip2-opt-2.7b", "stepfun-ai/step3", "tencent/POINTS-Reader", "zai-org/GLM-4.5V"),
+)
+READ_ONLY = (
+    *("google/gemma-3-1b-it", "google/gemma-2-9b-it", "Qwen/Qwen3-8B", "mistralai/Mistral-Small-24B-Instruct-2501", "zai-org/GLM-4.5"),
+    *("mistralai/Ministral-8B-Instruct-2410", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct", "Skywork/Skywork-OR1-7B"),
+    *("meta-llama/Llama-3.2-3B-Instruct", "deepseek-ai/deepseek-math-7b-instruct", "stepfun-ai/Step-2"),
+)
+
+
+@pytest.mark.parametrize("model", [*SEE_OR_HEAR, *READ_ONLY])
+def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken_for_them(model: str) -> None:
+    found = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
+    assert ("images" in rules_found(found, "person")) is (model in SEE_OR_HEAR)
+
+
+def test_a_field_that_makes_another_model_is_a_persons_to_write() -> None:
+    key = "actor_rollout_ref.model.override_config"
+    found = translated("v0.7.0", f"+{key}.num_hidden_layers=4", base=BASE)
+    assert "override-config" in rules_found(found, "person")
+    assert any("num_hidden_layers=4 changes the model itself" in finding.message for finding in found.findings)
+    harmless = (f"+{key}.attention_dropout=0.", f"+{key}.max_position_embeddings=32768", f"+{key}.attn_implementation=eager")
+    assert "override-config" not in rules_found(translated("v0.7.0", *harmless, base=BASE), "person")
+
+
+def test_what_a_user_set_and_nothing_carries_on_is_said() -> None:
+    found = translated("v0.7.0", "actor_rollout_ref.actor.shuffle=True", base=BASE)
+    assert "minibatch-shuffle" in rules_found(found, "hazard")
+    assert "minibatch-shuffle" not in rules_found(translated("v0.7.0", "actor_rollout_ref.actor.shuffle=False", base=BASE), "hazard")
+
+
+def test_a_strategy_that_is_not_its_trees_is_no_guess() -> None:
+    said = "actor_rollout_ref.actor.strategy=megatron"
+    assert "strategy" in rules_found(translated("v0.7.0", said), "person")
+    named = translated("v0.7.0", said, config_name="ppo_megatron_trainer")
+    assert "strategy" not in rules_found(named, "person")
+    assert next(item.comment for item in named.settings if item.key == "model_engine") == "actor_rollout_ref.actor.strategy [model-engine]"
+
+
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 

@@ -5,10 +5,14 @@ import re
 from temper_legacy_shim.configs.draft import Draft
 
 _NAMES = re.compile(
-    r"([-_.]|\b)(VL|Omni|o-2_6|MiniCPM-[Vo]|4\.1V|4\.5V|llava|internvl|pixtral|gemma-?3n|paligemma|janus|smolvlm|ovis|phi-?3\.5-vision|"
-    r"openvla|pi0\d?|kimi-vl|glm-4v|deepseek-vl\d?|mllama|vision|audio|asr|tts)([-_./\d]|\b)|-4\.\dV\b|\d+B?-?V\b|Llama-3\.2-(11|90)B|Qwen3\.5|Llama-4",
+    r"([-_./]|\b)(VL|Omni|o-2_6|MiniCPM-[Vo]|4\.1V|4\.5V|llava|internvl|pixtral|gemma-?3n|gemma-?4|paligemma|janus|smolvlm|ovis|idefics\d?|"
+    r"phi-?3\.5-vision|multimodal|molmo\d?|ui-?tars|openvla|pi0\d?|kimi-vl|kimi-?k2\.5|glm-4v|deepseek-vl\d?|mllama|vision|audio|asr|tts|"
+    r"r1v\d?|cosmos-reason\d?|aria|eagle-?2(\.5)?|blip-?\d?|instructblip|step-?3|points-reader|points-1\.5|mistral-small-3\.[12]|"
+    r"ministral-3|mistral-medium-3|florence-?\d?|cogvlm\d?|fuyu|aya-vision)([-_./\d]|\b)"
+    r"|-4\.\dV\b|\d+B?-?V\b|Llama-3\.2-(11|90)B|Qwen3\.5|Llama-4|gemma-?3-(4|12|27)b",
     re.IGNORECASE,
 )
+"""Of models of images, video and sound that are often trained; text models of the same families, such as gemma-3-1b, are not meant."""
 _KEYS = ("data.image_key", "data.video_key", "data.audio_key")
 _DATA = re.compile(
     r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista", re.IGNORECASE

@@ -18,7 +18,7 @@ from temper_legacy_shim.configs.turns import build_staleness, build_teachers, bu
 def build_ppo(draft: Draft) -> None:
     """Everything, in the order of a configuration: roles last, since the algorithm decides which there are."""
     if is_megatron(draft):
-        draft.put("model_engine", "megatron", rule="model-engine", group=True)
+        draft.put("model_engine", "megatron", rule="model-engine", old=["actor_rollout_ref.actor.strategy"], group=True)
     if needs_critic(draft):
         draft.put("critic", "value_model", rule="critic", group=True)
     build_rl_data(draft)

@@ -93,6 +93,8 @@ class Launch:
     """Why this program has no counterpart at all, if so."""
     config_name: str = ""
     """The file that the composition began with."""
+    contradiction: str = ""
+    """Why the tree and the strategy can't both be meant, if so."""
 
 
 def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]) -> Launch:
@@ -113,7 +115,13 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
     foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
     if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
         foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
+    contradiction = ""
     if "megatron" not in path and _said_strategy(overrides) == "megatron" and program == "ppo":
+        if not is_megatron and name in ("", "ppo_trainer") and not given:
+            contradiction = (
+                "actor_rollout_ref.actor.strategy is megatron, but the configuration that the overrides are composed on is that of FSDP, "
+                "and would have failed: name the one that was meant (--config-name ppo_megatron_trainer), or take the strategy out"
+            )
         is_megatron = True
     return Launch(
         program=program,
@@ -122,6 +130,7 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         recipe={key: value for part, keys in _RECIPES if part in path or part in name for key, value in keys.items()},
         foreign=foreign,
         config_name=name,
+        contradiction=contradiction,
     )
 
 

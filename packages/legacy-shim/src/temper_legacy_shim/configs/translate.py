@@ -8,12 +8,13 @@ from temper_legacy_shim.configs.draft import Draft, Numerics
 from temper_legacy_shim.configs.evaluation import build_evaluation
 from temper_legacy_shim.configs.generation import build_generation
 from temper_legacy_shim.configs.images import find_images
+from temper_legacy_shim.configs.model_fields import NEUTRAL, find_model_fields
 from temper_legacy_shim.configs.overrides import Override, read_overrides
 from temper_legacy_shim.configs.ppo import build_ppo
 from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_of
 from temper_legacy_shim.configs.rules import find_rule, is_block
 from temper_legacy_shim.configs.sft import build_columns, build_sft
-from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, Translation
+from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, TokenReport, Translation
 from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
 from temper_legacy_shim.configs.values import Plain, flatten
 from temper_legacy_shim.configs.versions import infer_version
@@ -66,14 +67,19 @@ def translate(
     draft = Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name)
     if launch.foreign:
         draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
+    if launch.contradiction:
+        draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
     find_images(draft)
+    find_model_fields(draft)
     _BUILDERS[launch.program](draft)
     _refusals(draft, tokens)
     unmapped = _unmapped(draft, tokens, launch.program)
+    reports = report_tokens(draft, tokens, program=launch.program)
+    _losses(draft, tokens, reports)
     return Translation(
         source=source,
         settings=_written(draft),
-        tokens=report_tokens(draft, tokens, program=launch.program),
+        tokens=reports,
         findings=tuple(sorted(draft.findings, key=lambda finding: _WEIGHTS[finding.level])),
         unmapped=unmapped,
     )
@@ -121,6 +127,15 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
             "hazard", "unmapped", f"{key}={value} is a key of no release: {what}. If a fork of yours did, say it in another way.", key
         )
     return found
+
+
+def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenReport]) -> None:
+    """What a user set, nothing carries on, and may be missed: said, not only listed."""
+    told = {key for finding in draft.findings for key in finding.old_keys}
+    for token, report in zip(tokens, reports, strict=True):
+        is_lost = report.disposition == "dropped" and report.hazard and token.value not in NEUTRAL
+        if is_lost and token.key not in told and token.key not in draft.spoken:
+            draft.find("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
 
 
 def _written(draft: Draft) -> tuple[Setting, ...]:
