@@ -5,9 +5,9 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from tools.bounds import declared
+from tools.bounds import declared, sibling_requirements
 from tools.environment import PACKAGES
-from tools.release_checks import declared_version, sibling_requirements
+from tools.release_checks import declared_version
 from tools.releases import read_records
 
 HEAD = """\
