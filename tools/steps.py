@@ -1,7 +1,7 @@
-"""The steps of `dev.py test`: each with its budget, run one after the other, counted, and told in one table at the end.
+"""The steps of `dev.py test`: each with its budget, run two at a time, counted, and told in one table at the end.
 
-A failing step never keeps a later one from running; a step that takes five times its budget is killed: slow machines take two.
-Standard library alone.
+A failing step never keeps a later one from running; a step that takes five times its budget is killed: slow machines take two, and
+another step takes its share. Standard library alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tools.environment import EnvironmentTrouble, ensure_environment
 
 KILL_AFTER_BUDGETS = 5
 TAIL_LINES = 40
+SIDE_BY_SIDE = 2
+"""Steps that run at a time: the cores that budgets are for, of which most steps use one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,26 +141,47 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None) -> int:
 
     The last line printed is `N passed, N failed, N skipped`: pytest's tests, and one for each other step.
     """
+    started = time.monotonic()
     results = [_environment_step(root)]
     if not results[0].failures:
         python = ensure_environment(root)
         chosen = [step for step in STEPS if only is None or step.name in only]
-        results += [run_step(step, python=python, root=root) for step in chosen]
-    report(results)
+        results += run_side_by_side(chosen, python=python, root=root)
+    report(results, took_s=time.monotonic() - started)
     return 1 if any(result.failures for result in results) else 0
 
 
+def run_side_by_side(steps: Sequence[Step], *, python: Path, root: Path) -> list[Result]:
+    """Run the steps, SIDE_BY_SIDE at a time, those with the largest budgets first; results in the order of the steps.
+
+    Ctrl-C ends what they have started.
+    """
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        by_budget = sorted(steps, key=lambda step: -step.budget_s)
+        futures = {step.name: pool.submit(run_step, step, python=python, root=root) for step in by_budget}
+        try:
+            return [futures[step.name].result() for step in steps]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while any(future.running() for future in futures.values()):
+                for group in list(_GROUPS):
+                    _kill_group(group)
+                time.sleep(0.1)
+            raise
+
+
 def run_step(step: Step, *, python: Path, root: Path) -> Result:
-    """Run one step's commands with their output passed on as it comes."""
+    """Run one step's commands with their output passed on as it comes, a line at a time, behind the step's name."""
     started = time.monotonic()
     deadline = started + KILL_AFTER_BUDGETS * step.budget_s
     counts, failures, tail = Counts(), [], deque[str](maxlen=TAIL_LINES)
     for arguments in step.commands:
-        print(f"\n=== {step.name}: {' '.join(arguments)}", flush=True)
+        print(f"{step.name} === {' '.join(arguments)}", flush=True)
         with tempfile.TemporaryDirectory(prefix="temper-step-") as folder:
             report_file = Path(folder) / "junit.xml"
             extra = [f"--junitxml={report_file}"] if step.is_pytest else []
-            code = stream([str(python), *arguments, *extra], cwd=root, tail=tail, limit_s=deadline - time.monotonic())
+            command = [str(python), *arguments, *extra]
+            code = stream(command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name)
             failure = _explain(code, step=step)
             counts += _counts(report_file, step=step, is_failed=failure is not None)
         if failure is not None:
@@ -168,8 +192,12 @@ def run_step(step: Step, *, python: Path, root: Path) -> Result:
     return Result(step=step, took_s=took_s, counts=counts, failures=tuple(failures), tail=tuple(tail))
 
 
-def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float) -> int | None:
-    """Run a command, pass its output on line by line and keep its end in `tail`.
+_GROUPS: set[int] = set()
+"""Process groups of the commands that run now."""
+
+
+def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float, name: str) -> int | None:
+    """Run a command, pass its output on line by line behind a name, and keep its end in `tail`.
 
     Returns:
         Its exit status, or None where it was killed, with everything it had started, after `limit_s` seconds.
@@ -186,11 +214,13 @@ def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: floa
         start_new_session=True,  # its own process group: killing it reaches the rank processes too
     )
 
+    _GROUPS.add(process.pid)
+
     def pass_on() -> None:
         assert process.stdout is not None
         with process.stdout as output:
             for line in output:
-                print(line, end="", flush=True)
+                print(f"{name} | {line}", end="", flush=True)
                 tail.append(line.rstrip("\n"))
 
     reader = threading.Thread(target=pass_on, daemon=True)
@@ -204,6 +234,7 @@ def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: floa
         # Also after a regular end: a test that left a process behind must not hold the pipe or the cores.
         _kill_group(process.pid)
         process.wait()
+        _GROUPS.discard(process.pid)
     reader.join(timeout=10)
     return code
 
@@ -217,8 +248,13 @@ def count_tests(junit_xml: str) -> Counts:
     return Counts(passed=max(total - failures - errors - skipped, 0), failed=failures + errors, skipped=skipped)
 
 
-def report(results: Sequence[Result]) -> None:
-    """Print the ends of the failing steps, the budget table, and the line of totals, in this order."""
+def report(results: Sequence[Result], *, took_s: float) -> None:
+    """Print the ends of the failing steps, the budget table, and the line of totals, in this order.
+
+    Args:
+        results: of all steps; each one's time is its own, beside another step.
+        took_s: by the clock, for all of them.
+    """
     for result in results:
         if result.failures:
             print(f"\n=== the end of {result.step.name}, which failed")
@@ -229,10 +265,8 @@ def report(results: Sequence[Result]) -> None:
         if result.took_s > result.step.budget_s:
             outcome += " (over its budget)"
         rows.append((result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome))
-    budget, took = (
-        _minutes(sum(values)) for values in ([result.step.budget_s for result in results], [result.took_s for result in results])
-    )
-    rows.append(("all", budget, took, "failed" if any(result.failures for result in results) else "passed"))
+    budget = _minutes(sum(result.step.budget_s for result in results))
+    rows.append(("all", budget, _minutes(took_s), "failed" if any(result.failures for result in results) else "passed"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     print()
     for row in rows:

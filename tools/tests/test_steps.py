@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.steps import ENVIRONMENT, STEPS, Counts, Step, count_tests, report, run_step, stream
+from tools.steps import ENVIRONMENT, STEPS, Counts, Step, count_tests, report, run_side_by_side, run_step, stream
 
 PYTHON = Path(sys.executable)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _step(*programs: str, budget_s: float = 60) -> Step:
@@ -80,7 +81,7 @@ def test_nested_suites_are_added_up() -> None:
     assert count_tests(xml) == Counts(passed=4, failed=2, skipped=1)  # 5 - 1 - 1 - 1 + 2; 1 + 1; 1
 
 
-def test_a_step_past_three_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_step_past_five_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -89,16 +90,54 @@ def test_a_step_past_three_budgets_is_killed_with_what_it_started(tmp_path: Path
     )
     started = time.monotonic()
     result = run_step(_step(program, budget_s=1), python=PYTHON, root=tmp_path)
-    assert 3 <= time.monotonic() - started < 20
-    assert result.failures == ("killed after 0:03, 3 times its budget",)
+    assert 5 <= time.monotonic() - started < 20
+    assert result.failures == ("killed after 0:05, 5 times its budget",)
     assert _is_gone(int(result.tail[0]))
+
+
+def test_steps_run_two_at_a_time_and_are_told_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Each waits for a file that the other one writes: one after the other, the first would never end.
+    program = (
+        "import pathlib, sys, time\n"
+        "mine, others = map(pathlib.Path, {names})\n"
+        "mine.touch()\n"
+        "while not others.exists(): time.sleep(0.01)\n"
+        "print('met')\n"
+    )
+    steps = [
+        Step(name=mine, budget_s=budget, commands=(("-c", program.format(names=[mine, others])),))
+        for mine, others, budget in (("short", "long", 6), ("long", "short", 8))
+    ]
+    results = run_side_by_side(steps, python=PYTHON, root=tmp_path)
+    assert [(result.step.name, result.failures, result.tail) for result in results] == [("short", (), ("met",)), ("long", (), ("met",))]
+    assert {"short | met", "long | met"} <= set(capsys.readouterr().out.splitlines())
+
+
+def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys, threading, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tools.steps import Step, run_side_by_side\n"
+        "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
+        "def interrupt():\n"
+        "    while not pathlib.Path('pid').exists(): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt).start()\n"
+        "steps = [Step(name='waits', budget_s=60, commands=(('-c', child),)), Step(name='later', budget_s=1, commands=(('-c', 'pass'),))]\n"
+        "run_side_by_side(steps, python=pathlib.Path(sys.executable), root=pathlib.Path('.'))\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    assert time.monotonic() - started < 20
+    assert _is_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_what_a_step_leaves_running_is_killed(tmp_path: Path) -> None:
     program = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
     tail = deque[str]()
     started = time.monotonic()
-    assert stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30) == 0
+    assert stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30, name="example") == 0
     assert time.monotonic() - started < 20
     assert _is_gone(int(tail[0]))
 
@@ -107,7 +146,7 @@ def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[
     good = run_step(_step("pass"), python=PYTHON, root=tmp_path)
     bad = run_step(_step("print('the reason'); raise SystemExit(1)"), python=PYTHON, root=tmp_path)
     capsys.readouterr()
-    report([good, bad])
+    report([good, bad], took_s=3.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
     assert "the reason" in lines
