@@ -1,6 +1,6 @@
 """The steps of `dev.py test`: each with its budget, run two at a time, counted, and told in one table at the end.
 
-A failing step never keeps a later one from running; a step that takes five times its budget is killed: slow machines take two, and
+A failing step never keeps a later one from running; a step that takes eight times its budget is killed: a slow machine takes three, and
 another step takes its share. Standard library alone.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tools.environment import EnvironmentTrouble, ensure_environment
 
-KILL_AFTER_BUDGETS = 5
+KILL_AFTER_BUDGETS = 8
 TAIL_LINES = 40
 SIDE_BY_SIDE = 2
 """Steps that run at a time: the cores that budgets are for, of which most steps use one."""

@@ -81,7 +81,7 @@ def test_nested_suites_are_added_up() -> None:
     assert count_tests(xml) == Counts(passed=4, failed=2, skipped=1)  # 5 - 1 - 1 - 1 + 2; 1 + 1; 1
 
 
-def test_a_step_past_five_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_step_past_eight_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -90,8 +90,8 @@ def test_a_step_past_five_budgets_is_killed_with_what_it_started(tmp_path: Path)
     )
     started = time.monotonic()
     result = run_step(_step(program, budget_s=1), python=PYTHON, root=tmp_path)
-    assert 5 <= time.monotonic() - started < 20
-    assert result.failures == ("killed after 0:05, 5 times its budget",)
+    assert 8 <= time.monotonic() - started < 25
+    assert result.failures == ("killed after 0:08, 8 times its budget",)
     assert _is_gone(int(result.tail[0]))
 
 

@@ -134,6 +134,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
 REASONS = {
     "run.eval_sampling.temperature": "without held-out prompts nothing is evaluated, so nothing is written",
     "algorithm.dual_clip": "losses other than vanilla have none",
+    "algorithm.advantage": "where teachers alone say what is better, none is estimated; one that needs no group is named",
 }
 """The differences that are explained."""
 
@@ -141,6 +142,8 @@ REASONS = {
 def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
+    if key == "algorithm.advantage":
+        return bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False
     return key == "algorithm.dual_clip" and new.get("algorithm.policy_loss", "ppo") != "ppo"
 
 
