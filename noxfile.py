@@ -7,6 +7,7 @@ environment (what a wheel declares, what its lower bounds are) make their own wi
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
@@ -16,9 +17,9 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools.bounds import floors, pairs
+from tools.compat import forget, lay_out, pytest_arguments, record_green, trials
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
-from tools.releases import last_release, unpack
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -148,25 +149,21 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("pair", list(PAIRS))
 def compat(session: nox.Session, pair: str) -> None:
-    """HEAD of one package with the last release of the other, both ways round."""
-    one, other = pair.split(":")
-    releases = {package: last_release(ROOT, package) for package in (one, other)}
-    if not any(releases.values()):
-        session.skip(f"neither temper-{one} nor temper-{other} is released yet: no tag and no line in tools/releases.toml")
-    for head, released in ((one, other), (other, one)):
-        source = releases[released]
-        if source is None:
-            session.log(f"temper-{released} is not released yet: HEAD of temper-{head} has nothing to be tried with")
-            continue
-        folder = session.env_dir / "released" / f"{released}-{source.version}"
-        if not folder.exists():
-            unpack(ROOT, source.treeish, folder)
-        sources = _sources() | {released: folder}
+    """HEAD of one package with the last release of the other, both ways round: the tests of the one that depends on the other."""
+    found = trials(ROOT, pair)
+    if not found:
+        session.skip(f"{pair}: neither is released yet, or their bounds leave each other's last release out")
+    forget(ROOT, pair)
+    for trial in found:
+        session.log(trial.name)
+        laid = lay_out(ROOT, trial, session.env_dir / "released")
         session.install("-c", CONSTRAINTS, TORCH)
-        session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in sources.values()))
-        session.install("-c", CONSTRAINTS, *_with_extras(sources), *TEST_TOOLS)
-        _install_bridge(session, head)
-        _test_installed(session, head)
+        session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in laid.sources.values()))
+        session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
+        _install_bridge(session, trial.dependent)
+        with session.chdir(laid.root):
+            session.run("python", *pytest_arguments(laid))
+    session.log(f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it")
 
 
 @nox.session
@@ -298,5 +295,5 @@ def _sources() -> dict[str, Path]:
     return {package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS}
 
 
-def _with_extras(sources: dict[str, Path]) -> list[str]:
+def _with_extras(sources: Mapping[str, Path]) -> list[str]:
     return [f"{path}{EXTRAS.get(package, '')}" for package, path in sources.items()]

@@ -22,7 +22,12 @@ def declared(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requireme
 
 def sibling_requirements(package: Path) -> Iterator[Requirement]:
     """What a package and its extras require of our own packages; of itself, where an extra takes in another one, nothing."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return sibling_requirements_in((package / "pyproject.toml").read_text())
+
+
+def sibling_requirements_in(pyproject: str) -> Iterator[Requirement]:
+    """The same, from the text of a pyproject.toml."""
+    project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {}).values()
     for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
         requirement = Requirement(line)

@@ -1,24 +1,35 @@
-"""The pages tell the truth: every Python block runs and every relative link leads somewhere.
+"""The pages tell the truth: Python blocks run, commands are held to what they call, settings compose, and relative links lead somewhere.
 
-The blocks of one page are one program, run in an empty folder, so that a later block may use an earlier one's names;
-a block marked `python no-run` is left out. Standard library alone.
+The Python blocks of one page are one program, run in an empty folder, so that a later block may use an earlier one's names; a block
+marked `python no-run` is left out. Its shell blocks are one program too: see tools/page_commands.py. A YAML block is composed as a
+configuration of `temper-train`, TOML and JSON are parsed, and what a program prints is marked `text`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.page_commands import check_commands, check_settings
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "packages/*/README.md")
 
 LIMIT_S = 120
-"""For one page."""
+"""For the Python of one page."""
+
+LANGUAGES = ("python", "python no-run", "sh", "yaml", "toml", "json", "text")
+"""What may follow the opening mark of a block."""
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*(.*?)\s*$")
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
@@ -26,21 +37,50 @@ _INLINE_CODE = re.compile(r"`[^`]*`")
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
-def split_page(text: str) -> tuple[str, str]:
-    """A page as (its Python blocks, its prose), each with every line where it stood and the other's lines empty."""
-    code, prose = [], []
-    fence, is_python = "", False
-    for line in text.splitlines():
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    """What its opening mark says, such as `python no-run`."""
+    line: int
+    """Of its opening mark."""
+    lines: tuple[str, ...]
+    """Between the marks."""
+
+    @property
+    def text(self) -> str:
+        """Its lines as one."""
+        return "\n".join(self.lines)
+
+
+def split_page(text: str) -> tuple[list[Block], str]:
+    """A page as (its blocks, its prose, with every line where it stood and empty lines for the blocks)."""
+    blocks, prose, inside = list[Block](), list[str](), list[str]()
+    fence, language, start = "", "", 0
+    for number, line in enumerate(text.splitlines(), start=1):
         mark = _FENCE.match(line)
-        is_border = False
         if mark and not fence:
-            words = mark.group(2).split()
-            fence, is_python, is_border = mark.group(1), words == ["python"], True
+            fence, language, start, inside = mark.group(1), mark.group(2), number, []
         elif mark and mark.group(1).startswith(fence) and not mark.group(2):
-            fence, is_border = "", True
-        code.append(line if fence and is_python and not is_border else "")
-        prose.append("" if fence or is_border else line)
-    return "\n".join(code), "\n".join(prose)
+            blocks.append(Block(language=language, line=start, lines=tuple(inside)))
+            fence = ""
+        elif fence:
+            inside.append(line)
+        else:
+            prose += [""] * (number - 1 - len(prose)) + [line]
+    if fence:
+        blocks.append(Block(language=language, line=start, lines=tuple(inside)))
+    return blocks, "\n".join(prose)
+
+
+def program(blocks: Sequence[Block], language: str) -> str:
+    """The blocks of one language, each line where it stood in the page."""
+    found: list[str] = []
+    for block in blocks:
+        if block.language == language:
+            found += [""] * (block.line - len(found)) + list(block.lines)
+    return "\n".join(found)
 
 
 def broken_links(page: Path, prose: str) -> list[str]:
@@ -81,6 +121,32 @@ def run_blocks(page: Path, code: str) -> list[str]:
         return [f"{page}: its Python blocks fail\n{done.stdout}{done.stderr}".replace(str(program), str(page))]
 
 
+def check_blocks(page: Path, blocks: Sequence[Block], *, name: str) -> list[str]:
+    """What is wrong with a page's blocks, Python's apart.
+
+    Args:
+        name: The page's path below the repository.
+    """
+    found = [
+        f"{page}:{block.line}: a block of {block.language or 'no language'}: write one of {', '.join(LANGUAGES)} behind its opening mark"
+        for block in blocks
+        if block.language not in LANGUAGES
+    ]
+    with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
+        code = program(blocks, "python")
+        if commands := program(blocks, "sh"):
+            found += check_commands(commands, page=name, code=code, folder=Path(folder))
+        for block in (block for block in blocks if block.language == "yaml"):
+            if fault := check_settings(block.text, folder=Path(folder)):
+                found.append(f"{page}:{block.line}: {fault}")
+    for block in (block for block in blocks if block.language in ("toml", "json")):
+        try:
+            (tomllib if block.language == "toml" else json).loads(block.text)
+        except ValueError as fault:
+            found.append(f"{page}:{block.line}: {fault}")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the pages below the given repository (this one by default); 1 if anything is wrong."""
     chosen = sys.argv[1:] if arguments is None else arguments
@@ -91,9 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     found, num_programs = [], 0
     for page in pages:
-        code, prose = split_page(page.read_text())
-        num_programs += bool(code.strip())
+        blocks, prose = split_page(page.read_text())
+        code = program(blocks, "python")
+        num_programs += bool(code)
         found += broken_links(page, prose) + run_blocks(page, code)
+        found += check_blocks(page, blocks, name=page.relative_to(root).as_posix())
     print("\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran")
     return 1 if found else 0
 

@@ -4,6 +4,9 @@
 wheel twice, and records the release in tools/releases.toml. All of it is done in a copy first; the checkout changes when nothing is
 wrong.
 
+Before that, `nox -s compat` has tried the package and each of its siblings with the other's last release: a release without its green
+record is refused, unless `--untried REASON` says why; the reason is kept in tools/releases.toml.
+
     --draft    the same checks and builds, and the checkout stays as it is
     --record   later, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml
     --verify   build a recorded release again from its recorded content and compare the hashes
@@ -24,8 +27,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.api import LOCK, write_lock
+from tools.compat import untried
 from tools.distributions import build, build_twice, check_files, sha256
-from tools.release_checks import check_before, declared_version
+from tools.release_checks import check_before, check_tried, declared_version
 from tools.releases import RECORDS, Record, ReleaseTrouble, git, has_object, read_records, record_commits, unpack, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,15 +70,20 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     return Draft(package=copies[0], date=dates[0], files=tuple(files))
 
 
-def release(root: Path, package: str, version: str) -> Record:
+def release(root: Path, package: str, version: str, *, reason: str = "") -> Record:
     """Make the release and bring it into the checkout: package, dist/, and records; all of it is staged, nothing committed.
 
+    Args:
+        reason: Why it may be released though a pair was not tried; only then.
+
     Raises:
-        ReleaseTrouble: as `draft` does; the checkout is not clean, or dist/ holds another build of this version.
+        ReleaseTrouble: as `draft` does; the checkout is not clean, a pair was not tried and no reason is given, or dist/ holds another
+            build of this version.
     """
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
         raise ReleaseTrouble(f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}")
+    check_tried(root, package, version, reason=reason)
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         made = draft(root, package, version, folder=Path(folder))
         _keep_files(root, made.files)
@@ -85,7 +94,7 @@ def release(root: Path, package: str, version: str) -> Record:
             fragment.unlink()
         git(root, "add", "--all", f"packages/{package}")
         tree = git(root, "write-tree", f"--prefix=packages/{package}/").strip()
-        record = Record(package=package, version=version, date=made.date, tree=tree, sha256=sha256(made.files))
+        record = Record(package=package, version=version, date=made.date, tree=tree, sha256=sha256(made.files), untried=reason)
     write_records(root, [*read_records(root), record])
     git(root, "add", RECORDS.as_posix())
     return record
@@ -156,7 +165,7 @@ def _tell(record: Record) -> str:
     return "\n".join(
         [
             *(f"{digest}  dist/{file}" for file, digest in sorted(record.sha256.items())),
-            f"{name} is staged. Try it with its siblings first: nox -s compat. Then:",
+            f"{name} is staged. Next:",
             f'  git commit -m "{record.package}: release {record.version}"',
             f'  git tag -a {record.tag} -m "{name}"        # on the commit as it stands in main',
             "  python tools/release.py --record           # once it is in main; goes into any later commit",
@@ -169,6 +178,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="tools/release.py", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="?", choices=sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml")))
     parser.add_argument("version", nargs="?", help="X.Y.Z")
+    parser.add_argument("--untried", metavar="REASON", default="", help="release though a pair was not tried, and keep the reason")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--draft", action="store_true", help="check, build and show; change nothing")
     action.add_argument("--record", action="store_true", help="write the commits of released packages into tools/releases.toml")
@@ -176,6 +186,8 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.record == (chosen.version is not None):
         parser.error("give PACKAGE and VERSION, or --record alone")
+    if chosen.untried and (chosen.record or chosen.verify or chosen.draft):
+        parser.error("--untried REASON is for a release alone: a draft, --record and --verify ask for no trial")
     try:
         if chosen.record:
             for record in record_commits(root):
@@ -188,8 +200,10 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
                 made = draft(root, chosen.package, chosen.version, folder=Path(folder))
                 print(_entry((made.package / "CHANGELOG.md").read_text(), chosen.version))
                 print("\n".join(f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())))
+            for sentence in untried(root, chosen.package, chosen.version):
+                print(f"not tried yet, and the release will ask for it: {sentence}")
         else:
-            print(_tell(release(root, chosen.package, chosen.version)))
+            print(_tell(release(root, chosen.package, chosen.version, reason=chosen.untried)))
     except ReleaseTrouble as trouble:
         print(f"release: {trouble}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from tools.api import complaints
 from tools.bounds import sibling_requirements
+from tools.compat import untried
 from tools.deprecations import faults
 from tools.releases import ReleaseTrouble, last_release
 
@@ -32,6 +33,23 @@ def check_before(root: Path, package: str, version: str) -> None:
     broken = complaints(folder) + faults(folder, version)
     if broken:
         raise ReleaseTrouble("\n".join(broken))
+
+
+def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
+    """Every pair of the package was tried with these contents by nox's `compat`, or a reason says why not.
+
+    Raises:
+        ReleaseTrouble: a trial is missing and there is no reason; or there is one, and none is missing.
+    """
+    missing = untried(root, package, version)
+    if missing and not reason.strip():
+        raise ReleaseTrouble(
+            f"temper-{package} {version} was not tried with its siblings as it stands:\n"
+            + "\n".join(f"  {sentence}" for sentence in missing)
+            + "\nOr give --untried REASON, which tools/releases.toml keeps."
+        )
+    if reason and not missing:
+        raise ReleaseTrouble(f"every pair of temper-{package} was tried with these contents: leave --untried away.")
 
 
 def fragments(package: Path) -> list[Path]:

@@ -6,6 +6,7 @@ no rebase changes; `record_commits` adds the commit in a later one. Standard lib
 
 from __future__ import annotations
 
+import json
 import subprocess
 import tarfile
 import tomllib
@@ -44,6 +45,8 @@ class Record:
     """Git's name of the release commit; empty until `record_commits` has found it."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """By name of the built file."""
+    untried: str = ""
+    """Why it was released without a green run of nox's `compat`; empty where there was one, or nothing to try."""
 
     @property
     def tag(self) -> str:
@@ -59,6 +62,8 @@ class Source:
     version: str
     treeish: str
     """What `git archive` takes: the package's folder, as its top."""
+    commit: str
+    """The release's tag or its recorded commit; empty where neither is known."""
 
 
 def read_records(root: Path) -> tuple[Record, ...]:
@@ -75,6 +80,7 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
     for record in records:
         lines += ["", "[[release]]"]
         lines += [f'{name} = "{getattr(record, name)}"' for name in ("package", "version", "date", "tree", "commit")]
+        lines += [f"untried = {json.dumps(record.untried, ensure_ascii=False)}"] if record.untried else []
         lines += ["[release.sha256]"] + [f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())]
     (root / RECORDS).write_text("\n".join(lines) + "\n")
 
@@ -85,18 +91,20 @@ def last_release(root: Path, package: str) -> Source | None:
     Raises:
         ReleaseTrouble: only recorded, and this clone lacks the recorded content.
     """
-    tagged = {tag.rpartition("/v")[2]: f"{tag}:packages/{package}" for tag in git(root, "tag", "--list", f"{package}/v*").split()}
-    recorded = {record.version: record.tree for record in read_records(root) if record.package == package}
-    found = recorded | tagged
-    if not found:
+    tags = {tag.rpartition("/v")[2]: tag for tag in git(root, "tag", "--list", f"{package}/v*").split()}
+    recorded = {record.version: record for record in read_records(root) if record.package == package}
+    if not tags and not recorded:
         return None
-    version = max(found, key=Version)
-    if version not in tagged and not has_object(root, found[version]):
+    version = max(tags.keys() | recorded.keys(), key=Version)
+    if version in tags:
+        return Source(package=package, version=version, treeish=f"{tags[version]}:packages/{package}", commit=tags[version])
+    record = recorded[version]
+    if not has_object(root, record.tree):
         raise ReleaseTrouble(
-            f"{RECORDS} records {package} {version} as tree {found[version][:12]}, which this clone does not have: "
+            f"{RECORDS} records {package} {version} as tree {record.tree[:12]}, which this clone does not have: "
             "fetch the whole history (git fetch --unshallow), or the tags (git fetch --tags)."
         )
-    return Source(package=package, version=version, treeish=found[version])
+    return Source(package=package, version=version, treeish=record.tree, commit=record.commit)
 
 
 def record_commits(root: Path) -> list[Record]:
@@ -131,9 +139,9 @@ def _find_commit(root: Path, record: Record) -> str:
     return commit
 
 
-def unpack(root: Path, treeish: str, folder: Path) -> Path:
-    """The files of a git tree, in a folder that is made for them."""
-    done = subprocess.run(["git", "archive", treeish], cwd=root, capture_output=True, check=False)
+def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ()) -> Path:
+    """The files of a git tree, or of these paths in it, in a folder that is made for them."""
+    done = subprocess.run(["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False)
     if done.returncode != 0:
         raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
     folder.mkdir(parents=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import broken_links, main, run_blocks, split_page
+from tools.docs import broken_links, main, program, run_blocks, split_page
 
 PAGE = """# A page
 
@@ -18,7 +18,7 @@ Between: [a link](there.md)
 raise SystemExit("never")
 ```
 
-```
+```text
 [not a link](nowhere.md)
 ```
 
@@ -28,23 +28,27 @@ assert x == 1
 """
 
 
+def _python(page: str) -> str:
+    return program(split_page(page)[0], "python")
+
+
 def test_only_unmarked_python_is_code_and_lines_stay_where_they_were() -> None:
-    code, _ = split_page(PAGE)
+    code = _python(PAGE)
     lines = dict(enumerate(code.splitlines(), start=1))
     assert {number: line for number, line in lines.items() if line} == {4: "x = 1", 18: "assert x == 1"}
 
 
 def test_a_longer_fence_holds_a_shorter_one() -> None:
-    code, _ = split_page("````text\n```python\nfail\n```\n````\n\n```python\nok = 1\n```")
+    code = _python("````text\n```python\nfail\n```\n````\n\n```python\nok = 1\n```")
     assert code.split() == ["ok", "=", "1"]
 
 
 def test_a_later_block_sees_an_earlier_ones_names(tmp_path: Path) -> None:
-    assert run_blocks(tmp_path / "page.md", split_page(PAGE)[0]) == []
+    assert run_blocks(tmp_path / "page.md", _python(PAGE)) == []
 
 
 def test_a_failing_block_is_told_with_the_pages_own_line(tmp_path: Path) -> None:
-    (found,) = run_blocks(tmp_path / "page.md", split_page("text\n\n```python\n1 / 0\n```")[0])
+    (found,) = run_blocks(tmp_path / "page.md", _python("text\n\n```python\n1 / 0\n```"))
     assert "ZeroDivisionError" in found
     assert f'File "{tmp_path}/page.md", line 4' in found
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.compat import record_green, trials
 from tools.release import main, verify
-from tools.release_checks import check_before, declared_version
+from tools.release_checks import check_before, check_tried, declared_version
 from tools.releases import RECORDS, ReleaseTrouble, git, last_release, read_records, record_commits, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ def _repository(root: Path) -> Path:
     """Two packages with our own release settings and next to no sources; engine-api has two fragments. All is committed."""
     (root / "tools").mkdir(parents=True)
     shutil.copy(ROOT / "tools" / "changelog.md.jinja", root / "tools")
-    (root / ".gitignore").write_text("/dist/\n")
+    (root / ".gitignore").write_text("/dist/\n/.temper/\n")
     for name in ("engine-api", "engine-fsdp"):
         folder = root / "packages" / name
         sources = folder / "src" / ("temper_" + name.replace("-", "_"))
@@ -169,6 +170,33 @@ def test_a_promise_that_is_broken_in_silence_stops_the_next_release(released: Re
     (folder / "src/temper_engine_api/__init__.py").write_text("def plan(lengths: list[int]) -> float:\n    return 0.0\n")
     with pytest.raises(ReleaseTrouble, match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'"):
         check_before(clone, "engine-api", "0.3.1")
+
+
+def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(
+    released: Released, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "packages/engine-fsdp/changes/first.added.md").write_text("All of it.\n")
+    _commit(clone, "say so")
+    assert main(["engine-fsdp", "0.3.0"], root=clone) == 1
+    told = capsys.readouterr().err
+    assert "engine-fsdp with engine-api 0.3.0 (" in told
+    assert "Run nox -s \"compat(pair='engine-api:engine-fsdp')\"\nOr give --untried REASON" in told
+    assert git(clone, "status", "--porcelain") == ""
+    record_green(clone, "engine-api:engine-fsdp", trials(clone, "engine-api:engine-fsdp"))
+    check_tried(clone, "engine-fsdp", "0.3.0", reason="")
+    with pytest.raises(ReleaseTrouble, match="leave --untried away"):
+        check_tried(clone, "engine-fsdp", "0.3.0", reason="no time")
+
+
+def test_a_reason_for_an_untried_release_is_kept(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "packages/engine-fsdp/changes/first.added.md").write_text("All of it.\n")
+    _commit(clone, "say so")
+    assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=clone) == 0
+    assert [record.untried for record in read_records(clone)] == ["", 'only "words" changed']
 
 
 def test_changes_that_are_not_committed_stop_a_release(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

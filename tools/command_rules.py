@@ -1,0 +1,138 @@
+"""What is asked of each kind of command that a page shows: as much as costs about a second, without a network and without a GPU.
+
+A rule takes a command's words and the folder that it would run in, and returns what is wrong with it, or nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from temper_engine_api.registry import list_engines
+from temper_legacy_shim.cli import app
+from temper_trainer.__main__ import main as temper_train
+from tools.dev import QUICKSTART
+from tools.environment import MEGATRON_BRIDGE
+from tools.steps import STEP_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FOREIGN = ("vllm", MEGATRON_BRIDGE)
+"""What pages install that is not ours."""
+
+OWN_RUN = ("algorithm=grpo", "actor.engine.model.path=DIR", "data.train.paths=[train.jsonl]", "run.dir=runs/mine")
+"""What `...` stands for in a command: the reader's own run."""
+
+PLACEHOLDERS = ("NAME", "mine")
+"""Engines for which the reader puts in a name."""
+
+NEEDS_PERSON = (0, 10, 20)
+"""Exit statuses by which temper-migrate says how much is left to a person; any other one is a failure."""
+
+WANTS_A_CHECKPOINT = ("checkpoint", "verify")
+"""Sub-commands of temper-migrate of which the options are read and no more: packages/legacy-shim/tests/checkpoints runs them."""
+
+
+def train(words: Sequence[str], folder: Path) -> str:
+    """Compose and check the configuration with all that it refers to."""
+    arguments = [word for part in words[1:] for word in (OWN_RUN if part == "..." else (part,))]
+    if not {"--help", "--print", "--check"} & set(arguments):
+        arguments.append("--check")
+    output, path = io.StringIO(), list(sys.path)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.chdir(folder):
+        try:
+            status = temper_train(arguments)
+        except SystemExit as left:  # argparse's, for an option that does not exist
+            status = int(left.code or 0)
+        finally:
+            sys.path[:] = path
+    return output.getvalue().strip() if status else ""
+
+
+def migrate(words: Sequence[str], folder: Path) -> str:
+    """Run it on the old project that lies in the folder."""
+    arguments = [*words[1:], "--help"] if words[1] in WANTS_A_CHECKPOINT else list(words[1:])
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(app, arguments, input="y\n" * 20)
+    return "" if done.exit_code in NEEDS_PERSON else f"exit status {done.exit_code}: {done.output.strip()}{done.exception or ''}"
+
+
+def python(words: Sequence[str], folder: Path) -> str:
+    """A program of this repository that exists, with options that it declares; `tools/dev.py train` is composed, the kit is asked."""
+    if words[1] == "-m" and words[2] in ("venv", "temper_engine_api.conformance"):
+        return "" if words[2] == "venv" else kit(("pytest", "--pyargs", *words[2:]), folder)
+    name, rest = (words[2].replace(".", "/"), words[3:]) if words[1] == "-m" else (words[1].removesuffix(".py"), words[2:])
+    file = next((path for path in (ROOT / f"{name}.py", ROOT / name / "__main__.py") if path.is_file()), None)
+    if file is None:
+        return f"there is no program {name} in this repository"
+    if name == "tools/dev" and rest[0] == "train":
+        return train(("temper-train", *QUICKSTART, *rest[1:]), folder)
+    strangers = set(rest[rest.index("--only") + 1 :: 2]) - set(STEP_NAMES) if name == "tools/dev" and "--only" in rest else set()
+    return _not_declared(rest, declared=options_in(file)) or ("" if not strangers else f"{', '.join(sorted(strangers))}: no step")
+
+
+def kit(words: Sequence[str], folder: Path) -> str:
+    """The kit is asked for an engine that is registered, or lies where it is said to, with options that the kit declares."""
+    module = ROOT / "packages" / "engine-api" / "src" / "temper_engine_api" / "conformance"
+    declared = {"--pyargs", *(option for file in module.glob("*.py") for option in options_in(file))}
+    engine = words[words.index("--engine") + 1] if "--engine" in words else ""
+    if engine not in {entry.name for entry in list_engines()} | set(PLACEHOLDERS) and ":" not in engine:
+        return f"no engine goes by the name {engine!r}"
+    return _not_declared(words[1:], declared=declared) or ("" if "temper_engine_api.conformance" in words else "that is not the kit")
+
+
+def nox_sessions(words: Sequence[str], folder: Path) -> str:
+    """The sessions exist."""
+    asked = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
+    return "" if asked <= sessions() else f"noxfile.py has no session {', '.join(sorted(asked - sessions()))}"
+
+
+def pip_install(words: Sequence[str], folder: Path) -> str:
+    """What is installed is ours and has the extras that are asked for, or is in FOREIGN."""
+    faults = []
+    for word in (word for word in words[2:] if not word.startswith("-") and word not in FOREIGN):
+        name, _, extras = word.removeprefix("./packages/").removeprefix("temper-").rstrip("]").partition("[")
+        declared = ROOT / "packages" / name / "pyproject.toml"
+        if not declared.is_file():
+            faults.append(f"{word} is no package of ours")
+            continue
+        known = tomllib.loads(declared.read_text())["project"].get("optional-dependencies", {})
+        faults += [f"temper-{name} has no extra {extra}" for extra in filter(None, extras.split(",")) if extra not in known]
+    return "; ".join(faults) if words[1] == "install" else f"pip {words[1]} is not looked at: give it a rule"
+
+
+def ray_job(words: Sequence[str], folder: Path) -> str:
+    """What a job would run, without the cluster: the configuration `mine` is the reader's, and the quickstart stands in for it."""
+    if words[1:3] != ("job", "submit") or "--" not in words:
+        return "only `ray job submit ... -- temper-train ...` is looked at: give it a rule"
+    inner = list(words[words.index("--") + 1 :])
+    (folder / "mine.yaml").write_text("defaults: [temper, {override experiment: quickstart}, _self_]\n")
+    return train(inner, folder)
+
+
+@cache
+def sessions() -> frozenset[str]:
+    """The names of nox's sessions."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return frozenset(node.name for node in functions if any("nox.session" in ast.unparse(each) for each in node.decorator_list))
+
+
+@cache
+def options_in(file: Path) -> frozenset[str]:
+    """The options that a program's source declares."""
+    return frozenset(re.findall(r"""add(?:_argument|option)\(\s*["'](--[\w-]+)["']""", file.read_text()))
+
+
+def _not_declared(words: Sequence[str], *, declared: Sequence[str] | frozenset[str] | set[str]) -> str:
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in declared]
+    return f"{', '.join(unknown)}: no such option" if unknown else ""

@@ -1,0 +1,197 @@
+"""Do a package and its sibling fit, this checkout's of one with the last release of the other? Which trials that takes, and their records.
+
+A trial runs the tests of the package that depends on the other: the released one's own where that one is released, as they were written.
+`nox -s compat` runs the trials of a pair and leaves a record in .temper/compat; `tools/release.py` asks for these records. A record holds
+for the contents that it names, so an edit or a release outdates it and a rebase does not. Standard library and packaging alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tools.bounds import pairs, sibling_requirements_in
+from tools.releases import ReleaseTrouble, Source, git, has_object, last_release, unpack
+
+RECORDS = Path(".temper") / "compat"
+
+COUNTED = ("src", "tests", "pyproject.toml")
+"""What of a package a trial can depend on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A dependency and its dependent, one of them as it is here and the other as it was last released."""
+
+    dependency: str
+    dependent: str
+    released: Source
+    """Of one of the two."""
+    tree: str
+    """Git's name of what was released."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from every other trial of these contents."""
+        here = self.dependent if self.released.package == self.dependency else self.dependency
+        return f"{here} with {self.released.package} {self.released.version} ({self.tree[:12]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Green:
+    """A record: trials of a pair that passed."""
+
+    pair: str
+    at: str
+    """When, UTC."""
+    passed: Sequence[str]
+    """Names of trials."""
+    contents: Mapping[str, str]
+    """What the two packages were here, as `contents` hashes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A trial's files, on the disk."""
+
+    sources: Mapping[str, Path]
+    """The folder of each package: this checkout's, but for the released one."""
+    root: Path
+    """Where the tests run: of this checkout, or of the released one laid out as its repository was."""
+    tests: Path
+    """Those of the dependent."""
+
+
+def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
+    """The trials of a pair, DEPENDENCY:DEPENDENT; without those whose versions pip would never install together.
+
+    Args:
+        declared: Versions that this checkout's packages are about to have; otherwise what they declare.
+
+    Raises:
+        ReleaseTrouble: a release is recorded, and this clone lacks its content.
+    """
+    dependency, dependent = pair.split(":")
+    found = []
+    for released in (dependent, dependency):
+        source = last_release(root, released)
+        if source is None:
+            continue
+        tree = git(root, "rev-parse", source.treeish).strip()
+        if released == dependent:
+            version = (declared or {}).get(dependency) or _version(_pyproject(root, dependency))
+            asking = git(root, "show", f"{tree}:pyproject.toml")
+        else:
+            version, asking = source.version, _pyproject(root, dependent)
+        asked = [each.specifier for each in sibling_requirements_in(asking) if each.name == f"temper-{dependency}"]
+        if all(version in each for each in asked):
+            found.append(Trial(dependency=dependency, dependent=dependent, released=source, tree=tree))
+    return found
+
+
+def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
+    """Unpack what was released below a folder, laid out as its repository was, with the pages that its tests read.
+
+    Raises:
+        ReleaseTrouble: this clone does not know the commit of the release.
+    """
+    source = trial.released
+    if not source.commit or not has_object(root, source.commit):
+        raise ReleaseTrouble(
+            f"the commit of {source.package} {source.version} is not known here: fetch the whole history (git fetch --unshallow) or the "
+            "tags (git fetch --tags), or record it with tools/release.py --record."
+        )
+    copy = folder / f"{source.package}-{source.version}"
+    if not copy.exists():
+        unpack(root, source.commit, copy, paths=(f"packages/{source.package}", "docs", "pyproject.toml"))
+    # Data that lies beside the repository lies beside the copy.
+    shared = folder / "shared"
+    if (root.parent / "shared").is_dir() and not shared.exists():
+        shared.symlink_to(root.parent / "shared")
+    packages = {path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))}
+    released = copy / "packages" / source.package
+    where = copy if source.package == trial.dependent else root
+    return Laid(sources=packages | {source.package: released}, root=where, tests=where / "packages" / trial.dependent / "tests")
+
+
+def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
+    """What follows `python` in a trial, to be run in `laid.root`; `chosen` names tests below the dependent's, all of them otherwise."""
+    tests = [str(laid.tests / each) for each in chosen] or [str(laid.tests)]
+    return ["-m", "pytest", *tests, "-m", "not nightly"]
+
+
+def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
+    """Write down that these trials of a pair passed with the contents that are here now."""
+    file = _file(root, pair)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = Green(
+        pair=pair,
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        passed=[trial.name for trial in passed],
+        contents={package: contents(root, package) for package in pair.split(":")},
+    )
+    file.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    return file
+
+
+def forget(root: Path, pair: str) -> None:
+    """Remove the record of a pair, which is about to be tried again."""
+    _file(root, pair).unlink(missing_ok=True)
+
+
+def untried(root: Path, package: str, version: str) -> list[str]:
+    """What was not tried before a package becomes `version`: a sentence for each pair with a trial that no record of these contents has."""
+    found = []
+    for pair in pairs(path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))):
+        if package not in pair.split(":"):
+            continue
+        green = _read(root, pair)
+        changed = [] if green is None else [each for each, digest in green.contents.items() if contents(root, each) != digest]
+        passed = () if green is None or changed else green.passed
+        missing = [trial.name for trial in trials(root, pair, declared={package: version}) if trial.name not in passed]
+        if not missing:
+            continue
+        if green is None:
+            why = "no green run is recorded"
+        else:
+            why = f"{' and '.join(changed) or 'what is released'} changed since the green run of {green.at}"
+        found.append(f"{' and '.join(missing)}: {why}. Run nox -s \"compat(pair='{pair}')\"")
+    return found
+
+
+def contents(root: Path, package: str) -> str:
+    """A hash over the files of a package that a trial can depend on, those that git knows or would add: by name and bytes."""
+    folders = [f"packages/{package}/{each}" for each in COUNTED]
+    names = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders).split("\0")
+    digest = hashlib.sha256()
+    for name in sorted({name for name in names if name and (root / name).is_file()}):
+        digest.update(f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _read(root: Path, pair: str) -> Green | None:
+    file = _file(root, pair)
+    if not file.exists():
+        return None
+    try:
+        return Green(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as fault:
+        raise ReleaseTrouble(f"{file.relative_to(root)} is no record of nox -s compat ({fault}): remove it and run the session.") from None
+
+
+def _file(root: Path, pair: str) -> Path:
+    return root / RECORDS / f"{pair.replace(':', '+')}.json"
+
+
+def _pyproject(root: Path, package: str) -> str:
+    return (root / "packages" / package / "pyproject.toml").read_text()
+
+
+def _version(pyproject: str) -> str:
+    version: str = tomllib.loads(pyproject)["project"]["version"]
+    return version

@@ -1,0 +1,149 @@
+"""The commands on a page: each is run, composed or parsed as far as is cheap, or stands in NOT_RUN with its reason.
+
+In: the shell blocks of one page, as one program. bash itself reads them, with no command to be found, so that quotes, variables and
+continued lines mean what they mean to a reader; what it would have started is then checked in order (tools/command_rules.py), in a folder
+with what the reader is told to bring (INPUTS). A command that nothing here knows is a fault.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.command_rules import OWN_RUN, kit, migrate, nox_sessions, pip_install, python, ray_job, train
+
+NOT_RUN = {
+    "git": "changes the reader's repository; tools/tests/test_release.py commits and tags in repositories of its own",
+    "ray start": "opens a cluster on the reader's machines; packages/trainer/tests/runtime starts two nodes, at night",
+    "tee": "keeps the output of the command before it, which is checked",
+}
+"""First words of commands that are not looked at any further, each with its reason."""
+
+RULES = {
+    r"temper-train": train,
+    r"temper-migrate": migrate,
+    r"python3?": python,
+    r"pytest": kit,
+    r"nox": nox_sessions,
+    r"pip": pip_install,
+    r"ray": ray_job,
+}
+"""By a command's first word: what returns its fault, or nothing."""
+
+_OLD_SCRIPT = """\
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet data.train_batch_size=64 \\
+    actor_rollout_ref.model.path=$MODEL_PATH actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \\
+    data.val_files=test.parquet trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.total_epochs=1 trainer.logger=console "$@"
+"""
+_OLD_CONFIG = """\
+defaults: [ppo_trainer, _self_]
+algorithm: {adv_estimator: grpo}
+data: {train_files: train.parquet, val_files: test.parquet, train_batch_size: 64}
+trainer: {nnodes: 1, n_gpus_per_node: 1, logger: console}
+actor_rollout_ref: {model: {path: DIR}, rollout: {name: vllm, n: 4}}
+"""
+
+INPUTS = {
+    **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "train.parquet", "test.parquet"), ""),
+    **{f"{folder}/config.json": "{}" for folder in ("DIR", "student", "teacher_of_maths", "teacher_of_code")},
+    **{f"{run}/huggingface/config.json": "{}" for run in ("runs/gsm8k_sft", "runs/judge", "warm/warm_start")},
+    "warm/tokenizer/tokenizer.json": "{}",
+    **dict.fromkeys(("old/run_grpo.sh", "run_grpo.sh", "examples/other.sh"), _OLD_SCRIPT),
+    **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
+    "my_run.yaml": _OLD_CONFIG,
+}
+"""What pages tell their reader to have: data, models (as far as their config.json), and the project of an older system."""
+
+MODULES = {"docs/how-to/reward.md": "my_rewards.py", "docs/how-to/algorithm.md": "my_algorithm.py"}
+"""Pages whose Python the reader is to save, and under which name."""
+
+# On one line, in front of the page's first, so that lines keep their numbers.
+_RECORDER = (
+    """command_not_found_handle() { printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
+    """rollout-env/bin/pip() { command_not_found_handle pip "$@"; }; """
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What bash would have started."""
+
+    line: int
+    """Of the page."""
+    words: tuple[str, ...]
+
+
+def check_commands(program: str, *, page: str, code: str, folder: Path) -> list[str]:
+    """What is wrong with the commands of a page, a sentence each.
+
+    Args:
+        program: Its shell blocks, each line where it stands in the page.
+        page: Its path below the repository.
+        code: Its Python blocks, for MODULES.
+        folder: An empty one.
+    """
+    add_inputs(folder, {**INPUTS, MODULES[page]: code} if page in MODULES else INPUTS)
+    try:
+        commands = record(program, folder=folder)
+    except ValueError as error:
+        return [f"{page}: bash does not take its shell blocks: {error}"]
+    return [
+        f"{page}:{command.line}: `{' '.join(command.words)[:100]}`: {fault}"
+        for command in commands
+        if (fault := fault_of(command.words, folder=folder))
+    ]
+
+
+def check_settings(text: str, *, folder: Path) -> str:
+    """What is wrong with a YAML block as a configuration of temper-train; one without defaults is part of the reader's own run."""
+    add_inputs(folder, INPUTS)
+    is_whole = re.search(r"(?m)^defaults:", text) is not None
+    (folder / "settings.yaml").write_text(text + "\n" if is_whole else f"defaults: [temper, _self_]\n{text}\n")
+    return train(("temper-train", "--config-dir", ".", "--config-name", "settings", *(() if is_whole else OWN_RUN)), folder)
+
+
+def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
+    """Write these files below a folder."""
+    for name, text in inputs.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list[Command]:
+    """The commands that bash would have started, by line.
+
+    Args:
+        program: bash's.
+        folder: Where it runs.
+        arguments: The program's.
+
+    Raises:
+        ValueError: bash found a fault, such as an open quote.
+    """
+    script, recorded = folder / ".program.sh", folder / ".recorded"
+    script.write_text(_RECORDER + program)
+    recorded.write_text("")
+    variables = {"PATH": "/nonexistent", "RECORDED": str(recorded), "MODEL_PATH": "DIR"}
+    command = ["/bin/bash", "--norc", str(script), *arguments]
+    done = subprocess.run(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode or done.stderr:
+        raise ValueError(done.stderr.replace(f"{script}: ", "").strip() or f"exit status {done.returncode}")
+    fields = iter(recorded.read_text().split("\0")[:-1])
+    found = [Command(line=int(line), words=tuple(next(fields) for _ in range(int(next(fields))))) for line in fields]
+    return sorted(found, key=lambda each: each.line)
+
+
+def fault_of(words: Sequence[str], *, folder: Path) -> str:
+    """What is wrong with one command; empty where nothing is, or where NOT_RUN says why nobody looks."""
+    if any(tuple(words[: len(known.split())]) == tuple(known.split()) for known in NOT_RUN):
+        return ""
+    if words[0] == "bash":
+        commands = record((folder / words[1]).read_text(), folder=folder, arguments=words[2:])
+        return "; ".join(filter(None, (fault_of(command.words, folder=folder) for command in commands)))
+    for known, rule in RULES.items():
+        if re.fullmatch(known, words[0]):
+            return rule(tuple(words), folder)
+    return "nothing checks such a command: give it a rule, or a reason in NOT_RUN, both in tools/page_commands.py"

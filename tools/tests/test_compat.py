@@ -1,0 +1,174 @@
+"""The compatibility matrix catches what it is for: the contract is broken on purpose in a copy, and three guards each say so."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tools.api import complaints
+from tools.compat import RECORDS, Laid, Trial, forget, lay_out, pytest_arguments, record_green, trials, untried
+from tools.releases import ReleaseTrouble, git
+
+ROOT = Path(__file__).resolve().parents[2]
+PAIR = "engine-api:engine-fsdp"
+SMALLEST = "test_engine.py::test_the_training_loop_of_the_rfc_lowers_the_loss"
+
+RENAMED = ("init_model", "build_model")
+DEMANDED = ("sample_ids: Sequence[int] | None = None,\n    group_ids", "sample_ids: Sequence[int],\n    group_ids")
+BREAKS = {
+    "a method is renamed": (RENAMED, "has no attribute 'init_model'", "BaseEngine.init_model is gone"),
+    "an argument must be given": (DEMANDED, "missing 1 required keyword-only argument: 'sample_ids'", "from_sequences(sample_ids) was"),
+}
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    """This checkout's engine-api with the last release of engine-fsdp."""
+    try:
+        found = [each for each in trials(ROOT, PAIR) if each.released.package == "engine-fsdp"]
+    except ReleaseTrouble as trouble:
+        pytest.skip(f"a clone with its whole history runs this: {trouble}")
+    if not found:
+        pytest.skip("the last release of engine-fsdp is for an earlier contract than the one that is here; the next one runs this")
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def laid(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Laid:
+    return lay_out(ROOT, trial, tmp_path_factory.mktemp("trial") / "released")
+
+
+def _with_contract(laid: Laid, engine_api: Path) -> Laid:
+    return Laid(sources={**laid.sources, "engine-api": engine_api}, root=laid.root, tests=laid.tests)
+
+
+def _broken_copy(folder: Path, old: str, new: str) -> Path:
+    """A copy of this checkout's engine-api in which one thing is called otherwise, everywhere."""
+    copy = folder / "engine-api"
+    shutil.copytree(ROOT / "packages" / "engine-api", copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    for path in sorted(copy.glob("src/**/*.py")):
+        path.write_text(path.read_text().replace(old, new))
+    return copy
+
+
+def _run(laid: Laid) -> subprocess.CompletedProcess[str]:
+    """The smallest test of a trial, with what nox would install on the path instead."""
+    path = os.pathsep.join(str(each / "src") for each in laid.sources.values())
+    command = [sys.executable, *pytest_arguments(laid, [SMALLEST]), "-q", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=laid.root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+
+
+def test_the_last_release_of_an_engine_runs_on_this_contract(laid: Laid) -> None:
+    done = _run(laid)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_a_broken_contract_turns_compat_red(kind: str, laid: Laid, tmp_path: Path) -> None:
+    (old, new), complaint, _ = BREAKS[kind]
+    done = _run(_with_contract(laid, _broken_copy(tmp_path, old, new)))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert complaint in done.stdout
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_a_broken_contract_breaks_the_lock_on_public_names(kind: str, tmp_path: Path) -> None:
+    (old, new), _, complaint = BREAKS[kind]
+    assert complaints(_broken_copy(tmp_path / "same", old, old)) == []
+    assert any(complaint in sentence for sentence in complaints(_broken_copy(tmp_path, old, new)))
+
+
+def test_the_next_contract_refuses_the_last_release_of_an_engine(laid: Laid, tmp_path: Path) -> None:
+    copy = _broken_copy(tmp_path, *RENAMED)
+    declared = (copy / "pyproject.toml").read_text()
+    (copy / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"$', 'version = "0.99.0"', declared))
+    prepare = "import sys; from hatchling.build import prepare_metadata_for_build_wheel as prepare; prepare(sys.argv[1])"
+    for package in (copy, laid.sources["engine-fsdp"]):
+        subprocess.run([sys.executable, "-c", prepare, str(tmp_path / "metadata")], cwd=package, check=True)
+    path = os.pathsep.join([str(tmp_path / "metadata"), str(copy / "src"), str(laid.sources["engine-fsdp"] / "src")])
+    program = "from temper_engine_api.registry import engine_class; engine_class('fsdp')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "ContractVersionError: engine 'fsdp' of temper-engine-fsdp 0." in done.stderr
+    assert "and temper-engine-api 0.99.0 is installed" in done.stderr
+
+
+def test_a_trial_runs_the_tests_of_the_package_that_depends_on_the_other(laid: Laid, trial: Trial) -> None:
+    assert laid.tests == laid.root / "packages" / "engine-fsdp" / "tests"
+    assert laid.sources["engine-fsdp"] == laid.root / "packages" / "engine-fsdp"
+    assert (laid.root / "docs").is_dir()
+    assert laid.sources["engine-api"] == ROOT / "packages" / "engine-api"
+    assert trial.name.startswith("engine-api with engine-fsdp 0.")
+
+
+@pytest.fixture(scope="module")
+def clone(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records") / "clone"
+    git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(folder))
+    return folder
+
+
+@pytest.mark.usefixtures("trial")
+def test_the_other_way_round_runs_the_tests_of_this_checkout(tmp_path: Path) -> None:
+    (there,) = (each for each in trials(ROOT, PAIR) if each.released.package == "engine-api")
+    laid = lay_out(ROOT, there, tmp_path / "released")
+    assert laid.tests == ROOT / "packages" / "engine-fsdp" / "tests"
+    assert laid.sources["engine-api"].is_relative_to(tmp_path)
+    assert set(laid.sources) == set(_packages())
+
+
+def _packages() -> Mapping[str, Path]:
+    return {path.parent.name: path.parent for path in ROOT.glob("packages/*/pyproject.toml")}
+
+
+def test_what_pip_would_never_install_together_is_not_tried(trial: Trial) -> None:
+    later = trials(ROOT, PAIR, declared={"engine-api": "0.99.0"})
+    assert trial.name not in {each.name for each in later}
+
+
+def test_without_a_green_record_a_sentence_says_what_to_run(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR))
+    forget(clone, PAIR)
+    (sentence,) = _about(clone)
+    assert re.fullmatch(
+        r"engine-api with engine-fsdp \S+ \(\w{12}\) and engine-fsdp with engine-api \S+ \(\w{12}\): no green run is recorded\. "
+        r"Run nox -s \"compat\(pair='engine-api:engine-fsdp'\)\"",
+        sentence,
+    )
+
+
+def test_a_green_record_holds_for_the_contents_that_it_names(clone: Path) -> None:
+    assert record_green(clone, PAIR, trials(clone, PAIR)).parent == clone / RECORDS
+    assert _about(clone) == []
+    (clone / "packages/engine-fsdp/README.md").write_text("Other words.\n")
+    assert _about(clone) == []
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
+    (sentence,) = _about(clone)
+    assert ": engine-fsdp changed since the green run of 20" in sentence
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
+    assert _about(clone) == []
+
+
+def test_one_way_round_is_not_both(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR)[:1])
+    (sentence,) = _about(clone)
+    assert sentence.startswith("engine-fsdp with engine-api ")
+
+
+def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR)).write_text('{"pair": "engine-api:engine-fsdp", "green": true}')
+    with pytest.raises(ReleaseTrouble, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"):
+        untried(clone, "engine-api", "0.1.9")
+
+
+def _about(root: Path) -> list[str]:
+    """What is untried of the one pair, before the next patch of engine-api."""
+    return [sentence for sentence in untried(root, "engine-api", "0.1.9") if PAIR in sentence]
