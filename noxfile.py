@@ -6,6 +6,7 @@ environment (what a wheel declares, what its lower bounds are) make their own wi
 
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from tools.bounds import floors, pairs
 from tools.compat import forget, lay_out, pytest_arguments, record_green, trials
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
+from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -66,6 +68,15 @@ for found in pkgutil.walk_packages(importlib.import_module(package).__path__, pa
 print(f"{len(imported)} modules import without an extra")
 """
 
+NONE_OF_THESE = """
+import importlib.util, sys
+came_along = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+sys.exit(f"{came_along} came along, and nothing here declares them" if came_along else 0)
+"""
+
+PYTHONS = ("3.11", "3.12", "3.13")
+"""Versions that the packages are for, as far as their own requirements have wheels."""
+
 PAIRS = pairs(ROOT / "packages" / package for package in PACKAGES)
 """HEAD of the first with the last release of the second, and the other way round."""
 
@@ -111,7 +122,7 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every Python block and relative link of the pages; then the site, strictly, in .temper/site/html."""
+    """Every block and relative link of the pages; then the site, strictly, in .temper/site/html."""
     _dev(session, "test", "--only", "docs")
     session.run(str(ensure_environment(ROOT)), "-m", "tools.site", external=True)
     session.install("-r", "docs/requirements.txt")
@@ -132,18 +143,38 @@ def conformance(session: nox.Session, engine: str) -> None:
 @nox.parametrize("package", list(PACKAGES))
 def isolated(session: nox.Session, package: str) -> None:
     """One wheel with the dependencies that it declares imports; then, with its extras, its tests pass."""
-    _build_wheels(session)
-    session.install("-c", CONSTRAINTS, TORCH)
-    session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
-    # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
-    # Not nox's own: that one becomes TMPDIR, and Ray's sockets below it get names longer than a socket may have.
+    _isolated(session, package)
+
+
+@nox.session(python=list(PYTHONS))
+@nox.parametrize("package", list(PACKAGES))
+def pythons(session: nox.Session, package: str) -> None:
+    """What `isolated` asks, on each version of Python that is on this machine; the others are skipped."""
+    _isolated(session, package)
+
+
+@nox.session
+@nox.parametrize("scenario", list(SCENARIOS))
+def scenarios(session: nox.Session, scenario: str) -> None:
+    """What one kind of user installs, from wheels in an empty environment, and what must work there: tools/scenarios.py."""
+    chosen = SCENARIOS[scenario]
+    session.log(chosen.meaning)
+    _build_wheels(session, python=str(ensure_environment(ROOT)))
+    constraints = ["-c", CONSTRAINTS] if chosen.is_pinned else []
+    started = time.monotonic()
+    for line in chosen.installs:
+        session.install(*constraints, "--find-links", str(WHEELS), *line)
+    installed = time.monotonic()
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
-        session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
-    if package not in PLACEHOLDERS:
-        with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
-        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
-        _install_bridge(session, package)
-        _test_installed(session, package)
+        session.run("python", "-c", NONE_OF_THESE, *chosen.absent)
+        for name, text in chosen.files.items():
+            Path(name).write_text(text)
+        for command in chosen.commands:
+            session.run(*command, success_codes=list(chosen.statuses))
+        missing = [name for name in chosen.leaves if not Path(name).exists()]
+    if missing:
+        session.error(f"{', '.join(missing)} should be there afterwards")
+    session.log(f"{scenario}: installed in {installed - started:.0f} s, done in {time.monotonic() - installed:.0f} s")
 
 
 @nox.session
@@ -244,7 +275,7 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: nightly tests, every layout of both engines, build, isolated, oldest, latest, compat."""
+    """What takes too long for a pull request: nightly tests, every layout of both engines, and every session about an environment."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
@@ -255,6 +286,11 @@ def nightly(session: nox.Session) -> None:
     for name in ("isolated", "oldest", "latest"):
         for package in PACKAGES:
             session.notify(f"{name}(package='{package}')")
+    for scenario in SCENARIOS:
+        session.notify(f"scenarios(scenario='{scenario}')")
+    for version in PYTHONS:
+        for package in PACKAGES:
+            session.notify(f"pythons-{version}(package='{package}')")
     for pair in PAIRS:
         session.notify(f"compat(pair='{pair}')")
 
@@ -264,11 +300,28 @@ def _version(package: str) -> str:
     return version
 
 
-def _build_wheels(session: nox.Session) -> None:
-    """Build every package into .temper/wheels, afresh: the wheel comes out of the sdist, as at a release."""
-    session.install("-c", CONSTRAINTS, "build", "hatchling")
+def _isolated(session: nox.Session, package: str) -> None:
+    _build_wheels(session)
+    session.install("-c", CONSTRAINTS, TORCH)
+    session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
+    # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
+    # Not nox's own: that one becomes TMPDIR, and Ray's sockets below it get names longer than a socket may have.
+    with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
+        session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
+    if package not in PLACEHOLDERS:
+        with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
+        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
+        _install_bridge(session, package)
+        _test_installed(session, package)
+
+
+def _build_wheels(session: nox.Session, *, python: str = "") -> None:
+    """Build every package into .temper/wheels, afresh, with the session's Python or another: the wheel comes out of the sdist."""
+    if not python:
+        session.install("-c", CONSTRAINTS, "build", "hatchling")
     for package in PACKAGES:
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}", silent=True)
+        command = ["-m", "build", "--no-isolation", "--outdir", str(WHEELS), f"packages/{package}"]
+        session.run(python or "python", *command, silent=True, external=bool(python))
 
 
 def _install_bridge(session: nox.Session, package: str) -> None:

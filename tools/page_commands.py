@@ -57,7 +57,10 @@ INPUTS = {
 }
 """What pages tell their reader to have: data, models (as far as their config.json), and the project of an older system."""
 
-MODULES = {"docs/how-to/reward.md": "my_rewards.py", "docs/how-to/algorithm.md": "my_algorithm.py"}
+MODULES = {
+    f"docs/how-to/{page}.md": f"my_{module}.py"
+    for page, module in (("reward", "rewards"), ("algorithm", "algorithm"), ("environment", "environment"))
+}
 """Pages whose Python the reader is to save, and under which name."""
 
 # On one line, in front of the page's first, so that lines keep their numbers.

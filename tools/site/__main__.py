@@ -14,8 +14,8 @@ from pathlib import Path
 import griffe
 
 from tools.api import public_modules
-from tools.docs import PAGES
 from tools.environment import PACKAGES
+from tools.pages import PAGES
 from tools.site.compatibility import compatibility_page
 from tools.site.configuration import configuration_page
 

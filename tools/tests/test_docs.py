@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import broken_links, main, program, run_blocks, split_page
+from tools.docs import broken_links, main, run_blocks
+from tools.pages import program, split_page
 
 PAGE = """# A page
 

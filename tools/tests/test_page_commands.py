@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tools.command_rules import options_in, sessions
-from tools.docs import check_blocks, split_page
+from tools.docs import check_blocks
 from tools.page_commands import MODULES, NOT_RUN, Command, check_commands, check_settings, fault_of, record
+from tools.pages import split_page
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,9 @@ import pytest
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.schema import entries_of
-from tools.docs import broken_links, split_page
+from tools.docs import broken_links
 from tools.environment import PACKAGES
+from tools.pages import split_page
 from tools.site.__main__ import gather
 from tools.site.configuration import configuration_page
 from tools.site.house import FIGURE, contract_layers, house
