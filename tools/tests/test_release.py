@@ -172,31 +172,35 @@ def test_a_promise_that_is_broken_in_silence_stops_the_next_release(released: Re
         check_before(clone, "engine-api", "0.3.1")
 
 
-def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(
-    released: Released, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def sibling(released: Released, tmp_path: Path) -> Path:
+    """A clone in which engine-fsdp, too, has something to release."""
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    (clone / "packages/engine-fsdp/changes").mkdir()
     (clone / "packages/engine-fsdp/changes/first.added.md").write_text("All of it.\n")
     _commit(clone, "say so")
-    assert main(["engine-fsdp", "0.3.0"], root=clone) == 1
+    return clone
+
+
+def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(sibling: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine-fsdp", "0.3.0"], root=sibling) == 1
     told = capsys.readouterr().err
     assert "engine-fsdp with engine-api 0.3.0 (" in told
     assert "Run nox -s \"compat(pair='engine-api:engine-fsdp')\"\nOr give --untried REASON" in told
-    assert git(clone, "status", "--porcelain") == ""
-    record_green(clone, "engine-api:engine-fsdp", trials(clone, "engine-api:engine-fsdp"))
-    check_tried(clone, "engine-fsdp", "0.3.0", reason="")
+    assert git(sibling, "status", "--porcelain") == ""
+
+
+def test_a_green_record_lets_it_through(sibling: Path) -> None:
+    record_green(sibling, "engine-api:engine-fsdp", trials(sibling, "engine-api:engine-fsdp"))
+    check_tried(sibling, "engine-fsdp", "0.3.0", reason="")
     with pytest.raises(ReleaseTrouble, match="leave --untried away"):
-        check_tried(clone, "engine-fsdp", "0.3.0", reason="no time")
+        check_tried(sibling, "engine-fsdp", "0.3.0", reason="no time")
 
 
-def test_a_reason_for_an_untried_release_is_kept(released: Released, tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    git(released.root, "clone", "--quiet", str(released.root), str(clone))
-    (clone / "packages/engine-fsdp/changes/first.added.md").write_text("All of it.\n")
-    _commit(clone, "say so")
-    assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=clone) == 0
-    assert [record.untried for record in read_records(clone)] == ["", 'only "words" changed']
+def test_a_reason_for_an_untried_release_is_kept(sibling: Path) -> None:
+    assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=sibling) == 0
+    assert [record.untried for record in read_records(sibling)] == ["", 'only "words" changed']
 
 
 def test_changes_that_are_not_committed_stop_a_release(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
