@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from temper_legacy_shim.cli_tables import print_facts
 from temper_legacy_shim.errors import ShimError, UsageError
 
 if TYPE_CHECKING:
@@ -174,34 +175,24 @@ def _with_progress(console: "Console", job: "Job", work: "Callable[[Progress], R
 
 
 def _show_role(console: "Console", role: "Role") -> None:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
     where = f", step {role.step}" if role.step is not None else ""
-    for name, value in (
+    facts = [
         ("checkpoint", f"{role.path}"),
         ("role", f"{role.name}{where}"),
         ("layout", f"{role.kind}, {role.world_size} rank{'s' * (role.world_size != 1)}"),
         ("version", f"{role.version} ({'; '.join(role.reasons)})"),
-    ):
-        table.add_row(name, value)
-    console.print(table)
+    ]
+    print_facts(console, facts)
 
 
 def _show_receipt(console: "Console", job: "Job", receipt: "Receipt") -> None:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row("written", f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, {', '.join(receipt.dtypes)}")
-    table.add_row("carried", ", ".join(receipt.carried))
+    facts = [
+        ("written", f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, {', '.join(receipt.dtypes)}"),
+        ("carried", ", ".join(receipt.carried)),
+    ]
     for title, sentences in (("not carried", receipt.not_carried), ("note", receipt.notes), ("verified", receipt.verified)):
-        for sentence in sentences:
-            table.add_row(title, sentence)
-    console.print(table)
+        facts += [(title, sentence) for sentence in sentences]
+    print_facts(console, facts)
 
 
 def _size(num_bytes: int) -> str:

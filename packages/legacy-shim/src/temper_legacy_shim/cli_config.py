@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from temper_legacy_shim.cli_tables import print_table
 from temper_legacy_shim.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from temper_legacy_shim.configs import Translation
 
 
@@ -135,7 +134,7 @@ def _print_json(results: list[tuple[str, "Translation"]]) -> None:
 def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
     from rich.console import Console
 
-    from temper_legacy_shim.configs.reports import OUTCOMES
+    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows
     from temper_legacy_shim.configs.translation import Outcome
     from temper_legacy_shim.configs.written import yaml_of
 
@@ -147,9 +146,9 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
             if finding.level == "person":
                 console.print(f"  {finding.message}", markup=False)
         return
-    console.print(f"  {source.program} of {source.version} ({'; '.join(source.evidence)})", markup=False)
+    console.print(f"  {source.program} of {source.release}", markup=False)
     if table:
-        _show_table(translation, console)
+        print_table(console, COLUMNS, table_rows(translation), has_lines=True)
     for finding in translation.findings:
         console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
     if translation.unmapped:
@@ -163,20 +162,6 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
         console.print(f"  next: {first}temper-train {where} --check", markup=False)
     elif prints_yaml and translation.settings:
         typer.echo(yaml_of(translation), nl=False)
-
-
-def _show_table(translation: "Translation", console: "Console") -> None:
-    from rich.table import Table
-
-    from temper_legacy_shim.configs.reports import COLUMNS, table_rows
-
-    grid = Table(show_lines=True)
-    for title in COLUMNS:
-        grid.add_column(title, overflow="fold")
-    for row in table_rows(translation):
-        grid.add_row(*(cell.replace("[", r"\[") for cell in row))
-    console.soft_wrap = False
-    console.print(grid)
 
 
 def explain(

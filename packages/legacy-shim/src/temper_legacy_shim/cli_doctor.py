@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from temper_legacy_shim.cli_tables import print_table
 from temper_legacy_shim.errors import ShimError
 
 if TYPE_CHECKING:
@@ -75,22 +76,19 @@ def _apply(steps: "list[Step]", folder: Path, out: Path, *, asks: bool, is_quiet
 
 def _show(folder: Path, steps: "list[Step]") -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     if not steps:
         console.print(f"{folder} holds nothing of an older system that we know.", markup=False, soft_wrap=True)
         return
-    table = Table(title=f"Migration of {folder}", title_justify="left")
-    for title in ("", "what", "path", "is", "effort"):
-        table.add_column(title, overflow="fold")
-    for number, step in enumerate(steps, 1):
-        table.add_row(*(cell.replace("[", "\\[") for cell in (str(number), step.kind, str(step.path), step.what, step.effort)))
-    console.print(table)
+    rows = [(str(number), step.kind, str(step.path), step.what, step.effort) for number, step in enumerate(steps, 1)]
+    print_table(console, ("", "what", "path", "is", "effort"), rows, title=f"Migration of {folder}")
     for number, step in enumerate(steps, 1):
         for blocker in step.blockers:
             console.print(f"{number}. {step.path}: {blocker}", markup=False, soft_wrap=True)
-    console.print("Efforts: none; review: read the report; decide: answer what is listed; rewrite: there is no counterpart.", markup=False)
-    console.print("Each step alone, in the project's folder:", markup=False)
+    console.print(
+        "Efforts: none; review: read the report; decide: answer what is listed; rewrite: there is no counterpart.", soft_wrap=True
+    )
+    console.print("Each step alone, in the project's folder:")
     for number, step in enumerate(steps, 1):
         console.print(f"  {number}. {step.command}", markup=False, soft_wrap=True)

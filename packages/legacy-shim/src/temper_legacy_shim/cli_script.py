@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from temper_legacy_shim.cli_config import NumericsChoice
+from temper_legacy_shim.cli_tables import print_table
 from temper_legacy_shim.errors import OutputError, ScriptError, UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _print_json(results: list[tuple[Path, "Migration"]], written: dict[Path, Pat
 
 def _show(console: "Console", path: Path, migration: "Migration", *, is_short: bool, has_table: bool, written: Path | None) -> None:
     from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows
-    from temper_legacy_shim.scripts.reports import headline, persons, remarks
+    from temper_legacy_shim.scripts.reports import evidence, headline, persons, remarks
 
     where = f" -> {written}" if written is not None else ""
     console.print(f"{path}{where}: {OUTCOMES[migration.outcome]}{headline(migration)}", style="bold", markup=False)
@@ -120,13 +121,11 @@ def _show(console: "Console", path: Path, migration: "Migration", *, is_short: b
         console.print(f"  needs a person: {sentence}", style="red", markup=False)
     if is_short:
         return
+    for sentence in evidence(migration):
+        console.print(f"  {sentence}", markup=False)
     for sentence in remarks(migration):
         console.print(f"  {sentence}", markup=False)
     if has_table:
-        from rich.table import Table
-
         for each in migration.launches:
-            rows = Table(*COLUMNS, show_lines=True)
-            for row in table_rows(each.translation):
-                rows.add_row(*(each.readable(cell).replace("[", "\\[") for cell in row))
-            console.print(rows)
+            rows = [[each.readable(cell) for cell in row] for row in table_rows(each.translation)]
+            print_table(console, COLUMNS, rows, has_lines=True)

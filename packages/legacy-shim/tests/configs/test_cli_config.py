@@ -89,6 +89,13 @@ def test_a_folder_is_translated_file_by_file_and_what_is_no_old_configuration_is
     assert "compose.yaml" not in text
 
 
+def test_a_table_in_a_pipe_has_every_token_whole(old: Path) -> None:
+    value = "/data/" + "very-long-folder-name/" * 20 + "train.parquet"
+    done = CliRunner().invoke(app, ["config", str(old), f"data.val_files={value}", "--table"], catch_exceptions=False)
+    assert f"data.val_files={value}" in done.stderr
+    assert "\u2026" not in done.stderr  # rich's sign for what was cut
+
+
 def test_explain_tells_the_life_of_a_key() -> None:
     _, text = invoke("explain", "actor_rollout_ref.actor.entropy_coeff")
     assert "default 0.001 from v0.2" in text

@@ -77,3 +77,11 @@ def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) ->
     done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes"], catch_exceptions=False)
     assert done.exit_code == 0
     assert (out / "checkpoints/config.json").is_file()
+
+
+def test_a_plan_in_a_pipe_has_every_path_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "-".join(["nested"] * 12) / "-".join(["deeper"] * 12)
+    folder.mkdir(parents=True)
+    (folder / "run.sh").write_text(RUN)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
+    assert f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of verl.trainer.main_ppo of v0.9.0" in done.stdout

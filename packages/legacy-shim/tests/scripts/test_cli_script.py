@@ -66,3 +66,20 @@ def test_what_is_no_script_is_one_sentence_with_its_line(tmp_path: Path) -> None
         _run(str(_script(tmp_path, 'echo ok\necho "never closed\n')))
     with pytest.raises(UsageError, match="VAR=VALUE"):
         _run(str(_script(tmp_path)), "--set", "NNODES")
+
+
+def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what(tmp_path: Path) -> None:
+    script = str(_script(tmp_path, RUN.replace("trainer.nnodes=1", "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv")))
+    _, inferred = _run(script)
+    # The key stood in the Megatron tree alone, so every release of the other one refuses it.
+    assert "line 1: ppo of v0.9.0 (inferred: v0.2 to v0.9.0 take its keys; the newest counts; even v0.9.0 refuses actor_rollout" in inferred
+    _, given = _run(script, "--from-version", "v0.7.0")
+    assert "line 1: ppo of v0.7.0 (given as v0.7.0)" in given
+
+
+def test_a_table_in_a_pipe_has_every_token_whole(tmp_path: Path) -> None:
+    value = "/data/" + "very-long-folder-name/" * 20 + "train.parquet"
+    _, shown = _run(str(_script(tmp_path, RUN.replace("$HOME/a.parquet", value))), "--table")
+    assert f"data.train_files={value}" in shown
+    assert f"data.train.paths=[{value}]" in shown
+    assert "\u2026" not in shown  # rich's sign for what was cut

@@ -3,6 +3,7 @@
 import difflib
 from dataclasses import dataclass
 
+from temper_legacy_shim.configs.rule_sources import sources_of
 from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
 from temper_legacy_shim.configs.trees import GONE, Family, all_keys, history_of, versions
 from temper_legacy_shim.configs.values import Plain, hydra_text
@@ -111,8 +112,7 @@ def sentences(item: Explanation) -> list[str]:
         lines.append(f"    {rule.reason}")
         if rule.hazard:
             lines.append(f"    hazard: {rule.hazard}")
-        if rule.prs:
-            lines.append(f"    decided in {rule.prs}")
+        lines.append(f"    source: {'; '.join(sources_of(rule))}")
     return lines
 
 
@@ -137,6 +137,7 @@ def plain_explanation(item: Explanation) -> dict[str, Plain]:
                 "reason": rule.reason,
                 "hazard": rule.hazard,
                 "prs": list(rule.prs.split()),
+                "sources": list[Plain](sources_of(rule)),
             }
             for rule in item.rules
         ],

@@ -34,6 +34,10 @@ class Rule:
     """Pull requests of the old system."""
     hazard: str
     """What may differ."""
+    source: str
+    """Places in the old system that show it, beside the default trees: ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources."""
+    test: str
+    """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; see rules_page."""
 
 
 @cache
@@ -42,8 +46,20 @@ def rules() -> tuple[Rule, ...]:
     text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
     _, *rows = (line.split("\t") for line in text.splitlines())
     return tuple(
-        Rule(id=i, programs=tuple(p.split()), old=old, versions=versions, new=new, disposition=d, reason=reason, prs=prs, hazard=hazard)  # type: ignore[arg-type]
-        for i, p, old, versions, new, d, reason, prs, hazard in rows
+        Rule(
+            id=i,
+            programs=tuple(p.split()),
+            old=old,
+            versions=versions,
+            new=new,
+            disposition=disposition,  # type: ignore[arg-type]
+            reason=reason,
+            prs=prs,
+            hazard=hazard,
+            source=source,
+            test=test,
+        )
+        for i, p, old, versions, new, disposition, reason, prs, hazard, source, test in rows
     )
 
 

@@ -2,6 +2,7 @@
 
 import sys
 
+from temper_legacy_shim.configs.rule_sources import sources_of
 from temper_legacy_shim.configs.rules import Rule, rules
 
 _HEAD = """\
@@ -9,11 +10,18 @@ _HEAD = """\
 
 Made by `python -m temper_legacy_shim.configs.rules_page` from the table that the translator uses; [the guide](config.md) says how to read
 a report. `{a,b}` is either, `*` one part of a key, `**` the rest where a release had that key, `***` any rest. Programs: ppo, sft
-(second generation), sft1 (first), generation, evaluation. Numbers with `#` are pull requests of verl. A row without an old key is a value
-that is written out because the old default differs, or a finding.
+(second generation), sft1 (first), generation, evaluation. A row without an old key is a value that is written out because the old default
+differs, or a finding.
 
-| rule | programs | old key | new key | what becomes of it | reason | hazard | source |
-|---|---|---|---|---|---|---|---|
+Sources are of verl: files of defaults with the releases whose composed tree has the keys, `TAG:PATH:LINE`, and the pull requests (`#`) that
+brought, changed or took away the keys.
+
+The last column is a translation that shows the rule, and a test of its own: release, entry and old tokens, on top of a small run of the
+program (for PPO: GRPO on FSDP, 64 prompts of 4 completions, mini-batches of 16 prompts, 2 completions a micro-batch, 8 GPUs); after `=>` what
+becomes of the last token, the level of a finding of that rule, and new settings. `!key` is a key that is not written.
+
+| rule | programs | old key | new key | what becomes of it | reason | hazard | source | test |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -23,7 +31,9 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    cells = (rule.id, " ".join(rule.programs), _code(rule.old), _code(rule.new), rule.disposition, rule.reason, rule.hazard, rule.prs)
+    origin = "; ".join(sources_of(rule))
+    words = (rule.disposition, rule.reason, rule.hazard, origin)
+    cells = (rule.id, " ".join(rule.programs), _code(rule.old), _code(rule.new), *words, _code(rule.test))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

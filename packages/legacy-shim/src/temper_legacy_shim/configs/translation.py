@@ -136,6 +136,12 @@ class Source:
     program: Literal["ppo", "sft", "generation", "evaluation", "other"]
     """What kind of program it is."""
 
+    @property
+    def release(self) -> str:
+        """The release with its evidence, and whether it was inferred."""
+        how = "" if self.is_given else "inferred: "
+        return f"{self.version} ({how}{'; '.join(self.evidence)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:

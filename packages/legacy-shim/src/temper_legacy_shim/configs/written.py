@@ -24,7 +24,7 @@ def yaml_of(translation: Translation) -> str:
 def _header(translation: Translation) -> list[str]:
     source = translation.source
     lines = [
-        f"# Written by temper-migrate config from {source.entry or source.program} of {source.version} ({'; '.join(source.evidence)}).",
+        f"# Written by temper-migrate config from {source.entry or source.program} of {source.release}.",
         "# A comment names the old key, or the old default that is pinned, and the rule: temper-migrate explain KEY says more.",
     ]
     for finding in translation.findings:

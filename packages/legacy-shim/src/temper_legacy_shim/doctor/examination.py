@@ -120,7 +120,7 @@ def _config(folder: Path, path: Path) -> list[Step]:
 
 def _script(folder: Path, path: Path) -> list[Step]:
     from temper_legacy_shim.scripts.migrate import migrate_script
-    from temper_legacy_shim.scripts.reports import persons
+    from temper_legacy_shim.scripts.reports import headline, persons
 
     shown = path.relative_to(folder)
     command = f"temper-migrate script {shown}"
@@ -139,8 +139,7 @@ def _script(folder: Path, path: Path) -> list[Step]:
     blockers = tuple(persons(migration))
     if blockers and effort is not Effort.REWRITE:
         effort = Effort.DECIDE
-    entries = ", ".join(dict.fromkeys(each.launch.entry for each in migration.launches))
-    what = f"{len(migration.launches)} launch{'es' * (len(migration.launches) > 1)} of {entries}"
+    what = headline(migration).removeprefix(", ")
     return [Step(kind=Kind.SCRIPT, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
 
 

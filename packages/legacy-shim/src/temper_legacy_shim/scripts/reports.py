@@ -19,6 +19,16 @@ def headline(migration: Migration) -> str:
     return f", {len(migration.launches)} launch{'es' * (len(migration.launches) > 1)} of {names}"
 
 
+def evidence(migration: Migration) -> list[str]:
+    """What each launch was taken for, and why: the release as it was given, or inferred from which keys."""
+    out = []
+    for each in migration.launches:
+        source = each.translation.source
+        line = migration.reading.line_of(each.launch.span.start)
+        out.append(f"line {line}: {source.program} of {each.readable(source.release)}")
+    return list(dict.fromkeys(out))
+
+
 def persons(migration: Migration) -> list[str]:
     """What a person has to decide."""
     out = [each.readable(finding.message) for each in migration.launches for finding in each.persons]

@@ -133,7 +133,8 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
 
 def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
     source = each.translation.source
-    lines = [f"# {each.launch.entry} of {source.version}, by temper-migrate; what became of every key is in its report.", f"{name}=("]
+    release = source.version if source.is_given else f"{source.version} (inferred)"
+    lines = [f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in its report.", f"{name}=("]
     seen: set[int] = set()
     asked = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
     pinned = [argument for argument in each.arguments if argument not in asked]

@@ -1,0 +1,151 @@
+"""Keys that were born, moved and died: at each stage what they mean here."""
+
+import pytest
+
+from temper_legacy_shim.configs import Translation
+
+from .conftest import pinned, rules_found, translated, values
+
+MEGATRON = "ppo_megatron_trainer"
+
+
+def last(translation: Translation) -> tuple[str, str]:
+    """(disposition, rule) of the last token."""
+    return translation.tokens[-1].disposition, translation.tokens[-1].rule
+
+
+def without_effect(version: str, *overrides: str, config_name: str | None = None) -> Translation:
+    """The translation of settings that must not change the new configuration."""
+    found = translated(version, *overrides, config_name=config_name)
+    assert values(found) == values(translated(version, config_name=config_name))
+    return found
+
+
+@pytest.mark.parametrize("name", ["qkv_layer_name", "gate_proj_layer_name"])
+def test_names_of_layers_are_dropped_while_a_megatron_tree_had_them(name: str) -> None:
+    found = without_effect("v0.5.0", f"actor_rollout_ref.rollout.layer_name_map.{name}=other", config_name=MEGATRON)
+    assert last(found) == ("dropped", "layer-name-map")
+    assert "refused" not in rules_found(found, "refused")
+
+
+@pytest.mark.parametrize(("version", "name"), [("v0.5.0", None), ("v0.8.0", MEGATRON)])
+def test_names_of_layers_are_refused_where_the_tree_never_had_them_or_lost_them(version: str, name: str | None) -> None:
+    found = without_effect(version, "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv", config_name=name)
+    assert last(found) == ("dropped", "layer-name-map")
+    assert "refused" in rules_found(found, "refused")
+
+
+def test_a_resource_pool_of_a_teacher_was_in_no_release_and_changes_nothing_that_is_learned() -> None:
+    teacher = ("distillation.enabled=True", "+distillation.teacher_model.model_path=/models/t")
+    found = translated("v0.8.0", *teacher, "+distillation.teacher_model.enable_resource_pool=True")
+    assert last(found) == ("dropped", "resource-pool")
+    assert found.tokens[-1].prs == "#5041 #6039"
+    assert values(found) == values(translated("v0.8.0", *teacher))
+
+
+def test_a_resource_pool_of_a_reward_model_is_its_old_placing() -> None:
+    assert last(without_effect("v0.6.0", "reward_model.enable_resource_pool=True")) == ("dropped", "reward-model-block")
+    assert last(without_effect("v0.7.1", "reward.reward_model.enable_resource_pool=True")) == ("dropped", "reward-model-block")
+
+
+@pytest.mark.parametrize("version", ["v0.5.0", "v0.6.1", "v0.7.0", "v0.9.0"])
+@pytest.mark.parametrize("uses", ["True", "False"])
+def test_with_and_without_mbridge_the_same_weights_go_through_a_bridge(version: str, uses: str) -> None:
+    found = without_effect(version, f"actor_rollout_ref.actor.megatron.use_mbridge={uses}", config_name=MEGATRON)
+    assert last(found) == ("dropped", "mbridge")
+    assert values(found)["model_engine"] == "megatron"
+
+
+def test_which_bridge_it_was_makes_no_difference_and_before_v0_7_there_was_one() -> None:
+    key = "actor_rollout_ref.actor.megatron.vanilla_mbridge=True"
+    assert last(without_effect("v0.8.0", key, config_name=MEGATRON)) == ("dropped", "mbridge")
+    old = translated("v0.6.1", key, config_name=MEGATRON)
+    assert last(old) == ("dropped", "mbridge")
+    assert "refused" in rules_found(old, "refused")
+
+
+def test_weights_that_were_converted_offline_are_read_from_the_models_folder_and_it_is_said() -> None:
+    found = without_effect("v0.6.1", "actor_rollout_ref.actor.megatron.dist_checkpointing_path=/converted", config_name=MEGATRON)
+    assert "dist-weights" in rules_found(found, "hazard")
+
+
+PROFILERS = [
+    ("v0.4.1", "trainer.profile_steps=[1,2]"),
+    ("v0.4.1", "trainer.worker_nsight_options.capture-range=cudaProfilerApi"),
+    ("v0.4.1", "actor_rollout_ref.actor.profiler.discrete=True"),
+    ("v0.4.1", "critic.profiler.ranks=[0]"),
+    ("v0.5.0", "trainer.profile_steps=[1,2]"),
+    ("v0.5.0", "actor_rollout_ref.profiler.all_ranks=True"),
+    ("v0.5.0", "actor_rollout_ref.profiler.ranks=[0]"),
+    ("v0.6.0", "global_profiler.steps=[1,2]"),
+    ("v0.6.0", "global_profiler.tool=nsys"),
+    ("v0.6.0", "actor_rollout_ref.actor.profiler.enable=True"),
+    ("v0.6.0", "actor_rollout_ref.actor.profiler.tool_config.torch.step_start=0"),
+    ("v0.7.0", "critic.profiler.tool_config.torch.step_end=2"),
+    ("v0.9.0", "global_profiler.save_path=profiles"),
+    ("v0.9.0", "actor_rollout_ref.ref.profiler.enable=True"),
+]
+
+
+@pytest.mark.parametrize(("version", "token"), PROFILERS)
+def test_each_generation_of_the_profiler_is_dropped_where_it_lived(version: str, token: str) -> None:
+    found = without_effect(version, token)
+    assert last(found) == ("dropped", "profiler")
+    assert "refused" not in rules_found(found, "refused")
+
+
+@pytest.mark.parametrize(
+    ("version", "token"),
+    [
+        ("v0.4.0", "trainer.profile_steps=[1]"),
+        ("v0.6.0", "trainer.profile_steps=[1]"),
+        ("v0.6.0", "actor_rollout_ref.profiler.discrete=True"),
+        ("v0.5.0", "global_profiler.tool=nsys"),
+        ("v0.7.1", "actor_rollout_ref.actor.profiler.tool_config.torch.step_start=0"),
+    ],
+)
+def test_a_profiler_of_another_generation_is_refused_as_it_was_and_still_known(version: str, token: str) -> None:
+    found = without_effect(version, token)
+    assert last(found) == ("dropped", "profiler")
+    assert "refused" in rules_found(found, "refused")
+
+
+@pytest.mark.parametrize(("version", "block"), [("v0.3.0.post1", "model.fsdp_config"), ("v0.7.1", "model.fsdp_config"), ("v0.8.0", "fsdp")])
+def test_the_critics_block_moved_and_its_offload_is_carried_from_where_it_lay(version: str, block: str) -> None:
+    critic = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q")
+    found = translated(version, *critic, f"critic.{block}.param_offload=True")
+    assert last(found) == ("moved", "param-offload")
+    assert values(found)["critic.engine.residency.offload_parameters"] is True
+    assert "refused" not in rules_found(found, "refused")
+
+
+@pytest.mark.parametrize("version", ["v0.7.1", "v0.8.0"])
+@pytest.mark.parametrize("packs", ["True", "False"])
+def test_padding_before_and_after_the_trees_were_united_gives_one_packed_engine(version: str, packs: str) -> None:
+    found = without_effect(version, f"actor_rollout_ref.model.use_remove_padding={packs}", config_name=MEGATRON)
+    assert last(found) == ("dropped", "remove-padding")
+
+
+def test_turns_were_counted_as_one_in_v0_4_and_by_side_since() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    tools = (f"{turns}.enable=True", f"{turns}.format=hermes", f"{turns}.tool_config_path=t.yaml")
+    one = translated("v0.4.0", *tools, f"{turns}.max_turns=4")
+    two = translated("v0.5.0", *tools, f"{turns}.max_assistant_turns=4")
+    assert values(one)["environment.max_turns"] == values(two)["environment.max_turns"] == 4
+
+
+def test_the_worker_switch_was_born_in_v0_5_and_gone_in_v0_8() -> None:
+    key = "trainer.use_legacy_worker_impl=disable"
+    assert "refused" in rules_found(translated("v0.4.1", key), "refused")
+    for version in ("v0.5.0", "v0.6.1", "v0.7.0", "v0.7.1"):
+        found = translated(version, key)
+        assert last(found) == ("dropped", "worker-switch")  # engines are what runs without a word
+        assert "refused" not in rules_found(found, "refused")
+    pins = translated("v0.7.0", "trainer.use_legacy_worker_impl=enable", numerics="legacy")
+    assert (last(pins), values(pins)["use_legacy_worker_impl"]) == (("moved", "worker-switch"), "enable")
+    assert "refused" in rules_found(translated("v0.8.0", key), "refused")
+
+
+def test_nothing_of_these_lives_is_pinned_in_a_run_that_never_said_it() -> None:
+    keys = pinned(translated("v0.6.1", config_name=MEGATRON))
+    assert not any(word in key for key in keys for word in ("profil", "bridge", "layer_name", "pool", "padding"))
