@@ -15,7 +15,7 @@ def print_table(
 ) -> None:
     """Print rows under titles; no cell is cut.
 
-    A terminal gets long cells folded to its width. A file or a pipe gets them unfolded, so that a search finds a whole key, sentence or path.
+    A terminal gets long cells folded to its width. A file or a pipe gets them unfolded: a search finds a whole key or sentence.
     """
     from rich.table import Table
 

@@ -71,9 +71,9 @@ def test_any_override_list_is_translated_or_refused(tokens: list[str], entry: st
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@settings(max_examples=40_000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20_000, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TOKENS, max_size=12), ENTRIES, RELEASES)
-def test_forty_thousand_override_lists(tokens: list[str], entry: str, version: str | None) -> None:
+def test_twenty_thousand_override_lists(tokens: list[str], entry: str, version: str | None) -> None:
     check(tokens, entry, version)
 
 

@@ -134,7 +134,9 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
 REASONS = {
     "run.eval_sampling.temperature": "without held-out prompts nothing is evaluated, so nothing is written",
     "algorithm.dual_clip": "losses other than vanilla have none",
-    "algorithm.advantage": "where teachers alone say what is better, none is estimated; one that needs no group is named",
+    "algorithm.advantage": "where teachers alone say what is better, none is estimated; a completion alone has its bare reward",
+    "algorithm.clip_low": "gpg has no ratio to clip; dppo's bounds are arguments of its own",
+    "algorithm.clip_high": "the same",
 }
 """The differences that are explained."""
 
@@ -143,7 +145,10 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
     if key == "algorithm.advantage":
-        return bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False
+        alone = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
+        return alone or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
+    if key in ("algorithm.clip_low", "algorithm.clip_high"):
+        return ":" in str(new.get("algorithm.policy_loss", ""))
     return key == "algorithm.dual_clip" and new.get("algorithm.policy_loss", "ppo") != "ppo"
 
 

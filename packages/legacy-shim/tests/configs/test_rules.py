@@ -6,12 +6,16 @@ from typing import get_args
 
 import pytest
 
+from temper_legacy_shim.configs.rule_sources import sources_of
 from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
-from temper_legacy_shim.configs.trees import Family, all_keys
+from temper_legacy_shim.configs.trees import Family, all_keys, versions
 
 from .conftest import CONFIG
+from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
+FROM_HISTORY = {"2231", "4665"}
+"""Pull requests that only verl's own history names: one_step_off_policy, and TensorRT as a rollout engine."""
 DOCS = Path(__file__).parents[4] / "docs/migration/config-rules.md"
 
 
@@ -31,6 +35,37 @@ def with_keys() -> list[Rule]:
 def test_every_row_is_reached_by_a_key_of_its_own(rule: Rule) -> None:
     reached = [find_rule(program, example(key)) for program in rule.programs for key in alternatives(rule.old)]
     assert rule in reached
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.id)
+def test_every_rule_does_what_its_row_shows(rule: Rule) -> None:
+    example = example_of(rule)
+    found = example.translated()
+    own = [token for token in found.tokens[len(found.tokens) - len(example.tokens) :] if token.rule == rule.id]
+    assert {token.disposition for token in own[-1:]} == ({example.disposition} if example.disposition else set())
+    assert {finding.level for finding in found.findings if finding.rule == rule.id} == example.levels
+    assert set(example.settings) <= {setting.override for setting in found.settings}
+    by_rule = {setting.override for setting in found.settings if setting.rule == rule.id}
+    assert own or example.levels or by_rule & set(example.settings), "the example does not exercise the rule"
+
+
+def test_every_row_has_a_source_and_a_test() -> None:
+    assert [rule.id for rule in rules() if not sources_of(rule)] == []
+    assert [rule.id for rule in rules() if not rule.test] == []
+
+
+def test_sources_are_places_of_the_old_system_and_pull_requests_that_the_facts_know() -> None:
+    cited = [part for rule in rules() for part in rule.source.split("; ") if part]
+    wrong = [part for part in cited if not re.match(rf"({'|'.join(versions())})(:[\w./-]+(:[\d-]+)?)?\Z|Hydra's ", part)]
+    assert wrong == []
+    assert all(re.fullmatch(r"#\d+", pr) for rule in rules() for pr in rule.prs.split())
+
+
+@pytest.mark.skipif(not CONFIG.is_dir(), reason="needs ../shared/legacy/config beside the repository")
+def test_no_pull_request_is_invented() -> None:
+    facts = "\n".join(path.read_text() for path in (*CONFIG.glob("*.csv"), CONFIG.parent / "CONFIG.md"))
+    known = set(re.findall(r"(?<![\d.])\d{2,4}(?![\d.])", facts)) | FROM_HISTORY
+    assert {pr for rule in rules() for pr in rule.prs.split()} - {f"#{number}" for number in known} == set()
 
 
 def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_round() -> None:

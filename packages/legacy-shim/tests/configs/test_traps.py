@@ -251,3 +251,36 @@ def test_a_reward_model_that_a_function_asks_is_asked_about() -> None:
     translation = translated("v0.7.0", *old)
     assert "reward-model" in rules_found(translation, "person")
     assert values(translation)["reward.function"] == "temper_legacy_shim.old_rewards:from_file"
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+def test_a_group_of_one_kept_its_bare_reward_and_keeps_it(name: str) -> None:
+    found = translated("v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
+    assert values(found)["algorithm.advantage"] == "temper_legacy_shim.old_algorithms:bare_reward"
+    assert values(found)["algorithm.group_size"] == 1
+    assert "advantage" in rules_found(found, "hazard")
+
+
+def test_an_estimator_that_did_something_else_with_a_group_of_one_is_asked_about() -> None:
+    found = translated("v0.7.0", "algorithm.adv_estimator=reinforce_plus_plus_baseline", "actor_rollout_ref.rollout.n=1")
+    assert "advantage" in rules_found(found, "person")
+
+
+def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path() -> None:
+    mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    plain = values(translated("v0.7.0", f"{mode}=gpg"))
+    assert plain["algorithm.policy_loss"] == "temper_legacy_shim.old_algorithms:PlainGradient"
+    assert not NO_CLIP & plain.keys()
+    bounds = ("actor_rollout_ref.actor.clip_ratio_low=0.15", "actor_rollout_ref.actor.clip_ratio_c=50.0")
+    held = translated("v0.7.1", f"{mode}=dppo_tv", *bounds)
+    block = "algorithm.policy_loss_arguments"
+    found = values(held)
+    assert (found[f"{block}.distance"], found[f"{block}.low"], found[f"{block}.max_ratio"]) == ("tv", 0.15, 50.0)
+    assert found[f"{block}.high"] == 0.2
+    assert not NO_CLIP & found.keys()
+    assert held.outcome is Outcome.PINNED
+
+
+def test_greedy_training_is_asked_about_however_it_was_said() -> None:
+    for said in ("do_sample=False", "temperature=0"):
+        assert "greedy" in rules_found(translated("v0.7.0", f"actor_rollout_ref.rollout.{said}"), "person")

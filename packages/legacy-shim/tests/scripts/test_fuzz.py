@@ -1,12 +1,16 @@
-"""Any text, and any text that looks like a script: our own error type or a reading, in bounded time, and the same reading twice."""
+"""Any text, and any text that looks like a script: our own error type or a reading, in bounded time, and the same reading twice.
+
+The rewriting too: the same bytes twice, a new script that is read without complaint, and nothing old left in it where nobody is asked.
+"""
 
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.errors import ScriptError, ShimError
+from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.reading import read_script
 
 LIMIT_S = 60
@@ -49,19 +53,16 @@ def _compound(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-_COMMANDS = st.recursive(
-    st.one_of(
-        st.builds("{}={}{}".format, st.sampled_from(["A", "B", "x"]), _SMALL, _SMALL),
-        st.builds("LIST+=({} {})".format, _SMALL, _SMALL),
-        st.builds("[ {} = {} ]".format, _SMALL, _SMALL),
-        st.builds("[[ {} == {} && -n {} ]]".format, _SMALL, _SMALL, _SMALL),
-        st.builds("echo {} ${{{}}}".format, _SMALL, _NAMES),
-        st.builds("(( {} ))".format, _SMALL),
-        _LAUNCHES,
-    ),
-    _compound,
-    max_leaves=12,
+_SIMPLE = st.one_of(
+    st.builds("{}={}{}".format, st.sampled_from(["A", "B", "x"]), _SMALL, _SMALL),
+    st.builds("LIST+=({} {})".format, _SMALL, _SMALL),
+    st.builds("[ {} = {} ]".format, _SMALL, _SMALL),
+    st.builds("[[ {} == {} && -n {} ]]".format, _SMALL, _SMALL, _SMALL),
+    st.builds("echo {} ${{{}}}".format, _SMALL, _NAMES),
+    st.builds("(( {} ))".format, _SMALL),
+    _LAUNCHES,
 )
+_COMMANDS = st.recursive(_SIMPLE, _compound, max_leaves=12)
 _SCRIPTS = st.lists(_COMMANDS, max_size=6).map("\n".join)
 _CHARACTERS = st.text(alphabet="ab1 \n\t$(){}[]\"'`\\|&;<>#=+-*/%!?@:,.~^", max_size=120)
 
@@ -81,6 +82,71 @@ def _check(text: str) -> None:
     assert _read(text) == _read(text)
 
 
+_OVERRIDES = st.sampled_from(
+    [
+        *("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae", "data.train_batch_size=64", "data.train_batch_size=$A"),
+        *("data.train_files=$HOME/a.parquet", "data.train_files=\"['$A','$B']\"", "actor_rollout_ref.model.path=${A:-m}", "a.b=$(date)"),
+        *("actor_rollout_ref.rollout.n=$((4 * 2))", "+fork.key='a b'", "trainer.nnodes=$x", "trainer.logger=['console','wandb']", '"$@"'),
+        *("trainer.experiment_name=run_$(hostname)", "actor_rollout_ref.actor.optim.lr=1e-6 # tuned", '"${LIST[@]}"', "$B", "~data.x"),
+        *("actor_rollout_ref.rollout.name=sglang", "trainer.use_legacy_worker_impl=enable", "data.max_response_length=${LIST[0]}"),
+        *("--config-name=ppo_megatron_trainer", "model_engine=megatron", "critic.ppo_micro_batch_size=`echo 4`", "data.image_key=images"),
+    ]
+)
+_ENTRIES = st.sampled_from(
+    [
+        *("python3 -m verl.trainer.main_ppo", "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer"),
+        *("A=1 nohup python -m verl.trainer.main_ppo", "ray job submit --address=$A -- python3 -m recipe.dapo.main_dapo"),
+        *("srun -N 2 python3 -u -m verl.trainer.main_ppo", "python3 -m verl.trainer.main_generation", "python verl/trainer/main_ppo.py"),
+    ]
+)
+_ENDS = st.sampled_from(["", " 2>&1 | tee log", " > log &", " || exit 1", " # done"])
+_RUNS = st.builds(
+    lambda entry, overrides, separator, end: separator.join([entry, *overrides]) + end,
+    _ENTRIES,
+    st.lists(_OVERRIDES, max_size=6),
+    st.sampled_from([" ", " \\\n    "]),
+    _ENDS,
+)
+_LISTS = st.lists(_OVERRIDES, max_size=4).map(lambda items: "LIST=(\n    " + "\n    ".join(items) + "\n)")
+_SETS = st.sampled_from(["A=4", "B=trainer.nnodes=2", "x=$A", "[ -n $A ]", "shift", "echo done", "# a remark"])
+_NESTED = st.recursive(st.one_of(_RUNS, _LISTS, _SETS), _compound, max_leaves=5)
+_PROJECTS = st.lists(st.one_of(_RUNS, _LISTS, _SETS, _NESTED, _NESTED, _COMMANDS), min_size=1, max_size=5).map("\n".join)
+
+
+def _check_new_script(text: str) -> bool:
+    """Whether a new script was written for it."""
+    started = time.monotonic()
+    try:
+        first = migrate_script(text)
+    except ShimError:
+        return False
+    finally:
+        assert time.monotonic() - started < LIMIT_S
+    if first.script is None:
+        assert not first.launches
+        return False
+    again = migrate_script(text).script
+    assert again is not None
+    assert (again.text, again.notes, again.persons) == (first.script.text, first.script.notes, first.script.persons)
+    if not first.script.persons:
+        assert migrate_script(first.script.text).script is None  # nothing old is left in it
+    return True
+
+
+@given(_PROJECTS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_what_launches_is_rewritten_or_refused(text: str) -> None:
+    _check_new_script(text)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@given(_PROJECTS)
+@settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
+def test_ten_thousand_projects_are_rewritten_or_refused(text: str) -> None:
+    _check_new_script(text)
+
+
 @given(_SCRIPTS)
 @settings(max_examples=50)
 def test_what_looks_like_a_script_is_read_or_refused(text: str) -> None:
@@ -96,8 +162,8 @@ def test_any_characters_are_read_or_refused(text: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @given(st.one_of(_SCRIPTS, _CHARACTERS))
-@settings(max_examples=30_000)
-def test_many_texts_are_read_or_refused(text: str) -> None:
+@settings(max_examples=20_000)
+def test_twenty_thousand_texts_are_read_or_refused(text: str) -> None:
     _check(text)
 
 

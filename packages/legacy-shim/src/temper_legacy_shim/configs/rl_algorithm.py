@@ -11,6 +11,7 @@ from temper_legacy_shim.configs.rl_facts import (
     only_distills,
     updates_per_step,
 )
+from temper_legacy_shim.configs.rl_losses import build_policy_loss, clip_bounds, has_clip
 
 ACTOR = "actor_rollout_ref.actor"
 _ADVANTAGES = {
@@ -27,20 +28,14 @@ _ADVANTAGES = {
     "gdpo": "gdpo",
 }
 _IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
+_BARE_ALONE = ("grpo", "dr_grpo", "rloo", "opo")
+"""Estimators that took the bare reward of a completion that is alone in its group."""
+BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
-}
-_LOSSES = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "geo_mean": "gmpo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "cispo": "cispo",
-    "sapo": "sapo",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
@@ -48,7 +43,7 @@ _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k
 def build_algorithm(draft: Draft) -> None:
     """The block ``algorithm``."""
     name = _advantage(draft)
-    _policy_loss(draft)
+    build_policy_loss(draft)
     _clip(draft)
     _aggregation(draft)
     draft.copy("algorithm.entropy_coef", f"{ACTOR}.entropy_coeff", rule="entropy", expected="number")
@@ -80,14 +75,7 @@ def _advantage(draft: Draft) -> str:
     if ours == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
         ours = "dr_grpo"
     if ours in _IN_GROUPS and n < 2:
-        draft.find(
-            "person",
-            "advantage",
-            f"{key} is {old}, which compares completions of one prompt, but rollout.n is {n}: the old trainer took the bare reward as the "
-            "advantage. Raise the number of completions, or choose another estimator.",
-            key,
-            "actor_rollout_ref.rollout.n",
-        )
+        ours = _alone(draft, ours, old=old, key=key)
     norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
     draft.put("algorithm.advantage", ours, rule="advantage", old=[key, *norm])
     draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
@@ -96,44 +84,34 @@ def _advantage(draft: Draft) -> str:
     return ours
 
 
+def _alone(draft: Draft, ours: str, *, old: str, key: str) -> str:
+    """The estimator of a run that draws one completion a prompt, which nothing can be compared with."""
+    if ours not in _BARE_ALONE:
+        draft.find(
+            "person",
+            "advantage",
+            f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: raise the number of completions, or choose "
+            "another estimator.",
+            key,
+            "actor_rollout_ref.rollout.n",
+        )
+        return ours
+    draft.find(
+        "hazard",
+        "advantage",
+        f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: the old trainer took the bare reward as the "
+        f"advantage, and so does {BARE_REWARD}. Raise algorithm.group_size and take algorithm.advantage={ours} to compare.",
+        key,
+        "actor_rollout_ref.rollout.n",
+    )
+    return BARE_REWARD
+
+
 def _gae(draft: Draft) -> None:
     draft.copy("algorithm.gamma", "algorithm.gamma", rule="gamma", expected="number")
     draft.copy("algorithm.gae_lambda", "algorithm.lam", rule="gae-lambda", expected="number")
     draft.put("algorithm.whiten_advantages", True, rule="whitening")
     draft.copy("algorithm.value_clip", "critic.cliprange_value", rule="value-clip", expected="number")
-
-
-def _policy_loss(draft: Draft) -> None:
-    key = f"{ACTOR}.loss_mode" if draft.old.is_set(f"{ACTOR}.loss_mode") else f"{ACTOR}.policy_loss.loss_mode"
-    old = draft.text(key) or "vanilla"
-    if old == "gpg":
-        draft.find(
-            "person", "policy-loss", f"{key} is gpg, a loss without a ratio: decide between algorithm.policy_loss ppo and another.", key
-        )
-        return
-    ours = _LOSSES.get(old)
-    if ours is None:
-        draft.find("person", "policy-loss", f"{key} is {old}, which is no policy loss of ours ({', '.join(_LOSSES)}): choose one.", key)
-        return
-    draft.put("algorithm.policy_loss", ours, rule="policy-loss", old=[key])
-    block = key.rpartition(".")[0]
-    if ours == "clip_cov":
-        draft.copy("algorithm.cov_share", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.cov_low", f"{block}.clip_cov_lb", rule="covariance", expected="number")
-        draft.copy("algorithm.cov_high", f"{block}.clip_cov_ub", rule="covariance", expected="number")
-    if ours == "kl_cov":
-        draft.copy("algorithm.cov_share", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
-    if ours == "sapo":
-        draft.copy("algorithm.sapo_positive_temperature", f"{ACTOR}.tau_pos", rule="sapo", expected="number")
-        draft.copy("algorithm.sapo_negative_temperature", f"{ACTOR}.tau_neg", rule="sapo", expected="number")
-
-
-def clip_bounds(draft: Draft) -> tuple[str, str]:
-    """The keys that the release read its bounds from."""
-    low, high = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
-    whole = f"{ACTOR}.clip_ratio"
-    return (low if draft.old.get(low) is not None else whole), (high if draft.old.get(high) is not None else whole)
 
 
 def _clip(draft: Draft) -> None:
@@ -156,6 +134,10 @@ def _clip(draft: Draft) -> None:
     if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0:
         for key in (low, high, whole, f"{ACTOR}.clip_ratio_c"):
             draft.say(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
+        return
+    if not has_clip(draft):
+        for key in (low, high, whole):
+            draft.say(key, "this policy loss clips no ratio")
         return
     draft.copy("algorithm.clip_low", low, rule="clip", expected="number")
     draft.copy("algorithm.clip_high", high, rule="clip", expected="number")
@@ -270,4 +252,4 @@ def has_ref_role(draft: Draft) -> bool:
     return "ref" in draft.settings
 
 
-__all__ = ["build_algorithm", "clip_bounds", "has_ref_role", "kl_in_loss", "needs_critic"]
+__all__ = ["build_algorithm", "has_ref_role", "kl_in_loss", "needs_critic"]

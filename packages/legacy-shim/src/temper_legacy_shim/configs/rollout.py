@@ -23,13 +23,10 @@ def _sampling(draft: Draft) -> None:
     top_k = draft.integer(f"{BLOCK}.top_k")
     draft.put("sampling.top_k", max(0, top_k or 0), rule="top-k", old=[f"{BLOCK}.top_k"])
     _lengths(draft, "sampling.max_tokens")
-    if draft.old.get(f"{BLOCK}.do_sample") is False:
-        draft.find(
-            "person",
-            "greedy",
-            f"{BLOCK}.do_sample is false: training from greedy completions learns nothing from groups.",
-            f"{BLOCK}.do_sample",
-        )
+    said = "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
+    if said.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0:
+        key = f"{BLOCK}.{said.partition(' ')[0]}"
+        draft.find("person", "greedy", f"{BLOCK}.{said}: training from greedy completions learns nothing from groups.", key)
     if draft.switch(f"{BLOCK}.ignore_eos"):
         draft.find(
             "person",

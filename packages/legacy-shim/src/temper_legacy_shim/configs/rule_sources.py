@@ -1,4 +1,4 @@
-"""Where a rule is from: the default trees that have its keys, the pull requests that moved them, the lines of the old code that read them."""
+"""Where a rule is from: default trees that have its keys, pull requests that moved them, lines of the old code that read them."""
 
 from functools import cache
 
@@ -23,7 +23,8 @@ def sources_of(rule: Rule) -> list[str]:
     return [*tree_sources(rule), *cited, *rule.prs.split()]
 
 
-def tree_sources(rule: Rule) -> list[str]:
+@cache
+def tree_sources(rule: Rule) -> tuple[str, ...]:
     """The files whose composed defaults have keys that fall under the rule, with the first and the last release."""
     out = []
     for family, (program, file) in _FILES.items():
@@ -33,7 +34,7 @@ def tree_sources(rule: Rule) -> list[str]:
         having = [version for version in versions() if family in families_of(version) and own & default_tree(version, family).keys()]
         if having:
             out.append(f"{file} {having[0]}" + (f" to {having[-1]}" if len(having) > 1 else ""))
-    return out
+    return tuple(out)
 
 
 @cache

@@ -16,9 +16,9 @@ differs, or a finding.
 Sources are of verl: files of defaults with the releases whose composed tree has the keys, `TAG:PATH:LINE`, and the pull requests (`#`) that
 brought, changed or took away the keys.
 
-The last column is a translation that shows the rule, and a test of its own: release, entry and old tokens, on top of a small run of the
-program (for PPO: GRPO on FSDP, 64 prompts of 4 completions, mini-batches of 16 prompts, 2 completions a micro-batch, 8 GPUs); after `=>` what
-becomes of the last token, the level of a finding of that rule, and new settings. `!key` is a key that is not written.
+The last column is a translation that shows the rule, and a test of its own: release, entry and old tokens, on top of a small run of that
+program (for PPO: GRPO on FSDP, 64 prompts of 4 completions, mini-batches of 16 prompts, micro-batches of 2 completions, 8 GPUs). After `=>`
+stand what becomes of the token that the rule is about, the level of a finding of that rule, and new settings.
 
 | rule | programs | old key | new key | what becomes of it | reason | hazard | source | test |
 |---|---|---|---|---|---|---|---|---|

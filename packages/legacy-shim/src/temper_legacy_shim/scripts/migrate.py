@@ -1,9 +1,11 @@
 """A script from beginning to end: read, translate, rewrite, and read the new one again to see that it launches what was meant."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.launches import Launch
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
 from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
@@ -37,20 +39,36 @@ def migrate_script(
     """
     options = options or Options()
     reading = read_script(text, settings=settings)
-    launches = [translate_launch(launch, options, folder=folder) for launch in reading.launches]
+    launches = _translated(reading.launches, options, folder)
     if not launches:
         return Migration(reading=reading, launches=(), script=None, outcome=Outcome.CLEAN)
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:
         # A token does not mean the same where the new command stands: its value is written out.
-        launches = [translate_launch(launch, options, folder=folder, literal_keys=frozenset(different)) for launch in reading.launches]
+        launches = _translated(reading.launches, options, folder, literal_keys=frozenset(different))
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
+
+
+def _translated(
+    launches: Sequence[Launch], options: Options, folder: Path | None, *, literal_keys: frozenset[str] = frozenset()
+) -> list[TranslatedLaunch]:
+    """Each launch's translation; a command in a loop that launches the same hundreds of times is translated once."""
+    done: dict[tuple[object, ...], TranslatedLaunch] = {}
+    out = []
+    for launch in launches:
+        words = tuple((override.text.shown(), override.source, override.at) for override in launch.overrides)
+        given = tuple((name, text.shown()) for name, text in launch.processes.items())
+        same = (launch.entry, launch.config_name, launch.config_path, given, words)
+        if same not in done:
+            done[same] = translate_launch(launch, options, folder=folder, literal_keys=literal_keys)
+        out.append(replace(done[same], launch=launch))
+    return out
 
 
 def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
