@@ -144,8 +144,11 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
     return time_updates(update, num_updates=num_updates, world_size=world_size)
 
 
-def temper(folder: Path, num_updates: int, *, is_policy: bool = False) -> Timing:
-    """FSDPEngine with the SFT objective, or with the clipped policy gradient and its columns."""
+def temper(folder: Path, num_updates: int, *, is_policy: bool = False, keeps_logits: bool = False) -> Timing:
+    """FSDPEngine with the SFT objective, or with the clipped policy gradient and its columns.
+
+    Its head computes the logits again in the backward pass, for a quarter of the memory, unless it keeps them as the hand-written loop does.
+    """
     from temper_engine_api.batch import SequenceBatch, from_sequences
     from temper_engine_api.metrics import merge_metrics
     from temper_engine_api.objective import Query
@@ -161,6 +164,7 @@ def temper(folder: Path, num_updates: int, *, is_policy: bool = False) -> Timing
             optimizer=OptimizerSpec(lr=LEARNING_RATE),
             precision=PrecisionSpec(compute="bf16" if IS_BF16 else "fp32"),
             device="cpu",
+            head_keeps_logits=keeps_logits,
         )
     )
     engine.init_model()
@@ -418,9 +422,15 @@ def verl(folder: Path, num_updates: int) -> Timing:
 ONE_RANK: dict[str, Callable[[Path, int], Timing]] = {
     "hand loop": hand_loop,
     "temper": temper,
+    "temper, logits kept": partial(temper, keeps_logits=True),
     "temper, clipped policy + entropy": partial(temper, is_policy=True),
     "verl FSDP2": verl,
     "HF Trainer": hf_trainer,
     "TRL packed": trl_packed,
 }
-SEVERAL_RANKS: dict[str, Callable[[Path, int], Timing]] = {"hand loop": hand_loop_sharded, "temper": temper, "verl FSDP2": verl}
+SEVERAL_RANKS: dict[str, Callable[[Path, int], Timing]] = {
+    "hand loop": hand_loop_sharded,
+    "temper": temper,
+    "temper, logits kept": partial(temper, keeps_logits=True),
+    "verl FSDP2": verl,
+}
