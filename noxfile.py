@@ -47,7 +47,10 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
-    "legacy-shim": tuple(f"temper_legacy_shim.{room}" for room in ("checkpoints", "data_proto", "deprecation", "numerics", "workers")),
+    "legacy-shim": tuple(
+        f"temper_legacy_shim.{room}"
+        for room in ("checkpoints", "data_proto", "deprecation", "numerics", "old_reward_models", "old_tools", "workers")
+    ),
     "trainer": (
         *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),
         *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
@@ -205,7 +208,7 @@ def oldest(session: nox.Session, package: str) -> None:
     extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
     pins = floors(ROOT / "packages" / package, extras=extras, leave_out=("torch", *TEST_TOOLS))
     session.install("-c", CONSTRAINTS, TORCH)
-    session.install(TORCH, *pins, *_with_extras(_sources()), *(_pinned(tool) for tool in TEST_TOOLS))
+    session.install(TORCH, *pins, *_with_extras(_sources_up_to(package)), *(_pinned(tool) for tool in TEST_TOOLS))
     _install_bridge(session, package)
     # What an old version of somebody else's package warns of is not ours to mend.
     _test_installed(session, package, "-W", "default")
@@ -346,6 +349,12 @@ def _pinned(tool: str) -> str:
 def _sources() -> dict[str, Path]:
     """The packages that hold something, as they are in this checkout."""
     return {package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS}
+
+
+def _sources_up_to(package: str) -> dict[str, Path]:
+    """A package and those that it may stand on, in the order of PACKAGES: later ones may ask for more than its own lowest versions."""
+    order = list(PACKAGES)
+    return {name: path for name, path in _sources().items() if order.index(name) <= order.index(package)}
 
 
 def _with_extras(sources: Mapping[str, Path]) -> list[str]:

@@ -147,7 +147,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
 def temper(folder: Path, num_updates: int, *, is_policy: bool = False, keeps_logits: bool = False) -> Timing:
     """FSDPEngine with the SFT objective, or with the clipped policy gradient and its columns.
 
-    Its head computes the logits again in the backward pass, for a quarter of the memory, unless it keeps them as the hand-written loop does.
+    Its head computes the logits again in the backward pass, and so saves memory, unless it keeps them as the hand-written loop does.
     """
     from temper_engine_api.batch import SequenceBatch, from_sequences
     from temper_engine_api.metrics import merge_metrics

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -23,6 +22,8 @@ from tools.environment import EnvironmentTrouble, ensure_environment
 
 KILL_AFTER_BUDGETS = 8
 TAIL_LINES = 40
+REPORTS = Path(".temper") / "reports"
+"""Below the repository: what pytest says of each test and how long it took, by step, of the last run."""
 SIDE_BY_SIDE = 2
 """Steps that run at a time: the cores that budgets are for, of which most steps use one."""
 
@@ -175,15 +176,15 @@ def run_step(step: Step, *, python: Path, root: Path) -> Result:
     started = time.monotonic()
     deadline = started + KILL_AFTER_BUDGETS * step.budget_s
     counts, failures, tail = Counts(), [], deque[str](maxlen=TAIL_LINES)
-    for arguments in step.commands:
+    for number, arguments in enumerate(step.commands):
         print(f"{step.name} === {' '.join(arguments)}", flush=True)
-        with tempfile.TemporaryDirectory(prefix="temper-step-") as folder:
-            report_file = Path(folder) / "junit.xml"
-            extra = [f"--junitxml={report_file}"] if step.is_pytest else []
-            command = [str(python), *arguments, *extra]
-            code = stream(command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name)
-            failure = _explain(code, step=step)
-            counts += _counts(report_file, step=step, is_failed=failure is not None)
+        report_file = root / REPORTS / f"{step.name}-{number}.xml"
+        report_file.unlink(missing_ok=True)
+        extra = [f"--junitxml={report_file}"] if step.is_pytest else []
+        command = [str(python), *arguments, *extra]
+        code = stream(command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name)
+        failure = _explain(code, step=step)
+        counts += _counts(report_file, step=step, is_failed=failure is not None)
         if failure is not None:
             failures.append(failure)
     if not step.is_pytest:

@@ -1,5 +1,6 @@
 """Real old checkpoints and traces, where this machine has them."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from hypothesis import settings
 
 LEGACY = Path(__file__).resolve().parents[4] / "shared" / "legacy"
 """Beside the repository."""
+
+# Ray's workers yield to every other process (niceness 15) unless told otherwise, and tests share their two cores with others.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # golden_traces is shared by the folders below, and this package's own folder is no Python name.
 sys.path.insert(0, str(Path(__file__).parent))

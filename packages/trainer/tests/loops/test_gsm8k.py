@@ -1,4 +1,4 @@
-"""The real GSM8K files, end to end: a tokenizer trained on them, then SFT, GRPO and PPO with a critic, a few dozen updates each."""
+"""The real GSM8K files, end to end: a tokenizer trained on them, SFT, GRPO, PPO with a critic; a few updates, nightly a few dozen."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-NUM_STEPS = 24
+FEW, FEW_DOZEN = 6, 24
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +52,45 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def test_sft_then_grpo_then_ppo_on_real_problems(run: Run, rows: Rows, files: dict[str, Path], tmp_path: Path, cluster: None) -> None:
-    common = ("run.num_threads=1", f"run.total_steps={NUM_STEPS}")
-    sft = ("experiment=gsm8k_sft", f"data.train.paths=[{files['train']}]", "batching.prompts_per_step=16")
-    run(tmp_path / "sft", *common, base=sft)
-    losses = [row["actor/loss"] for row in rows(tmp_path / "sft", phase="sft")]
-    assert len(losses) == NUM_STEPS
-    assert losses[-1] < losses[0] - 0.5
+@pytest.mark.parametrize(
+    ("num_steps", "on_ray"), [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)]
+)
+def test_sft_then_grpo_then_ppo_on_real_problems(
+    run: Run, rows: Rows, files: dict[str, Path], tmp_path: Path, cluster: None, num_steps: int, on_ray: tuple[str, ...]
+) -> None:
+    def stage(name: str, *base: str) -> list[dict[str, float]]:
+        """Whole, in two parts, and on Ray: one set of numbers, and one model."""
+        phase, steps = "sft" if name == "sft" else "rl", f"run.total_steps={num_steps}"
+        run(tmp_path / name, steps, base=base)
+        found = rows(tmp_path / name, phase=phase)
+        assert len(found) == num_steps
+        run(tmp_path / f"{name}_parts", f"run.total_steps={num_steps // 2}", "run.save_model=false", base=base)
+        run(tmp_path / f"{name}_parts", steps, "run.resume=auto", base=base)
+        assert rows(tmp_path / f"{name}_parts", phase=phase) == found
+        whole, parts = (load_file(tmp_path / folder / "huggingface" / "model.safetensors") for folder in (name, f"{name}_parts"))
+        assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
+        if name in on_ray:
+            run(tmp_path / f"{name}_ray", steps, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", base=base)
+            assert rows(tmp_path / f"{name}_ray", phase=phase) == found
+        return found
 
-    model = f"actor.engine.model.path={tmp_path / 'sft' / 'huggingface'}"
-    parquet = ("data.train.kind=parquet", f"data.train.paths=[{files['train_parquet']}]")
-    few = ("sampling.max_tokens=24", "reward.function=temper_trainer_test_rewards:share_of_digits", "run.table_every=0")
-    grpo = ("experiment=gsm8k_grpo", model, *parquet, *few, f"data.eval.paths=[{files['test']}]", "run.eval_sampling.max_tokens=24")
-    run(tmp_path / "grpo", *common, base=grpo)
-    found = rows(tmp_path / "grpo")
-    assert len(found) == NUM_STEPS
+    always = ("run.num_threads=1",)
+    sft = ("experiment=gsm8k_sft", f"data.train.paths=[{files['train']}]", "batching.prompts_per_step=16")
+    losses = [row["actor/loss"] for row in stage("sft", *sft, *always)]
+    assert losses[-1] < losses[0] - (0.5 if num_steps == FEW_DOZEN else 0.1)
+
+    def policy(before: str) -> tuple[str, ...]:
+        model = f"actor.engine.model.path={tmp_path / before / 'huggingface'}"
+        parquet = ("data.train.kind=parquet", f"data.train.paths=[{files['train_parquet']}]")
+        return (model, *parquet, "sampling.max_tokens=24", "run.table_every=0", *always)
+
+    # A model this small and this new is never right: GRPO gets a reward that varies, and PPO, whose critic differs anyway, the real one.
+    varied = ("reward.function=temper_trainer_test_rewards:share_of_digits",)
+    held_out = (f"data.eval.paths=[{files['test']}]", "run.eval_sampling.max_tokens=24")
+    found = stage("grpo", "experiment=gsm8k_grpo", *policy("sft"), *varied, *held_out)
     assert found[0]["policy/first_ratio_error_max"] == 0.0
 
-    run(tmp_path / "grpo_parts", "run.num_threads=1", f"run.total_steps={NUM_STEPS // 2}", "run.save_model=false", base=grpo)
-    run(tmp_path / "grpo_parts", *common, "run.resume=auto", base=grpo)
-    assert rows(tmp_path / "grpo_parts") == found
-    whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("grpo", "grpo_parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-    trained = f"actor.engine.model.path={tmp_path / 'grpo' / 'huggingface'}"
-    ppo = ("experiment=gsm8k_ppo", trained, *parquet, *few, "batching.prompts_per_step=16", "batching.num_mini_batches=2")
-    run(tmp_path / "ppo", *common, base=ppo)
-    run(tmp_path / "ppo_ray", *common, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", base=ppo)
-    found = rows(tmp_path / "ppo")
-    assert len(found) == NUM_STEPS
+    few_prompts = ("batching.prompts_per_step=16", "batching.num_mini_batches=2")
+    found = stage("ppo", "experiment=gsm8k_ppo", *policy("grpo"), *few_prompts)
     assert found[0]["policy/first_ratio_error_max"] == 0.0
     assert all(row["critic/grad_norm"] > 0 for row in found)
-    assert rows(tmp_path / "ppo_ray") == found

@@ -1,7 +1,8 @@
-"""The same runs on Ray actors: equal numbers, two ranks, a worker that dies."""
+"""The same runs on Ray actors: equal numbers, roles apart, two ranks, one that dies."""
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,21 +38,11 @@ def cluster() -> Iterator[None]:
 
 def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path) -> None:
     ppo = ("algorithm=ppo", "batching.num_mini_batches=2", "ref=frozen", "algorithm.kl_loss_coef=0.01", "run.total_steps=2")
+    apart = ("critic.pool=critic", "ref.pool=ref", "rollout.pool=rollout")
     run(tmp_path / "inline", *ppo)
-    run(tmp_path / "ray", *ppo, *ON_RAY)
+    run(tmp_path / "ray", *ppo, *ON_RAY, *apart)
     for phase in ("warm_start", "rl", "eval"):
         assert rows(tmp_path / "ray", phase=phase) == rows(tmp_path / "inline", phase=phase)
-
-
-def test_two_ranks_train_like_one_and_resume(run: Run, rows: Rows, tmp_path: Path) -> None:
-    two = (*ON_RAY, "actor.num_workers=2", "run.total_steps=2", "data.eval=null")
-    run(tmp_path / "one", "run.total_steps=2", "data.eval=null")
-    run(tmp_path / "two", *two)
-    one, two_rows = rows(tmp_path / "one"), rows(tmp_path / "two")
-    for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
-        assert [row[name] for row in two_rows] == pytest.approx([row[name] for row in one], rel=1e-4, abs=1e-6)
-    run(tmp_path / "two", *ON_RAY, "actor.num_workers=1", "run.total_steps=3", "run.resume=auto", "data.eval=null")
-    assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
 @pytest.mark.nightly
@@ -71,21 +62,30 @@ def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_ra
     assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
-def test_a_worker_killed_in_the_middle_of_a_step_is_named_and_the_run_goes_on_from_its_checkpoint(
+def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_like_a_whole_run(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_a_worker(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_rank(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        actor = rooms.roles["actor"]
         if step == 3:
-            actor = rooms.roles["actor"]
-            os.kill(actor.run(process_id, [()])[0], signal.SIGKILL)
+            victim, update = actor.run(process_id, [(), ()])[1], actor.update
+
+            def update_that_loses_a_rank(*arguments: object, **more: object) -> object:
+                threading.Timer(0.05, os.kill, (victim, signal.SIGKILL)).start()
+                return update(*arguments, **more)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(actor, "update", update_that_loses_a_rank)
         return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
-    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_worker)
-    with pytest.raises(WorkerError, match=r"actor: .* the worker of rank 0 died.*run\.resume=auto"):
-        run(tmp_path / "killed", *kept)
+    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_rank)
+    with pytest.raises(WorkerError, match=r"actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto"):
+        run(tmp_path / "killed", *kept, "actor.num_workers=2")
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    run(tmp_path / "killed", *kept, "run.resume=auto")
+    run(tmp_path / "killed", *kept, "actor.num_workers=1", "run.resume=auto")
     run(tmp_path / "whole", "data.eval=null", "run.save_model=false")
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    found, whole = rows(tmp_path / "killed"), rows(tmp_path / "whole")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)

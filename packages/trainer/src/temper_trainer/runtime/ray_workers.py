@@ -21,6 +21,8 @@ from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import waiting
 
 T = TypeVar("T")
+DEATH_NOTICE_S = 5.0
+"""How long a failure waits for news of the other ranks."""
 BUCKET_TENSORS = 256
 """Tensors that travel to a sampler actor in one call."""
 
@@ -206,19 +208,41 @@ def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what
             if not ready:
                 raise WorkerError(f"{what}: ranks {late()} did not answer within runtime.worker_timeout_s = {timeout_s} s.")
             pending = left
-            _raise_failure(ready[0], rank=list(refs).index(ready[0]), what=what)
+            failure = _failure(ready[0], rank=refs.index(ready[0]), what=what)
+            if failure is not None:
+                raise _death_among(refs, pending, what=what) or failure
     return list(ray.get(list(refs)))
 
 
-def _raise_failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> None:
+def _death_among(refs: "Sequence[ray.ObjectRef[object]]", pending: "list[ray.ObjectRef[object]]", *, what: str) -> WorkerError | None:
+    """A rank that lost its peer in a collective answers before Ray has noticed that the peer is dead; the dead one is the cause."""
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        failure = _failure(ready[0], rank=refs.index(ready[0]), what=what)
+        if isinstance(failure, WorkerError):
+            return failure
+    return None
+
+
+def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception | None:
+    """What an answer failed with; a WorkerError where its worker died."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from error
+        if not isinstance(error.cause, Exception):
+            return error
+        error.cause.__cause__ = error
+        return error.cause
     except ray.exceptions.RayActorError as error:
-        raise WorkerError(
+        died = WorkerError(
             f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). Completed steps are safe: go on with run.resume=auto."
-        ) from error
+        )
+        died.__cause__ = error
+        return died
+    return None
 
 
 def _parts(stream: Iterable[NamedWeight]) -> Iterator[list[NamedWeight]]:

@@ -1,0 +1,100 @@
+"""What the driver may rely on in a role, in this process and as actors of Ray: one class of tests for both."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.errors import CapabilityError, EngineStateError
+from temper_engine_api.objective import Query
+from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.reduction import count_denominators
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.algorithms.sft_loss import SftObjective
+from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
+from temper_trainer.runtime.worker import TrainingWorker
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+ARCHITECTURE = {"model_type": "qwen2", "vocab_size": 23, "max_position_embeddings": 32, **SIZES}
+CONFIG = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), device="cpu")
+TOKENS = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6]), torch.tensor([5, 3, 5, 8])]
+LENGTHS = [len(tokens) for tokens in TOKENS]
+SAMPLES = from_sequences(TOKENS, loss_masks=[torch.arange(length) > 0 for length in LENGTHS])
+SHARE = pack_rank(SAMPLES, plan=plan_mini_batch(LENGTHS, dp_size=1, max_tokens=9), rank=0, denominators=count_denominators(SAMPLES))
+
+
+def raises(worker: TrainingWorker, reason: str) -> None:
+    raise KeyError(reason)
+
+
+@pytest.fixture(scope="class")
+def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    made: WorkerGroup
+    if request.param == "inline":
+        made = InlineWorkerGroup("actor", engine_name="fsdp", config=CONFIG)
+        made.init()
+        yield made
+        made.close()
+        return
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    from temper_trainer.runtime.ray_workers import RayWorkerGroup, RoleActor
+
+    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
+    actors = [ray.remote(RoleActor).options(num_cpus=1).remote()]
+    made = RayWorkerGroup("actor", actors=actors, engine_name="fsdp", config=CONFIG, num_threads=1, timeout_s=120.0, is_deprecated=False)
+    made.init()
+    yield made
+    made.close()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine_logprobs() -> torch.Tensor:
+    """The same model's, asked without a group."""
+    from temper_engine_fsdp.engine import FSDPEngine
+
+    engine = FSDPEngine(CONFIG)
+    engine.init_model()
+    with engine.eval_mode():
+        found = engine.forward_backward_batch(SHARE, forward_only=True, outputs=(Query.LOGPROB,)).outputs
+    engine.close()
+    assert found is not None
+    return found.in_order_of(SAMPLES.sample_ids).columns[Query.LOGPROB]
+
+
+@pytest.mark.parametrize("group", ["inline", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+class TestWorkerGroup:
+    def test_a_role_says_how_many_shares_it_takes(self, group: WorkerGroup) -> None:
+        assert (group.num_workers, group.dp_size) == (1, 1)
+        with pytest.raises(EngineStateError, match="1 data-parallel ranks, but 2 shares"):
+            group.update([SHARE, SHARE], is_last_of_step=True)
+
+    def test_answers_are_the_engines_in_the_order_that_is_asked_for(self, group: WorkerGroup, engine_logprobs: torch.Tensor) -> None:
+        backwards = SAMPLES.sample_ids.flip(0)
+        answered = group.forward([SHARE], outputs=(Query.LOGPROB,), sample_ids=backwards).columns[Query.LOGPROB]
+        assert torch.equal(answered, torch.cat(engine_logprobs.split(LENGTHS)[::-1]))
+
+    def test_an_error_of_a_worker_comes_through_as_it_is(self, group: WorkerGroup) -> None:
+        with pytest.raises(KeyError, match="no such thing"):
+            group.run(raises, [("no such thing",)])
+
+    def test_what_the_engine_does_not_offer_is_refused(self, group: WorkerGroup) -> None:
+        with pytest.raises(CapabilityError, match="FSDPEngine does not offer 'pipeline_parallel'"):
+            group.require(Capability.PIPELINE_PARALLEL)
+
+    def test_a_part_that_is_written_is_read_again_with_its_moments(self, group: WorkerGroup, tmp_path: Path) -> None:
+        group.set_objective(SftObjective())
+        group.update([SHARE], is_last_of_step=True)
+        (report,) = group.write_part(str(tmp_path))
+        assert report.files
+        once = group.update([SHARE], is_last_of_step=True)
+        group.read_part(str(tmp_path))
+        again = group.update([SHARE], is_last_of_step=True)
+        assert again.report.outcome == "stepped"
+        assert again.report.grad_norm == once.report.grad_norm
+        assert again.metrics["loss"].result == once.metrics["loss"].result
