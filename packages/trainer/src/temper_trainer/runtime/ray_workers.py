@@ -232,10 +232,10 @@ def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        if not isinstance(error.cause, Exception):
-            return error
-        error.cause.__cause__ = error
-        return error.cause
+        cause = error.cause if isinstance(error.cause, Exception) else None
+        if cause is not None:
+            cause.__cause__ = error
+        return cause or error
     except ray.exceptions.RayActorError as error:
         died = WorkerError(
             f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). Completed steps are safe: go on with run.resume=auto."
