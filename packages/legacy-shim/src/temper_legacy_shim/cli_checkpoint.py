@@ -1,7 +1,8 @@
 """The sub-commands ``checkpoint`` and ``verify``: options in, tables, progress or JSON out."""
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from temper_legacy_shim.checkpoints.convert import Job, Progress
     from temper_legacy_shim.checkpoints.layouts import Role
-    from temper_legacy_shim.checkpoints.model import Sources
+    from temper_legacy_shim.checkpoints.model import OldModel, Sources
     from temper_legacy_shim.checkpoints.plan import Options
     from temper_legacy_shim.checkpoints.receipt import Receipt
 
@@ -74,6 +75,8 @@ def checkpoint(
     from temper_legacy_shim.checkpoints.model import Sources
     from temper_legacy_shim.checkpoints.plan import Options
 
+    if not math.isfinite(max_shard_size):
+        raise UsageError(f"--max-shard-size is {max_shard_size}, but must be a number of GB.")
     options = Options(
         target=to.value,
         dtype=dtype,
@@ -95,7 +98,9 @@ def checkpoint(
     if out is None:
         raise typer.BadParameter("give the new directory to write, or --check to write nothing.", param_hint="--out")
     receipts = []
-    for job in plan_jobs(directory, out, step=step, role=role):
+    jobs = plan_jobs(directory, out, step=step, role=role)
+    _check_together(jobs, options, sources)
+    for job in jobs:
         _show_role(console, job.role)
         receipts.append(_with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress)))  # type: ignore[misc]
         _show_receipt(console, job, receipts[-1])
@@ -135,6 +140,44 @@ def _require_numpy() -> None:
         raise ShimError(f"converting checkpoints needs numpy, safetensors and torch: {_NEEDS}") from error
 
 
+def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:
+    """Of several roles all or none: what the last one lacks is said before the first one is written."""
+    from temper_legacy_shim.checkpoints.model import read_model
+    from temper_legacy_shim.checkpoints.staging import check_absent
+
+    for job in jobs if len(jobs) > 1 else ():
+        check_absent(job.out)
+        try:
+            _account(read_model(job.role, sources), options)
+        except ShimError as error:
+            names = ", ".join(each.role.name for each in jobs)
+            raise type(error)(f"{job.role.name}: {error} Nothing was written; --role converts one of {names} alone.") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Account:
+    """What a conversion would write."""
+
+    num_tensors: int
+    num_bytes: int
+    carried: tuple[str, ...] = ()
+    not_carried: tuple[str, ...] = ()
+
+
+def _account(model: "OldModel", options: "Options") -> _Account:
+    if options.target == "temper":
+        from temper_legacy_shim.checkpoints.step_directory import plan_step  # needs torch
+
+        step = plan_step(model, options)
+        return _Account(
+            num_tensors=len(step.tensors), num_bytes=step.num_bytes, carried=step.state.carried, not_carried=step.state.not_carried
+        )
+    from temper_legacy_shim.checkpoints.plan import plan_conversion
+
+    plan = plan_conversion(model, options)
+    return _Account(num_tensors=len(plan.tensors()), num_bytes=plan.num_bytes)
+
+
 def _check(
     directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: "Console"
 ) -> None:
@@ -142,19 +185,21 @@ def _check(
     from temper_legacy_shim.checkpoints.convert import source_record
     from temper_legacy_shim.checkpoints.layouts import find_roles
     from temper_legacy_shim.checkpoints.model import read_model
-    from temper_legacy_shim.checkpoints.plan import plan_conversion
 
     results: list[dict[str, object]] = []
     for each in find_roles(directory, step=step, role=role):
         _show_role(console, each)
         try:
-            plan = plan_conversion(read_model(each, sources), options)
+            account = _account(read_model(each, sources), options)
         except ShimError as error:
             results.append({**asdict(source_record(each)), "ok": False, "problem": str(error)})
             console.print(f"needs a person: {error}", style="red", markup=False)
             continue
-        results.append({**asdict(source_record(each)), "ok": True, "num_tensors": len(plan.tensors()), "num_bytes": plan.num_bytes})
-        console.print(f"can be converted: {len(plan.tensors())} tensors, {_size(plan.num_bytes)}", style="green", markup=False)
+        results.append({**asdict(source_record(each)), "ok": True, **asdict(account)})
+        console.print(f"can be converted: {account.num_tensors} tensors, {_size(account.num_bytes)}", style="green", markup=False)
+        for title, sentences in (("carried", account.carried), ("not carried", account.not_carried)):
+            for sentence in sentences:
+                console.print(f"{title}: {sentence}", markup=False)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
     if not all(result["ok"] for result in results):

@@ -47,5 +47,5 @@ def test_enable_where_no_role_could_use_it_is_refused(install: Callable[[str, st
 def test_enable_on_another_engine_is_refused_naming_both_keys(install: Callable[[str, str], None]) -> None:
     pytest.importorskip("temper_engine_megatron", reason="needs temper-engine-megatron: an environment with both engines runs this")
     install("[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n")
-    with pytest.raises(ConfigError, match="enable and model_engine is megatron, but the deprecated workers run on fsdp alone"):
+    with pytest.raises(ConfigError, match="megatron, but temper-train drives the deprecated workers on fsdp alone"):
         load([*RL, "model_engine=megatron", "use_legacy_worker_impl=enable"])

@@ -48,7 +48,7 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
     _check_apart(job)
     model = read_model(job.role, sources)
     if options.target == "temper":
-        from temper_legacy_shim.checkpoints.temper import write_temper  # needs torch
+        from temper_legacy_shim.checkpoints.step_directory import write_temper  # needs torch
 
         return write_temper(job, model, options, progress=progress or _silent)
     plan = plan_conversion(model, options)
@@ -80,11 +80,12 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
     with Staging(job.out, fingerprint=work) as staging:
         check_space(staging.folder.parent, total - staging.num_kept_bytes)
         files = _write_shards(staging, plan, progress=progress)
-        _check_nan(files, options)
+        with_nan = [name for file in files for name in file.with_nan]
+        check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
         verified = _verify(staging.folder, plan, files, options)
-        made = _receipt(job, model, plan, options, files, verified)
+        made = _receipt(job, model, plan, options, files, verified=verified, with_nan=with_nan)
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
@@ -111,10 +112,19 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
     return files
 
 
-def _check_nan(files: Sequence[WrittenFile], options: Options) -> None:
-    names = [name for file in files for name in file.with_nan]
+def check_nan(names: Sequence[str], options: Options) -> None:
+    """Refuse NaN, if that was asked for.
+
+    Raises:
+        VerificationError: naming the first tensor that holds one.
+    """
     if names and options.is_strict:
         raise VerificationError(f"{names[0]}{_more(names)} hold NaN: the training had diverged. Without --strict that is a note.")
+
+
+def nan_note(names: Sequence[str]) -> tuple[str, ...]:
+    """A note for the receipt, if there is a NaN."""
+    return (f"NaN in {names[0]}{_more(names)}",) if names else ()
 
 
 def _more(names: Sequence[str]) -> str:
@@ -144,10 +154,17 @@ def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Opt
     return tuple(said)
 
 
-def _receipt(job: Job, model: OldModel, plan: Plan, options: Options, files: Sequence[WrittenFile], verified: tuple[str, ...]) -> Receipt:
+def _receipt(
+    job: Job,
+    model: OldModel,
+    plan: Plan,
+    options: Options,
+    files: Sequence[WrittenFile],
+    *,
+    verified: tuple[str, ...],
+    with_nan: Sequence[str],
+) -> Receipt:
     tensors = plan.tensors()
-    with_nan = [name for file in files for name in file.with_nan]
-    notes = (*plan.notes, *([f"NaN in {with_nan[0]}{_more(with_nan)}"] if with_nan else []))
     carried = ["adapter" if options.target == "peft" else "weights"]
     carried += ["adapter, beside its base"] if options.keeps_adapter else []
     carried += ["tokenizer"] if any(name.startswith(("tokenizer", "vocab")) for name in plan.copies) else []
@@ -162,7 +179,7 @@ def _receipt(job: Job, model: OldModel, plan: Plan, options: Options, files: Seq
         dtypes=tuple(sorted({tensor.dtype.name for tensor in tensors.values()})),
         carried=tuple(carried),
         not_carried=_left_behind(job.role, options),
-        notes=notes,
+        notes=(*plan.notes, *nan_note(with_nan)),
         verified=verified,
         tool=tool_version(),
     )

@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -16,20 +18,46 @@ from temper_legacy_shim.checkpoints.safetensors_files import Progress
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 
 
-def write_folder(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> list[str]:
-    """Write a folder; names of its files.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFolder:
+    """What was written."""
+
+    files: tuple[str, ...]
+    """Their names."""
+    with_nan: tuple[str, ...]
+    """Tensors that hold NaN."""
+
+
+def write_folder(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> WrittenFolder:
+    """Write a folder.
 
     Args:
         folder: to be made.
         tensors: by name.
         progress: told of every tensor.
+
+    Raises:
+        DamagedFileError: a source file is shorter than it says.
+        OSError: the disk is full.
     """
     shells = {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         # torch tells everyone without a process group that they have none.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(shells, storage_writer=FileSystemWriter(folder), planner=_LazyPlanner(tensors, progress=progress), no_dist=True)
-    return sorted(path.name for path in folder.iterdir())
+        planner = _LazyPlanner(tensors, progress=progress)
+        try:
+            save(shells, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            # torch wraps what stopped it, and its archive writer wraps that of the disk once more.
+            raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
+    return WrittenFolder(files=tuple(sorted(path.name for path in folder.iterdir())), with_nan=tuple(planner.with_nan))
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an exception was raised for first."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return error
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -39,9 +67,13 @@ class _LazyPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._tensors = tensors
         self._progress = progress
+        self.with_nan: list[str] = []
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The content of one tensor."""
         tensor = self._tensors[write_item.index.fqn]
         self._progress(num_bytes(tensor))
-        return as_torch(tensor)
+        content = as_torch(tensor)
+        if bool(content.isnan().any()):
+            self.with_nan.append(write_item.index.fqn)
+        return content

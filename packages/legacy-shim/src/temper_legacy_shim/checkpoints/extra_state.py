@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints.archive import Archive
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.tensors import TensorReader
@@ -33,7 +34,7 @@ def read_extra(role: Role) -> OldExtra:
     Raises:
         ShimError: a file is damaged; what is merely of no use to an engine is reported instead.
     """
-    steps: set[int] = set()
+    steps = _megatron_steps(role)
     random_states: dict[int, Mapping[str, LazyTensor]] = {}
     for rank, path in role.fsdp_files.get("extra_state", {}).items():
         archive = Archive(path)
@@ -52,11 +53,13 @@ def read_extra(role: Role) -> OldExtra:
     left: list[str] = []
     if len(steps) == 1:
         carried.append(f"the schedule's counter ({next(iter(steps))} steps; its shape is the new configuration's)")
-    elif role.fsdp_files.get("extra_state"):
-        left.append(f"schedule: the ranks' files say {sorted(steps) or 'nothing'}")
+    elif steps or role.fsdp_files.get("extra_state") or role.dist_folders or role.rank_files:
+        left.append(f"schedule: the files say {sorted(steps) or 'nothing'} about its steps, so that it goes on from the number of updates")
     if random_states:
         carried.append(f"torch's random-number states of {len(random_states)} ranks")
         left.append("random-number states of numpy and Python: engines and trainer draw from seeds and counters, and keep none")
+    if _has_megatron_random_states(role):
+        left.append("random-number states of Megatron: they belong to its own parallel ranks, and engines draw from seeds and counters")
     left += [*_data_cursors(role)]
     return OldExtra(
         num_schedule_steps=next(iter(steps)) if len(steps) == 1 else None,
@@ -64,6 +67,23 @@ def read_extra(role: Role) -> OldExtra:
         carried=tuple(carried),
         not_carried=tuple(left),
     )
+
+
+def _megatron_steps(role: Role) -> set[int]:
+    """What Megatron's schedule says it has made: in ``common.pt`` since 0.4.1, in a file of its own before."""
+    steps: set[int] = set()
+    for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(role.path.glob("*/*scheduler*.pt")):
+        value = Archive(path).value() if path.is_file() else None
+        schedule = value.get("lr_scheduler", value) if isinstance(value, dict) else None
+        if isinstance(schedule, dict) and isinstance(schedule.get("num_steps"), int):
+            steps.add(schedule["num_steps"])
+    return steps
+
+
+def _has_megatron_random_states(role: Role) -> bool:
+    if any((role.path / "rng_states").glob("*.pt")):
+        return True
+    return any(name.startswith("rng_state") for folder in role.dist_folders for name in DistCheckpoint(folder).other_names)
 
 
 def _data_cursors(role: Role) -> list[str]:

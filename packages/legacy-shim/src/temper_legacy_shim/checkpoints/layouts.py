@@ -12,6 +12,8 @@ from pathlib import Path
 from temper_legacy_shim.errors import LayoutError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RECEIPT = "temper-receipt.json"
+"""What this package leaves beside a converted model."""
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
@@ -97,11 +99,10 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
     path = Path(path)
     if not path.is_dir():
         raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
-    own = _role_at(path)
-    if own is not None:
-        found = [own]
-    else:
-        found = _roles_of_step(path) or _roles_of_run(path, step)
+    # A run may also hold converted models; its steps come first.
+    found = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None] or _roles_of_step(path)
+    if step is not None and any(each.step != step for each in found):
+        raise LayoutError(f"{path} is no run, so that step {step} can't be chosen in it: leave --step out, or give the run's directory.")
     if not found:
         present = sorted(entry.name for entry in path.iterdir())[:12]
         raise LayoutError(f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}.")
@@ -114,8 +115,10 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
 
 
 def _roles_of_step(path: Path) -> list[Role]:
+    """Its roles; what was converted into a folder beside them is none, unless there is nothing else."""
     children = (_role_at(child) for child in sorted(path.iterdir()) if child.is_dir() and not _STEP.fullmatch(child.name))
-    return [role for role in children if role is not None]
+    found = [role for role in children if role is not None]
+    return [role for role in found if not (role.path / RECEIPT).is_file()] or found
 
 
 def _roles_of_run(path: Path, step: int | None) -> list[Role]:

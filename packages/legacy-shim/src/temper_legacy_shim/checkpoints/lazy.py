@@ -49,13 +49,19 @@ def num_bytes(tensor: LazyTensor) -> int:
 
 def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     """The whole tensor, a block of rows at a time."""
+    for start, stop in spans(tensor, block_bytes=block_bytes):
+        yield tensor.read(start, stop)
+
+
+def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """(first row, row behind the last) of each block; none of a tensor without elements."""
     rows = num_rows(tensor.shape)
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.num_bytes
     if rows == 0 or row_bytes == 0:
         return
     step = max(1, block_bytes // row_bytes)
     for start in range(0, rows, step):
-        yield tensor.read(start, min(start + step, rows))
+        yield start, min(start + step, rows)
 
 
 def read_all(tensor: LazyTensor) -> Block:

@@ -113,7 +113,7 @@ def _unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: 
             for layer in range(geometry.num_layers):
                 yield from _unstacked_experts(f"decoder.layers.{layer}.{rest}", Element(tensor, layer))
         else:
-            yield name, tensor
+            yield from _unstacked_experts(name, tensor)
 
 
 def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:

@@ -1,5 +1,7 @@
 """One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +33,10 @@ class Sources:
     """Convert an adapter that lacks layers."""
     num_updates: int | None = None
     """Updates that the optimiser had made, where no file says it."""
+
+    def __post_init__(self) -> None:
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise UsageError(f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of the run's configuration.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,15 +172,30 @@ def _megatron_tensors(role: Role) -> dict[str, LazyTensor]:
     return tensors
 
 
+_NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler")
+"""Names of what a distributed checkpoint holds beside weights."""
+
+
 def _model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The model's among everything a distributed checkpoint mixes; each name once."""
+    """The model's among everything a distributed checkpoint mixes; each name once.
+
+    Raises:
+        LayoutError: there are weights of a model that is not known.
+        DamagedFileError: a name is there twice.
+    """
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         short = name.removeprefix("model.").removeprefix("module.").replace(".to_wrap.", ".")
-        if short.startswith(("decoder.", "embedding.", "output_layer.")) and "_extra_state" not in short:
-            if short in found:
-                raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
-            found[short] = tensor
+        if _NO_WEIGHT.match(name) or "_extra_state" in short:
+            continue
+        if not short.startswith(("decoder.", "embedding.", "output_layer.")):
+            raise LayoutError(
+                f"the distributed checkpoint has {name}, which is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their "
+                "MoE): images, further heads and other architectures can't be converted."
+            )
+        if short in found:
+            raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
+        found[short] = tensor
     return found
 
 

@@ -16,10 +16,10 @@ from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, Shape, Unflattened, concatenated, read_all
 from temper_legacy_shim.checkpoints.pickles import Inert, in_short
 from temper_legacy_shim.checkpoints.sharded import assemble
-from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, TensorReader
+from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, Sharded, TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
-_LAYER = re.compile(r"(?:.+\.)?(?:layers|h|blocks)\.(\d+)\..+")
+_LAYER = re.compile(r"(?:.+?\.)?(?:layers|h|blocks)\.\d+\.(?=.)")
 _TRAINED_LEAF = re.compile(r".+\.lora_(?:embedding_)?[AB]\..+")
 _BUFFER = re.compile(r".+\.(?:e_score_correction_bias|expert_bias|inv_freq|original_inv_freq|num_batches_tracked|running_mean|running_var)")
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad")
@@ -158,7 +158,7 @@ def _count(reader: TensorReader, node: object, *, key: str) -> int:
     else:
         entry = reader.entry(node, key=key)
         tensor = entry.local if isinstance(entry, Distributed) else entry
-        if not hasattr(tensor, "read") or math.prod(tensor.shape) != 1:
+        if isinstance(tensor, Sharded) or math.prod(tensor.shape) != 1:
             raise DamagedFileError(f"{reader.archive.path}: {key} is no number.")
         value = float(read_all(tensor).reshape(-1)[0])
     if not 0 <= value < 2**53:
@@ -227,7 +227,7 @@ def _joined_flat(role: Role, ranks: Mapping[int, _RankState], order: Sequence[in
     parts: list[LazyTensor] = []
     for rank in order:
         entry = ranks[rank].states[number][side]
-        if isinstance(entry, int | Distributed) or len(entry.shape) != 1 or not hasattr(entry, "read"):
+        if isinstance(entry, int | Distributed | Sharded) or len(entry.shape) != 1:
             raise DamagedFileError(f"{role.fsdp_files['optim'][rank]}: the state of unit {number} is no flat vector, but others are.")
         parts.append(entry)
     if len({(part.shape, part.dtype) for part in parts}) != 1:
@@ -265,8 +265,8 @@ def _by_layer(names: Sequence[str]) -> list[list[str]]:
     units: dict[str, list[str]] = {}
     leaves: dict[str, list[list[str]]] = {}
     for name in names:
-        match = _LAYER.fullmatch(name)
-        layer = match[1] if match else ""
+        match = _LAYER.match(name)
+        layer = match[0] if match else ""
         if _TRAINED_LEAF.fullmatch(name):
             leaves.setdefault(layer, []).append([name])
         elif match:

@@ -27,6 +27,7 @@ _OURS = frozenset(
     }
 )
 _MAX_COPY = 256 << 20
+_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class Options:
     """float32, bfloat16 or float16 for every floating weight; None keeps each as it is."""
     keeps_adapter: bool = False
     """hf: write the adapter beside its base instead of adding it to the weights."""
-    max_shard_bytes: int = 5 * 10**9
-    """Of tensors in one safetensors file."""
+    max_shard_bytes: int = _SHARD_BYTES
+    """Of tensors in one safetensors file; hf alone."""
     is_strict: bool = False
     """NaN is an error."""
     checks_names: bool = True
@@ -53,6 +54,10 @@ class Options:
             raise UsageError(f"--dtype is {self.dtype!r}, but must be one of {', '.join(CASTS)}; leave it out to keep every dtype.")
         if self.max_shard_bytes < 1:
             raise UsageError(f"--max-shard-size is {self.max_shard_bytes} bytes, but must be above 0.")
+        if self.target != "hf" and self.max_shard_bytes != _SHARD_BYTES:
+            raise UsageError(f"--max-shard-size has no effect with --to {self.target}: it is for --to hf.")
+        if self.target != "hf" and self.verifies_logits:
+            raise UsageError(f"--verify-logits has no effect with --to {self.target}, which writes no model to load: it is for --to hf.")
         if self.keeps_adapter and self.target != "hf":
             raise UsageError(f"--adapter keep has no effect with --to {self.target}: it is for --to hf.")
 

@@ -1,16 +1,16 @@
 """What a conversion leaves beside its output: where it came from, what was carried, what could not be, and a checksum of every file."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from temper_legacy_shim.checkpoints import huggingface
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
+from temper_legacy_shim.checkpoints.layouts import RECEIPT
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, sha256_of
 from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError
 
-NAME = "temper-receipt.json"
+NAME = RECEIPT
 SCHEMA_VERSION = 1
 
 
@@ -116,10 +116,8 @@ def check_files(directory: Path, files: Sequence[WrittenFile], *, with_content: 
         size = path.stat().st_size
         if size != record.num_bytes:
             raise VerificationError(f"{path} has {size} bytes instead of {record.num_bytes}: convert again.")
-        if with_content:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                    raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
+        if with_content and sha256_of(path) != record.sha256:
+            raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
         if path.suffix == ".safetensors":
             num_tensors += _count_tensors(path, record)
     return num_tensors

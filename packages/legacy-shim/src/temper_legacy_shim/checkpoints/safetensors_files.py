@@ -5,17 +5,23 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from temper_legacy_shim.checkpoints.dtypes import has_nan
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, num_bytes
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, spans
 from temper_legacy_shim.errors import DamagedFileError
 
 _QUEUED_BLOCKS = 4
+_READERS = 2
+"""Threads that read and cast blocks, and how many blocks they are ahead."""
+_HASHED_BYTES = 4 << 20
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just written."""
 
@@ -90,25 +96,63 @@ def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progr
         DamagedFileError: a source is shorter than it says.
         OSError: the disk is full.
     """
-    with_nan: list[str] = []
+    with_nan: dict[str, None] = {}
+    written = dict.fromkeys(tensors, 0)
     with open(path, "xb", buffering=0) as file:
-        with _HashingWriter(file.fileno()) as writer:
+        with _HashingWriter(file.fileno()) as writer, closing(_read_ahead(tensors)) as blocks:
             writer.put(header_of(tensors))
-            for name, tensor in tensors.items():
-                written, is_sound = 0, True
-                for block in blocks(tensor):
-                    is_sound = is_sound and not has_nan(block, tensor.dtype)
-                    writer.put(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-                    written += block.nbytes
-                    progress(block.nbytes)
-                if written != num_bytes(tensor):
-                    raise DamagedFileError(f"{name} gave {written} bytes instead of {num_bytes(tensor)}: a source file changed meanwhile.")
-                if not is_sound:
-                    with_nan.append(name)
+            for read in blocks:
+                writer.put(read.content)
+                written[read.name] += len(read.content)
+                if read.has_nan:
+                    with_nan[read.name] = None
+                progress(len(read.content))
+        for name, tensor in tensors.items():
+            if written[name] != num_bytes(tensor):
+                raise DamagedFileError(
+                    f"{name} gave {written[name]} bytes instead of {num_bytes(tensor)}: a source file changed meanwhile."
+                )
         os.fsync(file.fileno())
     return WrittenFile(
         path=relative, num_bytes=writer.num_bytes, sha256=writer.sha256(), num_tensors=len(tensors), with_nan=tuple(with_nan)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadBlock:
+    name: str
+    content: memoryview
+    has_nan: bool
+
+
+def _read_ahead(tensors: Mapping[str, LazyTensor]) -> Generator[_ReadBlock, None, None]:
+    """Every block of every tensor in order; the next ones are read and cast in threads meanwhile."""
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="temper-migrate-reader") as pool:
+        waiting: deque[Future[_ReadBlock]] = deque()
+        for name, tensor in tensors.items():
+            for start, stop in spans(tensor):
+                waiting.append(pool.submit(_read, name, tensor, start, stop))
+                if len(waiting) > _READERS:
+                    yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
+    block = tensor.read(start, stop)
+    content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    return _ReadBlock(name=name, content=content, has_nan=has_nan(block, tensor.dtype))
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's content, which is read in one thread and hashed in another."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(file.read, _HASHED_BYTES)
+        while data := ahead.result():
+            ahead = pool.submit(file.read, _HASHED_BYTES)
+            digest.update(data)
+    return digest.hexdigest()
 
 
 class _HashingWriter:

@@ -6,9 +6,12 @@ A DTensor's axis of size n cuts a dimension of size s into chunks of ceil(s / n)
 import math
 from collections.abc import Mapping
 
-from temper_legacy_shim.checkpoints.lazy import Assembled, LazyTensor, Piece, Shape, blocks
+from temper_legacy_shim.checkpoints.lazy import Assembled, LazyTensor, Piece, Shape, blocks, num_bytes
 from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, Placement, Sharded
 from temper_legacy_shim.errors import DamagedFileError
+
+_COMPARED_BYTES = 1 << 20
+"""Buffers of this size are compared over ranks; to compare whole models would read every rank's file."""
 
 
 def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTensor:
@@ -41,6 +44,11 @@ def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> L
             raise DamagedFileError(
                 f"{where}: {key} has shape {first.shape} on rank {first_rank} and {entry.shape} on rank {rank}, and neither says how it is "
                 "sharded: the files are not of one save, or of a program that we do not know."
+            )
+        if num_bytes(first) <= _COMPARED_BYTES and not is_equal(first, entry):
+            raise DamagedFileError(
+                f"{where}: {key} differs between ranks {first_rank} and {rank}, but it is not sharded, so that every rank should hold the "
+                "same: the files are not of one save."
             )
     return first
 

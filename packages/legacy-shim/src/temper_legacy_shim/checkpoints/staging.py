@@ -32,10 +32,12 @@ class Staging:
         self._finished: dict[str, WrittenFile] = {}
 
     def __enter__(self) -> "Staging":
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise OutputError(f"{self.out} exists already and is never overwritten: give another --out, or move it away.")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
+        check_absent(self.out)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise OutputError(f"{self.out} can't be written ({error.strerror}): give an --out below a folder of yours.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -128,6 +130,16 @@ class Staging:
         content = {"fingerprint": self._fingerprint, "files": [asdict(file) for file in self._finished.values()]}
         draft.write_text(json.dumps(content))
         os.replace(draft, self.folder / JOURNAL)
+
+
+def check_absent(out: Path) -> None:
+    """An empty directory counts as absent.
+
+    Raises:
+        OutputError: there is something.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out} exists already and is never overwritten: give another --out, or move it away.")
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:

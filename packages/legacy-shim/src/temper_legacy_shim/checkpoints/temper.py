@@ -5,36 +5,27 @@ random-number state, and the counters of updates and of the schedule. The same t
 (``training_state``) that every engine's ``load_state`` takes.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin, find_step, report_part, write_json
-from temper_engine_api.errors import TemperError
+from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_engine_api.weights import TrainingState
-from temper_legacy_shim.checkpoints import receipt as receipts
 from temper_legacy_shim.checkpoints.adapter_state import adapter_optimizer, adapter_weights
 from temper_legacy_shim.checkpoints.adapters import Adapter
-from temper_legacy_shim.checkpoints.convert import Job, check_space, source_record, tool_version
-from temper_legacy_shim.checkpoints.dcp import write_folder
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.extra_state import OldExtra, read_extra
-from temper_legacy_shim.checkpoints.lazy import Cast, InMemory, LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.megatron_flat import has_flat_optimizer, read_flat_optimizer
 from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_optimizer
-from temper_legacy_shim.checkpoints.model import LANGUAGE_HEAD, OldModel, described
+from temper_legacy_shim.checkpoints.model import LANGUAGE_HEAD, OldModel
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer
-from temper_legacy_shim.checkpoints.plan import Options, companions
-from temper_legacy_shim.checkpoints.receipt import Receipt
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
-from temper_legacy_shim.checkpoints.staging import Staging, fingerprint
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
-from temper_legacy_shim.errors import LayoutError, UsageError, VerificationError
+from temper_legacy_shim.errors import LayoutError, UsageError
 
 _TRL_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
 
@@ -212,107 +203,3 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
                 second_moment=as_torch(tensors[f"second_moment.{name}"]),
                 update_count=int(as_torch(tensors[f"update_count.{name}"])),
             )
-
-
-def write_temper(job: Job, model: OldModel, options: Options, *, progress: Callable[[str, int, int], None]) -> Receipt:
-    """Write a step directory below the output, with its manifest, and the receipt beside it.
-
-    Raises:
-        ShimError: says what was wrong; nothing is at the output then.
-    """
-    if options.dtype is not None:
-        raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
-    state = resumable(model)
-    tensors = state.tensors()
-    total = sum(num_bytes(tensor) for tensor in tensors.values())
-    work = fingerprint({"source": str(job.role.path), "options": asdict(options)})
-    with Staging(job.out, fingerprint=work) as staging:
-        check_space(staging.folder.parent, total)
-        directory = _write_step(staging.folder, job, state, tensors, total=total, progress=progress)
-        files = [staging.adopt(str(path.relative_to(staging.folder))) for path in sorted(directory.rglob("*")) if path.is_file()]
-        _read_back(directory, tensors)
-        made = _receipt(job, state, options, files, tensors, total=total)
-        staging.produce_text(receipts.NAME, made.to_json())
-        staging.commit()
-    return made
-
-
-def _write_step(
-    root: Path, job: Job, state: ResumableState, tensors: Mapping[str, LazyTensor], *, total: int, progress: Callable[[str, int, int], None]
-) -> Path:
-    done = 0
-
-    def tell(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("dcp", done, total)
-
-    step = job.role.step or 0
-    try:
-        with begin(root, step) as transaction:
-            part = transaction.part(ENGINE_PART)
-            written = [f"dcp/{name}" for name in write_folder(part / "dcp", tensors, progress=tell)]
-            written += _write_random(part, state.extra)
-            written += _write_description(part, state.model)
-            counters = {"num_updates": state.num_updates, "num_nonfinite_updates": 0, "consecutive_skips": 0}
-            counters["num_schedule_steps"] = state.num_updates if state.extra.num_schedule_steps is None else state.extra.num_schedule_steps
-            written.append(write_json(part, "progress.json", counters))
-            info = ManifestInfo(topology={"world_size": job.role.world_size}, config_hash=f"converted by {tool_version()}")
-            return transaction.commit({ENGINE_PART: [report_part(part, written)]}, info=info)
-    except TemperError as error:
-        raise VerificationError(f"the step directory could not be written: {error}") from error
-
-
-def _write_random(part: Path, extra: OldExtra) -> list[str]:
-    """Torch's states by rank; a run of another world size goes on with streams of its own."""
-    written = []
-    for rank, states in extra.random_states.items():
-        (part / "random").mkdir(exist_ok=True)
-        torch.save({device: as_torch(tensor) for device, tensor in states.items()}, part / "random" / f"rank_{rank}.pt")
-        written.append(f"random/rank_{rank}.pt")
-    return written
-
-
-def _write_description(part: Path, model: OldModel) -> list[str]:
-    folder = part / "huggingface"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(described(model, dtype="float32"), indent=2) + "\n")
-    written = ["huggingface/config.json"]
-    for name, source in companions(model).items():
-        (folder / name).write_bytes(source.read_bytes())
-        written.append(f"huggingface/{name}")
-    return written
-
-
-def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    found = DistCheckpoint(directory / ENGINE_PART / "dcp").tensors
-    for name, tensor in tensors.items():
-        if name not in found or found[name].shape != tensor.shape:
-            raise VerificationError(f"{directory} lacks {name} with shape {tensor.shape} after writing: convert again.")
-    if len(found) != len(tensors):
-        raise VerificationError(f"{directory} holds {len(found)} tensors instead of {len(tensors)}: convert again.")
-
-
-def _receipt(
-    job: Job, state: ResumableState, options: Options, files: list[WrittenFile], tensors: Mapping[str, LazyTensor], *, total: int
-) -> Receipt:
-    model_type = "language_model" if state.model.head == "language_model" else "value_model"
-    notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the converted or the base model"]
-    if state.settings:
-        kept = ", ".join(f"{name} {value}" for name, value in state.settings.items())
-        notes.append(f"the old optimizer had {kept}, and decayed vectors too: set these in the new configuration")
-    return Receipt(
-        source=source_record(job.role),
-        target=options.target,
-        options=asdict(options),
-        files=tuple(files),
-        head=state.model.head,
-        num_tensors=len(tensors),
-        num_bytes=total,
-        dtypes=tuple(sorted({tensor.dtype.name for tensor in tensors.values()})),
-        carried=state.carried,
-        not_carried=state.not_carried,
-        notes=tuple(notes),
-        verified=(f"{len(tensors)} tensors found again in the step directory with their shapes; its manifest has every checksum",),
-        tool=tool_version(),
-    )

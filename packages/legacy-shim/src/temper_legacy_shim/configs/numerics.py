@@ -27,7 +27,7 @@ def build_numerics(draft: Draft) -> None:
         draft.find(
             "hazard",
             "worker-switch",
-            "--numerics legacy was asked for, but the deprecated workers run on fsdp alone: the engine path is taken.",
+            "--numerics legacy was asked for, but temper-train drives the deprecated workers on fsdp alone: the engine path is taken.",
             SWITCH,
         )
         _differences(draft)

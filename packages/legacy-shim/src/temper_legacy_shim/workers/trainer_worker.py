@@ -50,7 +50,10 @@ class DeprecatedTrainingWorker(TrainingWorker):
 
     def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
         if engine_name != "fsdp" or not isinstance(config, FSDPConfig):
-            raise CapabilityError(f"the deprecated workers run on the engine fsdp alone, not on {engine_name}.")
+            raise CapabilityError(
+                f"temper-train drives the deprecated workers on the engine fsdp alone, not on {engine_name}: choose model_engine=fsdp, or "
+                "set use_legacy_worker_impl=disable."
+            )
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._advances_per_update = config.schedule.advance == "update"

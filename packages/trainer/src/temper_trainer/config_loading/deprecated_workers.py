@@ -38,6 +38,7 @@ def check_worker_switch(config: TrainerConfig) -> None:
         raise ConfigError("use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable.")
     if config.model_engine != "fsdp":
         raise ConfigError(
-            f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but the deprecated workers run on fsdp alone: "
-            "choose model_engine=fsdp, or set use_legacy_worker_impl=disable."
+            f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but temper-train drives the deprecated workers "
+            "on fsdp alone: choose model_engine=fsdp, or set use_legacy_worker_impl=disable. Deprecated classes of other engines are for "
+            "code of your own."
         )

@@ -1,0 +1,107 @@
+"""Which directory is what: runs, steps and roles beside things that are neither."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from old_files import write_fsdp
+from typer.testing import CliRunner
+
+from temper_legacy_shim.checkpoints import find_roles, fsdp
+from temper_legacy_shim.checkpoints.moments import _by_layer
+from temper_legacy_shim.checkpoints.staging import Staging
+from temper_legacy_shim.cli import app
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, UsageError
+
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
+
+
+def _role(folder: Path, **tensors: torch.Tensor) -> Path:
+    write_fsdp(folder, tensors or {"model.norm.weight": torch.ones(4)})
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface/config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def _converted(folder: Path, *, receipt: bool = False) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    save_file({"model.norm.weight": torch.zeros(4)}, folder / "model.safetensors")
+    if receipt:
+        (folder / "temper-receipt.json").write_text("{}")
+
+
+@pytest.mark.parametrize("name", ["out", "huggingface"])
+def test_a_model_beside_the_steps_of_a_run_is_not_taken_for_them(tmp_path: Path, name: str) -> None:
+    actor = _role(tmp_path / "run/global_step_2/actor")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
+    _converted(tmp_path / "run" / name)
+    assert [role.path for role in find_roles(tmp_path / "run")] == [actor]
+
+
+def test_what_was_converted_beside_a_role_is_none(tmp_path: Path) -> None:
+    actor = _role(tmp_path / "global_step_2/actor")
+    _converted(tmp_path / "global_step_2/converted", receipt=True)
+    assert [role.path for role in find_roles(tmp_path / "global_step_2")] == [actor]
+    _converted(tmp_path / "alone/converted", receipt=True)
+    assert len(find_roles(tmp_path / "alone")) == 1
+
+
+def test_a_step_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    actor = _role(tmp_path / "global_step_2/actor")
+    assert find_roles(actor, step=2)[0].step == 2
+    with pytest.raises(LayoutError, match="step 7 can't be chosen"):
+        find_roles(actor, step=7)
+
+
+def test_a_buffer_that_differs_between_ranks_is_of_another_save(tmp_path: Path) -> None:
+    write_fsdp(tmp_path / "a", {"w": torch.ones(4, 2), "bias": torch.ones(3)}, plain=["bias"])
+    write_fsdp(tmp_path / "b", {"w": torch.ones(4, 2), "bias": torch.zeros(3)}, plain=["bias"])
+    name = "model_world_size_2_rank_1.pt"
+    (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
+    (role,) = find_roles(tmp_path / "a")
+    with pytest.raises(DamagedFileError, match="bias differs between ranks 0 and 1"):
+        fsdp.read_weights(role.fsdp_files["model"], where=role.path)
+
+
+def test_layers_of_two_towers_are_units_of_their_own() -> None:
+    names = ["visual.blocks.0.a", "visual.blocks.1.a", "model.embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a"]
+    expected = [["model.embed"], ["visual.blocks.0.a"], ["visual.blocks.1.a"], ["model.layers.0.a", "model.layers.0.b"]]
+    assert _by_layer(names) == [*expected, ["model.layers.1.a"]]
+
+
+def test_of_two_roles_none_is_written_where_one_lacks_something(tmp_path: Path) -> None:
+    _role(tmp_path / "global_step_2/actor")
+    critic = _role(tmp_path / "global_step_2/critic")
+    (critic / "huggingface/config.json").unlink()
+    with pytest.raises(UsageError, match=r"critic: .*--hf-config.* --role converts one of actor, critic alone"):
+        CliRunner().invoke(app, ["checkpoint", str(tmp_path / "global_step_2"), "--out", str(tmp_path / "out")], catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-shard-size", "inf"], "--max-shard-size is inf"),
+        (["--max-shard-size", "nan"], "--max-shard-size is nan"),
+        (["--lora-alpha", "0"], r"--lora-alpha is 0\.0, but must be a number above 0"),
+        (["--lora-alpha", "nan"], "--lora-alpha is nan"),
+        (["--lora-alpha", "-1"], "--lora-alpha is -1"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        CliRunner().invoke(app, ["checkpoint", str(tmp_path), "--out", str(tmp_path / "out"), *options], catch_exceptions=False)
+
+
+def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"/dev/null/out can't be written \(Not a directory\)"):
+        Staging(Path("/dev/null/out"), fingerprint="").__enter__()
+
+
+def test_a_long_path_is_printed_whole(tmp_path: Path) -> None:
+    folder = _role(tmp_path / ("long" * 20) / "actor")
+    said = CliRunner().invoke(app, ["checkpoint", str(folder), "--check"], catch_exceptions=False, env={"COLUMNS": "80"}).stdout
+    assert str(folder) in "".join(line.removeprefix("checkpoint").strip() for line in said.splitlines())
