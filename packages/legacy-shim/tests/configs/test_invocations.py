@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation, translate
-from temper_legacy_shim.configs.written import yaml_of
+
+from .checking import command, run
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +37,10 @@ def share_definite(found: Counter[str]) -> float:
     return 1 - sum(found[name] for name in OPEN) / found.total()
 
 
-def accepted(rows: Rows, folder: Path) -> Counter[str]:
-    """Invocations by what the trainer's own composition says of the file that was written."""
-    from temper_engine_api.errors import ConfigError
-    from temper_trainer.config_loading import load
-
+def accepted(rows: Rows, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Invocations by what ``temper-train --check`` says of the file that was written."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     found: Counter[str] = Counter()
     for number, row in enumerate(rows):
         translation = translation_of(row)
@@ -46,15 +48,11 @@ def accepted(rows: Rows, folder: Path) -> Counter[str]:
             assert translation.settings == ()
             found["out of scope"] += 1
             continue
-        (folder / f"c{number}.yaml").write_text(yaml_of(translation))
         decided = "" if translation.outcome is not Outcome.PERSON else ", with a decision to make"
-        try:
-            load([], config_dir=str(folder), config_name=f"c{number}")
-            found[f"accepted{decided}"] += 1
-        except ConfigError as error:
-            is_later = all("implementation follows" in line for line in str(error).splitlines())
-            found[f"{'accepted by a later release' if is_later else 'refused'}{decided}"] += 1
-            logger.info("%s %s: %s", row["tag"], row["path"], error)
+        code, said = run(command(translation, folder, name=f"c{number}"))
+        found[f"{'refused' if code else 'accepted'}{decided}"] += 1
+        if code:
+            logger.warning("%s %s%s: %s", row["tag"], row["path"], decided, said.strip())
     return found
 
 
@@ -62,17 +60,39 @@ def test_a_sample_of_real_invocations_is_accounted_for(invocations: Rows) -> Non
     assert share_definite(account(invocations[::9])) >= 0.995
 
 
-def test_a_sample_of_real_invocations_gives_configurations_of_the_trainer(invocations: Rows, tmp_path: Path) -> None:
+def test_a_sample_of_real_invocations_gives_files_that_the_command_accepts(
+    invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
-    found = accepted([row for row in invocations[::60] if "generation" not in str(row["entry"])], tmp_path)
+    found = accepted([row for row in invocations[::60] if "generation" not in str(row["entry"])], tmp_path, monkeypatch)
     assert found["refused"] == 0, found
     assert found["accepted"] >= 4, found
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_installed_command_says_of_a_sample_what_the_function_said(
+    invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compared = 0
+    for number, row in enumerate(invocations[7::50]):
+        translation = translation_of(row)
+        if not translation.settings:
+            continue
+        arguments = command(translation, tmp_path, name=f"c{number}")
+        done = subprocess.run([sys.executable, "-m", "temper_trainer", *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == run(arguments)[0], (row["path"], done.stderr)
+        assert done.returncode or done.stdout.startswith("OK"), done.stdout
+        compared += 1
+    assert compared >= 15
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_all_real_invocations(invocations: Rows, tmp_path: Path) -> None:
-    found = accepted(invocations, tmp_path)
+def test_all_real_invocations(invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = accepted(invocations, tmp_path, monkeypatch)
     report = {"tokens": account(invocations), "invocations": found}
     logger.warning("%s", json.dumps(report, indent=1))
     assert share_definite(report["tokens"]) >= 0.995

@@ -1,0 +1,68 @@
+"""``temper-train --check`` on a translated file, where the files and models that it names are made to lie below one folder.
+
+It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys that are given beside it say where, below
+the folder, the data and the models lie. What they hold is not looked at by a check.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from temper_legacy_shim.configs import Translation
+from temper_legacy_shim.configs.values import Plain, flatten, hydra_text
+from temper_legacy_shim.configs.written import yaml_of
+
+REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
+
+
+def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
+    """The arguments of temper-train, after the file was written and what it names was put there. Run it in the folder.
+
+    Args:
+        translation: with settings.
+        folder: takes the file and everything that it names.
+        name: of the file.
+    """
+    (folder / f"{name}.yaml").write_text(yaml_of(translation))
+    (folder / "wandb").mkdir(exist_ok=True)
+    (folder / "wandb/__init__.py").touch()  # a check asks whether the library is installed
+    values = flatten(yaml.safe_load(yaml_of(translation)))
+    moved = [f"{key}={hydra_text(value)}" for key, value in _moved(values, folder)]
+    return ["--config-dir", str(folder), "--config-name", name, *moved, "--check"]
+
+
+def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]]:
+    for key, value in values.items():
+        if key.endswith(".paths") and isinstance(value, list):
+            yield key, [_put(str(item), folder, content="") for item in value]
+        elif key.endswith(".engine.model.path") and isinstance(value, str):
+            yield key, _put(value, folder, content="{}", below="config.json")
+        elif key == "data.tokenizer.path" and isinstance(value, str):
+            yield key, _put(value, folder, content="{}", below="tokenizer.json")
+        elif key == "reward.arguments.path" and isinstance(value, str) and value.endswith(".py"):
+            yield key, _put(value, folder, content=REWARD.format(name=values.get("reward.arguments.name") or "compute_score"))
+
+
+def _put(path: str, folder: Path, *, content: str, below: str = "") -> str:
+    """A place below the folder for a path, with something there."""
+    if "://" in path:
+        return path
+    place = re.sub(r"\$\{?[\w:.]*\}?|\.\.", "set", path).lstrip("/~") or "set"
+    target = folder / place / below
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(content)
+    return place
+
+
+def run(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of the command in this process and what it said on standard error."""
+    from temper_trainer.__main__ import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        code = main(arguments)
+    return code, said.getvalue()
