@@ -6,7 +6,10 @@ trainer's defaults. One table of behaviour-carrying keys; no difference is left 
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from temper_legacy_shim.configs.our_defaults import DEFAULTS
 from temper_legacy_shim.configs.values import flatten
 from temper_legacy_shim.configs.written import yaml_of
 
+from .meaning_page import meaning_page
+
 A = "actor_rollout_ref.actor"
 Old = Callable[[str], object]
 
@@ -32,10 +37,7 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
     """The value of a key as the old system had it; None where there is none."""
     overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
     name = f"main_ppo_{'megatron' if is_on_megatron(row) else 'fsdp'}.json"
-    flat = json.loads((facts / "defaults" / str(row["tag"]) / name).read_text())["flat"]
-    tree = OmegaConf.create({})
-    for key, value in flat.items():
-        OmegaConf.update(tree, key, value, force_add=True)
+    tree = OmegaConf.create(default_container(facts / "defaults" / str(row["tag"]) / name))
     parser = OverridesParser.create()
     for token in overrides:
         if token.startswith(("-", '"', "$", "model_engine")):
@@ -52,6 +54,17 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
     return get
+
+
+@cache
+def default_container(path: Path) -> dict[str, object]:
+    """A release's default tree, nested, with its interpolations."""
+    tree = OmegaConf.create({})
+    for key, value in json.loads(path.read_text())["flat"].items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    container = OmegaConf.to_container(tree)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def is_on_megatron(row: Mapping[str, object]) -> bool:
@@ -157,47 +170,63 @@ def comparable(row: Mapping[str, object]) -> bool:
     return row["entry"] == "verl.trainer.main_ppo" and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
 
 
-def differences(facts: Path, row: Mapping[str, object]) -> tuple[int, dict[str, tuple[object, object]]]:
-    """Keys that were compared, and those with a difference that nothing explains."""
-    old = old_effective(facts, row)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One run's effective values, before and after."""
+
+    tag: str
+    path: str
+    old: Mapping[str, object]
+    """What the new run has to do, by the trainer's key; None is not compared."""
+    new: Mapping[str, object]
+    """What it does, for the same keys."""
+    explained: frozenset[str]
+    """Keys that differ for a reason of REASONS."""
+
+    @property
+    def unexplained(self) -> dict[str, tuple[object, object]]:
+        """Keys that differ for none."""
+        keys = [key for key, value in self.old.items() if value is not None and self.new[key] != value and key not in self.explained]
+        return {key: (self.old[key], self.new[key]) for key in keys}
+
+
+def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
+    """None where a person has to decide first, or Hydra cannot read a token."""
     translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    if any(finding.level == "person" for finding in translation.findings):
+        return None
+    try:
+        old = old_effective(facts, row)
+    except HydraException:
+        return None
     new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
     expected = expectations(old, row)
-    found = {
-        key: (value, new.get(key))
-        for key, value in expected.items()
-        if new.get(key) != value and not is_explained(key, old, new) and value is not None
-    }
-    return len(expected), found
+    explained = frozenset(key for key, value in expected.items() if new.get(key) != value and is_explained(key, old, new))
+    found = {key: new.get(key) for key in expected}
+    return Comparison(tag=str(row["tag"]), path=str(row["path"]), old=expected, new=found, explained=explained)
 
 
-def compare(facts: Path, rows: list[dict[str, object]]) -> tuple[int, int, dict[str, dict[str, tuple[object, object]]]]:
-    compared, keys, wrong = 0, 0, {}
-    for row in rows:
-        translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
-        if any(finding.level == "person" for finding in translation.findings):
-            continue
-        try:
-            count, found = differences(facts, row)
-        except HydraException:
-            continue
-        compared, keys = compared + 1, keys + count
-        if found:
-            wrong[f"{row['tag']} {row['path']}"] = found
-    return compared, keys, wrong
+def compare(facts: Path, rows: list[dict[str, object]]) -> list[Comparison]:
+    return [found for row in rows if (found := compare_one(facts, row)) is not None]
+
+
+def wrong(found: list[Comparison]) -> dict[str, dict[str, tuple[object, object]]]:
+    return {f"{item.tag} {item.path}": item.unexplained for item in found if item.unexplained}
 
 
 def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
-    rows = [row for row in invocations if comparable(row)]
-    compared, keys, wrong = compare(facts, rows[::29])
-    assert wrong == {}
-    assert compared >= 12
-    assert keys >= 12 * 24
+    found = compare(facts, [row for row in invocations if comparable(row)][::29])
+    assert wrong(found) == {}
+    assert len(found) >= 12
+    assert sum(len(item.old) for item in found) >= 12 * 24
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
-    compared, _, wrong = compare(facts, [row for row in invocations if comparable(row)])
-    assert wrong == {}
-    assert compared >= 60
+    """With TEMPER_MEANING_PAGE=FILE it writes what it compared as a page."""
+    found = compare(facts, [row for row in invocations if comparable(row)])
+    if page := os.environ.get("TEMPER_MEANING_PAGE"):
+        Path(page).write_text(meaning_page(found, reasons=REASONS), encoding="utf-8")
+    assert wrong(found) == {}
+    assert len(found) >= 60

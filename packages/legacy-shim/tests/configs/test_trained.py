@@ -1,7 +1,11 @@
-"""Translated configurations that really train: a few steps of a tiny model, on data in the old columns."""
+"""Translated configurations that really train: a few steps of a tiny model, on data in the old columns.
+
+With TEMPER_TRAINED_TABLE=FILE each run adds its row to a table: release, algorithm, steps, and the last step's numbers.
+"""
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,13 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
         ),
     ),
+}
+KINDS |= {
+    "gpg": (
+        "v0.7.1",
+        ("algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "actor_rollout_ref.rollout.n=2"),
+    ),
+    "group of one": ("v0.6.1", ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1")),
 }
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if name != "grpo"]
 
@@ -87,6 +98,25 @@ def losses(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def record(kind: str, *, version: str, phase: str, rows: list[dict[str, float]]) -> None:
+    """Add a row to the table that is asked for."""
+    if (table := os.environ.get("TEMPER_TRAINED_TABLE")) is None:
+        return
+    steps = [row for row in rows if row["phase"] == phase]
+    first, last = steps[0], steps[-1]
+    reward = f"{first['reward/mean']:.3f} to {last['reward/mean']:.3f}" if "reward/mean" in last else "-"
+    cells = (
+        kind,
+        version,
+        f"{last['step']}",
+        f"{first['actor/loss']:.4g} to {last['actor/loss']:.4g}",
+        f"{last['actor/grad_norm']:.3g}",
+        reward,
+    )
+    with Path(table).open("a", encoding="utf-8") as out:
+        out.write(f"| {' | '.join(cells)} |\n")
+
+
 def train_translated(overrides: list[str], *, version: str, entry: str, here: tuple[str, ...], folder: Path) -> list[dict[str, float]]:
     """Translate, write, load with what this machine needs, train; the logged rows."""
     translation = translate(overrides, version=version, entry=entry)
@@ -122,6 +152,7 @@ def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path
         f"{'' if version >= 'v0.4' else '+'}trainer.val_before_train=False",
     ]
     rows = train_translated(overrides, version=version, entry="verl.trainer.main_ppo", here=HERE, folder=tmp_path)
+    record(kind, version=version, phase="rl", rows=rows)
     assert [row["step"] for row in rows if row["phase"] == "rl"] == [1, 2, 3]  # one pass of 12 prompts in steps of 4
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in rows)
@@ -145,6 +176,7 @@ def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) 
         "trainer.nnodes=1",
     ]
     rows = train_translated(overrides, version="v0.6.1", entry="verl.trainer.fsdp_sft_trainer", here=HERE_SFT, folder=tmp_path)
+    record("fine-tuning, first generation", version="v0.6.1", phase="sft", rows=rows)
     assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2, 3, 4, 5, 6]
     loss = [row["actor/loss"] for row in rows if row["phase"] == "sft"]
     assert loss[-1] < loss[0]

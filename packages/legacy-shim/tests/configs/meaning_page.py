@@ -1,0 +1,124 @@
+"""The page of the documentation that shows old effective values against new ones."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+_HEAD = """\
+# Does a translated run do what the old one did?
+
+Made by `TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest packages/legacy-shim/tests/configs/test_meaning.py -m nightly`,
+which fails on a difference without a reason. It needs the facts in `../shared/legacy`.
+
+The old value is computed without the translator: Hydra's parser and OmegaConf lay a real invocation's overrides on the default tree that
+was recorded of its release, and rules written by hand from the old code say what a run with these values did (such as: KL in the reward before
+v0.4.0 unless the loss had it; the bounds of the clip that were read; updates of a step). The new value is the written file over the
+trainer's defaults. Runs of `verl.trainer.main_ppo` whose values the shell knew are compared, unless a person has to decide first.
+"""
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "advantage, completions, entropy, aggregation": (
+        "algorithm.advantage",
+        "algorithm.group_size",
+        "algorithm.entropy_coef",
+        "algorithm.aggregation",
+    ),
+    "KL: loss, reward, estimator": ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "algorithm.kl_estimator"),
+    "clip: low, high, dual": ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+    "prompts, updates, passes": ("batching.prompts_per_step", "batching.num_mini_batches", "batching.num_passes"),
+    "lr, decay, warm-up": (
+        "actor.engine.optimizer.lr",
+        "actor.engine.optimizer.weight_decay",
+        "actor.engine.schedule.warmup_steps",
+    ),
+    "LoRA: rank, alpha": ("actor.engine.lora.rank", "actor.engine.lora.alpha"),
+    "temperature, top-p, top-k, tokens": ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),
+}
+_SAMPLES_A_RELEASE = 10
+
+
+class Comparison(Protocol):
+    """What of a comparison is read; see test_meaning."""
+
+    @property
+    def tag(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def old(self) -> Mapping[str, object]: ...
+    @property
+    def new(self) -> Mapping[str, object]: ...
+    @property
+    def explained(self) -> frozenset[str]: ...
+    @property
+    def unexplained(self) -> Mapping[str, tuple[object, object]]: ...
+
+
+def meaning_page(found: Sequence[Comparison], *, reasons: Mapping[str, str]) -> str:
+    """Counts by key over all runs, then a sample of runs with their values."""
+    sample = [item for items in _by_release(found).values() for item in _spread(items, _SAMPLES_A_RELEASE)]
+    return "\n".join([_HEAD, *_counts(found, reasons), "", *_values(sample)]) + "\n"
+
+
+def _by_release(found: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    out: dict[str, list[Comparison]] = {}
+    for item in found:
+        out.setdefault(item.tag, []).append(item)
+    return out
+
+
+def _spread(items: Sequence[Comparison], count: int) -> list[Comparison]:
+    """As many, from the first to the last."""
+    return [items[number * len(items) // min(count, len(items))] for number in range(min(count, len(items)))]
+
+
+def _counts(found: Sequence[Comparison], reasons: Mapping[str, str]) -> list[str]:
+    equal: Counter[str] = Counter()
+    explained: Counter[str] = Counter()
+    unexplained: Counter[str] = Counter()
+    for item in found:
+        explained.update(item.explained)
+        unexplained.update(item.unexplained.keys())
+        equal.update(
+            key for key, value in item.old.items() if value is not None and key not in item.explained and key not in item.unexplained
+        )
+    keys = list(dict.fromkeys(key for item in found for key in item.old))
+    releases = ", ".join(f"{tag} {len(items)}" for tag, items in _by_release(found).items())
+    lines = [
+        f"## {len(found)} runs ({releases})",
+        "",
+        "| key | equal | explained | unexplained | reason |",
+        "|---|---|---|---|---|",
+    ]
+    for key in keys:
+        reason = reasons.get(key, "") if explained[key] else ""
+        lines.append(f"| `{key}` | {equal[key]} | {explained[key]} | {unexplained[key]} | {reason} |")
+    return [*lines, f"| **all** | **{equal.total()}** | **{explained.total()}** | **{unexplained.total()}** | |"]
+
+
+def _values(sample: Sequence[Comparison]) -> list[str]:
+    lines = [
+        f"## {len(sample)} of them, value by value",
+        "",
+        "The first line of a run is what the old system did, the second what the new one does; `-` is off or not in this release.",
+        "`schedule.advance` is `rl_step` in all, as the old schedule stepped.",
+        "",
+        f"| run | | {' | '.join(_GROUPS)} |",
+        f"|---|---|{'---|' * len(_GROUPS)}",
+    ]
+    for item in sample:
+        name = f"{item.tag} {item.path.removeprefix('examples/')}"
+        lines += [f"| {name} | old | {_cells(item.old, item)} |", f"| | new | {_cells(item.new, item)} |"]
+    return lines
+
+
+def _cells(values: Mapping[str, object], item: Comparison) -> str:
+    return " | ".join(
+        " ".join(_shown(values[key]) + ("*" if key in item.explained else "") for key in keys if key in item.old)
+        for keys in _GROUPS.values()
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value).rpartition(":")[2].replace("_", "\\_")
