@@ -11,9 +11,9 @@ Made by `TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest package
 which fails on a difference without a reason. It needs the facts in `../shared/legacy`.
 
 The old value is computed without the translator: Hydra's parser and OmegaConf lay a real invocation's overrides on the default tree that
-was recorded of its release, and rules written by hand from the old code say what a run with these values did (such as: KL in the reward before
-v0.4.0 unless the loss had it; the bounds of the clip that were read; updates of a step). The new value is the written file over the
-trainer's defaults. Runs of `verl.trainer.main_ppo` whose values the shell knew are compared, unless a person has to decide first.
+was recorded of its release, and rules written by hand from the old code say what a run with these values did (such as: KL in the reward
+before v0.4.0 unless the loss had it; the bounds of the clip that were read; updates of a step). The new value is the written file over
+the trainer's defaults. Runs of `verl.trainer.main_ppo` whose values the shell knew are compared, unless a person has to decide first.
 """
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "advantage, completions, entropy, aggregation": (

@@ -11,13 +11,15 @@ pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, t
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.configs.composition import old_config
 from temper_legacy_shim.configs.overrides import read_overrides
 from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
 from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.written import yaml_of
 from temper_legacy_shim.errors import UsageError
 
-from .conftest import translated
+from .conftest import rules_found, translated, values
 
 MISSING = ("tool_config", "inference.name")
 """Interpolations of a value that must be given (???), or of a block as a whole; no rule reads them."""
@@ -127,3 +129,16 @@ def test_a_recipes_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
         assert {setting.key for setting in found.settings} >= {"reward.shaping.overlong.buffer_tokens"}
     both = translated("v0.7.0", "async_training.staleness_threshold=0.5", entry="fully_async_main", config_name="fully_async_dapo_trainer")
     assert not any(finding.level == "refused" for finding in both.findings)
+
+
+@pytest.mark.parametrize("said", ["$LR", "${LR}"])
+def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the_environment(said: str) -> None:
+    found = translated("v0.7.0", f"actor_rollout_ref.actor.optim.lr={said}", "trainer.project_name=$PROJECT")
+    assert found.outcome is Outcome.PINNED
+    assert values(found)["actor.engine.optimizer.lr"] == said  # a script keeps it as it stands
+    assert 'lr: "${oc.decode:${oc.env:LR}}"' in yaml_of(found)
+
+
+def test_a_number_that_sizes_are_computed_from_is_asked_for() -> None:
+    found = translated("v0.7.0", "data.train_batch_size=$BATCH")
+    assert "value-unknown" in rules_found(found, "person")

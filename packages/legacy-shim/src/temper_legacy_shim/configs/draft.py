@@ -8,7 +8,7 @@ from temper_legacy_shim.configs.composition import OldConfig
 from temper_legacy_shim.configs.our_defaults import is_our_default
 from temper_legacy_shim.configs.translation import Cluster, Finding, Setting
 from temper_legacy_shim.configs.trees import order
-from temper_legacy_shim.configs.values import Plain, parse_value
+from temper_legacy_shim.configs.values import SHELL_VARIABLE, Plain, parse_value
 
 Numerics = Literal["legacy", "temper"]
 Level = Literal["person", "hazard", "refused", "note"]
@@ -37,7 +37,17 @@ class Draft:
         """Whether the old release is this one or later."""
         return order(self.old.version) >= order(version)
 
-    def put(self, key: str, value: Plain, *, rule: str, old: Sequence[str] = (), verbatim: bool = False, group: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        value: Plain,
+        *,
+        rule: str,
+        old: Sequence[str] = (),
+        verbatim: bool = False,
+        group: bool = False,
+        number: bool = False,
+    ) -> None:
         """Say a new setting, unless it is our default and nobody asked for it."""
         sources = self.old.sources(*old)
         is_asked = bool(sources)
@@ -54,6 +64,7 @@ class Draft:
             is_verbatim=verbatim and len(sources) == 1,
             comment=comment,
             is_group=group,
+            is_number=number,
         )
 
     def _comment(self, old: Sequence[str], *, is_asked: bool, rule: str) -> str:
@@ -78,6 +89,10 @@ class Draft:
         if value is None:
             return
         if expected == "number":
+            if isinstance(value, str) and SHELL_VARIABLE.fullmatch(value):
+                self.put(new, value, rule=rule, old=[old], verbatim=True, number=True)
+                self.find("note", "value-unknown", f"{old} is {value}, which only the shell knows: it goes on as it stands.", old)
+                return
             found = self.number(old)
             if found is not None or _is_shell(value):
                 self.put(new, value if found is None else found, rule=rule, old=[old], verbatim=True)

@@ -73,6 +73,8 @@ class Setting:
     """Where it comes from, for the line's end."""
     is_group: bool = False
     """Whether the key is a config group."""
+    is_number: bool = False
+    """Whether the value is a variable of the shell that stands for a number."""
 
     @property
     def override(self) -> str:

@@ -238,6 +238,20 @@ def yaml_text(value: Plain) -> str:
     return "null" if value is None else "true" if value else "false"
 
 
+SHELL_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)\}|(?P<bare>[A-Za-z_]\w*))")
+"""A variable that only the shell knows, with or without braces."""
+
+
+def from_environment(value: Plain, *, is_number: bool) -> Plain:
+    """A value for a file, where no shell puts variables in: OmegaConf reads them from the environment of the run."""
+    if isinstance(value, list):
+        return [from_environment(item, is_number=is_number) for item in value]
+    if not isinstance(value, str):
+        return value
+    read = SHELL_VARIABLE.sub(lambda found: f"${{oc.env:{found['braced'] or found['bare']}}}", value)
+    return f"${{oc.decode:{read}}}" if is_number and read != value else read
+
+
 _YAML_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", ".inf", "-.inf", ".nan"})
 
 

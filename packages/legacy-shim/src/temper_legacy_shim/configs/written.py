@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from temper_legacy_shim.configs.translation import Setting, Translation
-from temper_legacy_shim.configs.values import yaml_text
+from temper_legacy_shim.configs.values import Plain, from_environment, yaml_text
 
 
 def yaml_of(translation: Translation) -> str:
@@ -39,6 +39,10 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
+def _in_file(setting: Setting) -> Plain:
+    return from_environment(setting.value, is_number=setting.is_number)
+
+
 def _block(settings: Mapping[str, Setting]) -> list[str]:
     """Nested blocks in the order in which their first value was put."""
     return _lines(sorted(settings.items(), key=lambda item: _place(item[0], settings)))
@@ -65,5 +69,5 @@ def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
         for depth in range(len(open_blocks), len(parts) - 1):
             lines.append(f"{'  ' * depth}{yaml_text(parts[depth])}:")
             open_blocks.append(parts[depth])
-        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(setting.value)}  # {printable(setting.comment)}")
+        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_in_file(setting))}  # {printable(setting.comment)}")
     return lines
