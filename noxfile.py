@@ -253,6 +253,12 @@ def coverage(session: nox.Session, package: str) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Whether a test fails when the core is wrong: faults put into it one at a time; arguments after -- are those of tools/mutants.py."""
+    session.run(str(ensure_environment(ROOT)), "-m", "tools.mutants", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Every bench/bench_*.py; its report goes to standard output."""
     programs = sorted((ROOT / "bench").glob("bench_*.py"))
