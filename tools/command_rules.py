@@ -21,19 +21,20 @@ from temper_engine_api.registry import list_engines
 from temper_legacy_shim.cli import app
 from temper_trainer.__main__ import main as temper_train
 from tools.dev import QUICKSTART
-from tools.environment import MEGATRON_BRIDGE
+from tools.environment import MEGATRON_BRIDGE, TORCH
+from tools.new_engine import main as new_engine
 from tools.steps import STEP_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FOREIGN = ("vllm", MEGATRON_BRIDGE)
+FOREIGN = ("vllm", MEGATRON_BRIDGE, TORCH)
 """What pages install that is not ours."""
 
 OWN_RUN = ("algorithm=grpo", "actor.engine.model.path=DIR", "data.train.paths=[train.jsonl]", "run.dir=runs/mine")
 """What `...` stands for in a command: the reader's own run."""
 
-PLACEHOLDERS = ("NAME", "mine")
-"""Engines for which the reader puts in a name."""
+PLACEHOLDERS = ("NAME", "mine", "acme_engine")
+"""Engines of the reader's own."""
 
 NEEDS_PERSON = (0, 10, 20)
 """Exit statuses by which temper-migrate says how much is left to a person; any other one is a failure."""
@@ -76,6 +77,9 @@ def python(words: Sequence[str], folder: Path) -> str:
         return f"there is no program {name} in this repository"
     if name == "tools/dev" and rest[0] == "train":
         return train(("temper-train", *QUICKSTART, *rest[1:]), folder)
+    if name == "tools/new_engine":
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+            return "" if new_engine(list(rest)) == 0 else "no engine was made"
     strangers = set(rest[rest.index("--only") + 1 :: 2]) - set(STEP_NAMES) if name == "tools/dev" and "--only" in rest else set()
     return _not_declared(rest, declared=options_in(file)) or ("" if not strangers else f"{', '.join(sorted(strangers))}: no step")
 
@@ -99,7 +103,12 @@ def nox_sessions(words: Sequence[str], folder: Path) -> str:
 def pip_install(words: Sequence[str], folder: Path) -> str:
     """What is installed is ours and has the extras that are asked for, or is in FOREIGN."""
     faults = []
-    for word in (word for word in words[2:] if not word.startswith("-") and word not in FOREIGN):
+    constraints = words[words.index("-c") + 1] if "-c" in words else ""
+    if constraints and not (ROOT / constraints).is_file():
+        faults.append(f"there is no file {constraints}")
+    for word in (word for word in words[2:] if not word.startswith("-") and word not in (*FOREIGN, constraints)):
+        if (folder / word / "pyproject.toml").is_file():  # the reader's own
+            continue
         name, _, extras = word.removeprefix("./packages/").removeprefix("temper-").rstrip("]").partition("[")
         declared = ROOT / "packages" / name / "pyproject.toml"
         if not declared.is_file():

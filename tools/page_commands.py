@@ -66,7 +66,7 @@ MODULES = {
 # On one line, in front of the page's first, so that lines keep their numbers.
 _RECORDER = (
     """command_not_found_handle() { printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
-    """rollout-env/bin/pip() { command_not_found_handle pip "$@"; }; """
+    """rollout-env/bin/pip() { command_not_found_handle pip "$@"; }; source() { :; }; """
 )
 
 
