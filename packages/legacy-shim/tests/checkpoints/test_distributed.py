@@ -67,6 +67,17 @@ def test_a_rank_s_file_under_another_rank_s_name_is_noticed(tmp_path: Path) -> N
         _read(tmp_path)
 
 
+@pytest.mark.parametrize(("mesh_shape", "rank"), [((2,), 1), ((2, 2), 3)])
+def test_a_copy_of_another_rank_s_file_is_noticed_where_all_shards_have_one_size(
+    tmp_path: Path, mesh_shape: Sequence[int], rank: int
+) -> None:
+    write_fsdp(tmp_path, {"matrix": torch.arange(24.0).reshape(8, 3)}, mesh_shape=mesh_shape)
+    world = 2 ** len(mesh_shape)
+    (tmp_path / f"model_world_size_{world}_rank_{rank}.pt").write_bytes((tmp_path / f"model_world_size_{world}_rank_0.pt").read_bytes())
+    with pytest.raises(DamagedFileError, match=rf"rank_{rank}\.pt.*matrix was written at \(0,.*another rank's file"):
+        _read(tmp_path)
+
+
 def test_a_missing_rank_is_named_before_anything_is_read(tmp_path: Path) -> None:
     write_fsdp(tmp_path, _tensors(), mesh_shape=(3,), plain=["number"])
     (tmp_path / "model_world_size_3_rank_1.pt").unlink()

@@ -118,7 +118,10 @@ def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> 
 def _read_ranks(role: Role) -> dict[int, _RankState]:
     files = role.fsdp_files["optim"]
     if set(files) != set(role.fsdp_files["model"]):
-        raise DamagedFileError(f"{role.path} has optim files of {sorted(files)}, but model files of {sorted(role.fsdp_files['model'])}.")
+        raise DamagedFileError(
+            f"{role.path} has optim files of ranks {sorted(files)}, but model files of ranks {sorted(role.fsdp_files['model'])}: copy "
+            "every rank's file here, or move the optim files away to carry weights alone."
+        )
     ranks = {rank: _read(path, rank=rank) for rank, path in files.items()}
     numbers = {frozenset(state.states) for state in ranks.values()}
     if len(numbers) != 1:

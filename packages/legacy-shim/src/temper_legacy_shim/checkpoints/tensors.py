@@ -198,7 +198,13 @@ class TensorReader:
         found = np.argwhere(ranks == self._rank)
         if len(found) != 1:
             raise self._damaged(key, f"lies on a mesh of ranks {sorted(ranks.reshape(-1).tolist())}, but the file is rank {self._rank}'s")
-        return ranks.shape, tuple(int(place) for place in found[0])
+        place = tuple(int(along) for along in found[0])
+        written = attributes.get("_coordinate_on_dim")  # every torch from 2.4 on says where the rank was that wrote the file
+        if isinstance(written, tuple | list) and tuple(written) != place:
+            raise self._damaged(
+                key, f"was written at {tuple(written)} of its mesh, but rank {self._rank} is at {place}: another rank's file"
+            )
+        return ranks.shape, place
 
     def _mesh_ranks(self, attributes: Mapping[object, object], *, key: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
         """Ranks in the shape of the mesh: a tensor until torch 2.8; a flat one and its layout since."""
