@@ -174,6 +174,14 @@ def test_a_rank_that_was_not_copied_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "actor")
 
 
+def test_a_copy_of_another_rank_s_file_is_noticed(tmp_path: Path) -> None:
+    _write_ranks(tmp_path / "actor", _model(), tp=2, pp=2)
+    model = tmp_path / "actor/model"
+    (model / "mp_rank_01_001/model.pt").write_bytes((model / "mp_rank_00_001/model.pt").read_bytes())
+    with pytest.raises(DamagedFileError, match="tensor ranks 0 and 1 of stage 1 hold the same"):
+        open_checkpoint(tmp_path / "actor")
+
+
 def test_another_model_s_config_is_refused(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=1)
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 8}))

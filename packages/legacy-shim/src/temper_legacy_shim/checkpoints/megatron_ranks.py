@@ -11,6 +11,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.layouts import RankFile
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, concatenated
+from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.checkpoints.tensors import TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
@@ -19,6 +20,8 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weig
 _ADAPTER = re.compile(r".+\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.adapter\.(?:adapter_\w+\.)?linear_(in|out)\.weight")
 _COLUMNS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "output_layer.weight", "linear_fc1.bias")
 _GATED = re.compile(r".+\.linear_fc1\.(?:weight\d*|bias)")
+_TELLING_BYTES = 8
+"""Different bytes that a row has to have before two that are equal count as copies."""
 _ROWS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
 
 
@@ -57,6 +60,7 @@ def read_chunks(files: Sequence[RankFile], *, where: Path) -> Chunks:
     """
     chunks = _with_expert_ranks({(file.pp, file.ep, file.tp): _chunks(file.path) for file in files})
     _check_all_ranks(set(chunks), where=where)
+    _check_no_copies(chunks, where=where)
     return chunks
 
 
@@ -129,6 +133,19 @@ def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
             f"{where} lacks the file of tensor rank {tp}, stage {pp}, expert rank {ep} (sizes {sizes[2]}, {sizes[0]}, {sizes[1]}): copy "
             "every rank's folder here."
         )
+
+
+def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
+    """Tensor ranks hold different rows of every fused matrix; the files themselves do not say whose they are."""
+    seen: dict[tuple[int, int, bytes], tuple[int, LazyTensor]] = {}
+    for (pp, ep, tp), of_rank in sorted(chunks.items()):
+        mine = next((tensor for chunk in of_rank for name, tensor in chunk.items() if name.endswith("linear_qkv.weight")), None)
+        row = b"" if mine is None or not mine.shape[0] else mine.read(0, 1).tobytes()
+        if mine is None or len(set(row)) < _TELLING_BYTES:  # such as zeros
+            continue
+        other, same = seen.setdefault((pp, ep, row), (tp, mine))
+        if other != tp and is_equal(same, mine):
+            raise DamagedFileError(f"{where}: the files of tensor ranks {other} and {tp} of stage {pp} hold the same: one is a copy.")
 
 
 def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
