@@ -190,6 +190,25 @@ def test_a_tree_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) ->
         fsdp.read_weights({0: path}, where=tmp_path)
 
 
+def test_a_number_that_python_refuses_to_write_is_named_by_its_length(tmp_path: Path) -> None:
+    torch.save({1 << 100_000: torch.ones(1)}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ShimError, match="a number of 100001 bits is no name of a tensor"):
+        _fsdp(tmp_path)
+
+
+def test_a_place_on_the_mesh_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) -> None:
+    deep: object = ()
+    for _ in range(60):
+        deep = (deep, deep)
+    write_fsdp(tmp_path, {"w": torch.ones(4, 2)}, mesh_shape=(1,))
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    state = torch.load(path, weights_only=False)
+    state["w"].device_mesh._coordinate_on_dim = (deep,)
+    torch.save(state, path)
+    with pytest.raises(ShimError, match=r"was written at \(a tuple\) of its mesh"):
+        _fsdp(tmp_path)
+
+
 def test_a_shard_along_a_dimension_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Found by the fuzzer: one flipped bit turned Shard(dim=0) into Shard(dim=58)."""
     write_fsdp(tmp_path, {"w": torch.ones(4, 2)}, placements={"w": [Shard(58)]})

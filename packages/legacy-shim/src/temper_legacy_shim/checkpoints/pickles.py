@@ -56,6 +56,8 @@ class Inert:
 
 def in_short(node: object) -> str:
     """A node for an error message: scalars as they are, of everything else the type; see ``Inert.__repr__``."""
+    if isinstance(node, int) and node.bit_length() > _LONGEST_NUMBER:
+        return f"a number of {node.bit_length()} bits"  # Python refuses to write very long ones
     return repr(node)[:80] if isinstance(node, (*_SCALARS, Inert, Global)) else f"a {type(node).__name__}"
 
 
@@ -68,6 +70,7 @@ class Persistent:
 
 
 _MARK = object()
+_LONGEST_NUMBER = 256
 _SKIPPED = frozenset({"PROTO", "FRAME"})
 _PUSHED = frozenset(
     name
