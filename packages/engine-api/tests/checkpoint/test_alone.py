@@ -82,6 +82,21 @@ def test_a_rank_that_can_not_write_stops_every_rank(make_engines: MakeEngines, t
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_an_error_of_any_kind_on_one_rank_reaches_all(make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LibraryError(Exception):
+        """As safetensors has one."""
+
+    def fails(directory: str) -> list[str]:
+        raise LibraryError("No space left on device")
+
+    engines = make_engines(2)
+
+    monkeypatch.setattr(engines[1], "_write_state", fails)
+    for error in on_every_rank(engines, save(1, tmp_path)):
+        assert "step 1 could not be saved: rank 1: LibraryError: No space left on device" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is what is meant
 def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
     make_engines: MakeEngines, small_disk: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,13 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry
 from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_fsdp.safetensors_file import bytes_of, write_safetensors
@@ -74,15 +76,25 @@ def write_weights(
         directory: of the checkpoint's part.
         is_writer: whether this rank writes.
         shard_bytes: largest file, unless one tensor is larger.
+
+    Raises:
+        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks do.
     """
     if not is_writer:
         for _ in stream:
             pass
         return []
     folder = Path(directory, FOLDER)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = iter(stream)
-    shards = _cut(entries, shard_bytes=shard_bytes)
+    try:
+        return _write_shards(weights, _cut(entries, shard_bytes=shard_bytes), folder=folder)
+    except OSError as error:
+        deque(weights, maxlen=0)
+        raise CheckpointError(f"could not write the model to {folder} ({error})") from error
+
+
+def _write_shards(weights: Iterator[NamedWeight], shards: Sequence[Sequence[WeightEntry]], *, folder: Path) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
@@ -90,7 +102,7 @@ def write_weights(
     if count == 1:
         return [f"{FOLDER}/{names[0]}"]
     places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    index = {"metadata": {"total_size": sum(map(bytes_of, entries))}, "weight_map": places}
+    index = {"metadata": {"total_size": sum(bytes_of(entry) for shard in shards for entry in shard)}, "weight_map": places}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [f"{FOLDER}/{name}" for name in (*names, INDEX_NAME)]
 

@@ -127,11 +127,18 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
-    """Write them; the relative path."""
+    """Write them; the relative path.
+
+    Raises:
+        CheckpointError: the file can't be written.
+    """
     relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(states), path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(states), path)
+    except (RuntimeError, OSError) as error:  # torch makes a RuntimeError of a full disk
+        raise CheckpointError(f"could not write {path} ({str(error).strip().splitlines()[0]})") from error
     return relative
 
 

@@ -42,7 +42,8 @@ def write_safetensors(path: Path, entries: Sequence[WeightEntry], weights: Itera
             name, tensor = next(weights)
             assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), "the stream is not as announced"
             if tensor.numel() > 0:
-                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(file)
+                # Not numpy's tofile: what it still buffers when the disk is full is lost without an error.
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _header(entries: Sequence[WeightEntry]) -> bytes:

@@ -86,17 +86,18 @@ def _write(
 ) -> list[str]:
     rank = parts.membership.rank
     files = persistence.write_tensors(content.tensors, directory=directory, rank=rank, group=group)
+    # A copy is exported by one rank, from the disk; a live model is gathered, by all of them. What each rank writes alone comes after it:
+    # one that fails there leaves no other rank waiting.
+    if config.save_huggingface_weights and (rank == 0 or group is None):
+        files += huggingface.write_weights(
+            weights(), _entries(parts, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
+        )
     files.append(persistence.write_random_states(content.random_states, directory=directory, rank=rank))
     if rank == 0:
         dtype = dtype_named(config.precision.compute)
         files += huggingface.write_description(parts.hf_config, directory=directory, source=config.model.path, dtype=dtype)
     if rank == 0 and content.adapter is not None:
         files += huggingface.write_adapter(*content.adapter, directory=directory)
-    # A copy is exported by one rank, from the disk; a live model is gathered, by all of them.
-    if config.save_huggingface_weights and (rank == 0 or group is None):
-        files += huggingface.write_weights(
-            weights(), _entries(parts, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
-        )
     return files
 
 

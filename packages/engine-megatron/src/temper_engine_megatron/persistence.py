@@ -6,13 +6,15 @@ before) goes on with the stream it has.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -59,16 +61,21 @@ def write_state(stream: Iterable[Held], *, directory: str, is_writer: bool) -> l
     """Write a stream of state, about FILE_BYTES a file; relative paths. Every rank consumes the stream, one writes.
 
     Raises:
-        CheckpointError: a file can't be written.
+        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks do.
     """
     written: list[str] = []
     held: Held = {}
-    for parts in stream:
+    parts_of_names = iter(stream)
+    for parts in parts_of_names:
         if not is_writer:
             continue
         held |= parts
         if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
-            written.append(_write_file(held, directory=directory, number=len(written)))
+            try:
+                written.append(_write_file(held, directory=directory, number=len(written)))
+            except CheckpointError:
+                deque(parts_of_names, maxlen=0)
+                raise
             held = {}
     if held:
         written.append(_write_file(held, directory=directory, number=len(written)))
@@ -132,12 +139,18 @@ def _have_moments(names: Collection[str], stored: Collection[str]) -> bool:
 def _write_file(tensors: Held, *, directory: str, number: int) -> str:
     relative = f"{FILES_FOLDER}/part-{number:05d}.safetensors"
     path = Path(directory, relative)
+    with _writing(path):
+        save_file(tensors, path)
+    return relative
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
-    except (OSError, RuntimeError) as error:  # safetensors wraps a full disk in its own error, which is neither
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk: Python's, torch's and safetensors' error
         raise CheckpointError(f"could not write {path} ({error})") from error
-    return relative
 
 
 def random_states(device: torch.device, *, others: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
@@ -151,11 +164,15 @@ def random_states(device: torch.device, *, others: Mapping[str, torch.Generator]
 
 
 def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
-    """Write them; the relative path."""
+    """Write them; the relative path.
+
+    Raises:
+        CheckpointError: the file can't be written.
+    """
     relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(states), path)
+    with _writing(path):
+        torch.save(dict(states), path)
     return relative
 
 
@@ -176,14 +193,16 @@ def read_random_states(*, directory: str, rank: int, device: torch.device, other
 
 
 def write_adapter(config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str) -> list[str]:
-    """Write an adapter in the format of HF PEFT; relative paths."""
+    """Write an adapter in the format of HF PEFT; relative paths.
+
+    Raises:
+        CheckpointError: a file can't be written.
+    """
     folder = Path(directory, ADAPTER_FOLDER)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder / ADAPTER_CONFIG):
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with _writing(folder / ADAPTER_WEIGHTS):
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"could not write {folder} ({error})") from error
     return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
@@ -202,8 +221,12 @@ def refuse_other_systems(directory: str) -> None:
 
 
 def write_description(fields: dict[str, object], *, directory: str) -> str:
-    """Write the model's own config.json; its relative path."""
+    """Write the model's own config.json; its relative path.
+
+    Raises:
+        CheckpointError: the file can't be written.
+    """
     path = Path(directory, "huggingface", "config.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n")
+    with _writing(path):
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n")
     return "huggingface/config.json"

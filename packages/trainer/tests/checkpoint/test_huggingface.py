@@ -1,6 +1,9 @@
 """The model directory that a run leaves."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,4 +71,28 @@ def test_a_stream_that_breaks_leaves_no_directory(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="no space left on device"):
         huggingface.write_model_directory(broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def full_disk(*, at: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Smaller than the weights, which safetensors writes; larger, and smaller than the tokenizer's file, which the tokenizers library writes.
+@pytest.mark.parametrize(("at", "vocabulary", "what"), [(1000, 2, "model"), (20_000, 200, "tokenizer")])
+def test_a_full_disk_is_one_sentence_and_leaves_no_directory(tmp_path: Path, at: int, vocabulary: int, what: str) -> None:
+    large = tokenizer()
+    large.add_tokens([f"word-{i}" for i in range(vocabulary)])
+    with (
+        full_disk(at=at),
+        pytest.raises(CheckpointError, match=rf"the {what} could not be written to .*File too large.*Free space and run"),
+    ):
+        huggingface.write_model_directory(iter(weights()), model=SPEC, tokenizer=large, directory=tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -203,16 +203,16 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
         return _Outcome(value=action())
     except TemperError as error:
         return _Outcome(error=error)
-    except _io_failures() as error:
+    except _failures() as error:
         logger.warning("a checkpoint could not be written or read", exc_info=True)
         return _Outcome(error=CheckpointError(_reason(error)))
 
 
-def _io_failures() -> tuple[type[BaseException], ...]:
-    """What writing and reading tensors raises; torch's own is no Exception. Imported late: it costs a second."""
+def _failures() -> tuple[type[BaseException], ...]:
+    """All: libraries have errors of their own for a full disk, and torch's is not even an Exception. Imported late: it costs a second."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    return (OSError, RuntimeError, CheckpointException)
+    return (Exception, CheckpointException)
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
+from temper_trainer.data.tokenizer import save_tokenizer
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file."""
@@ -45,8 +47,11 @@ def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, t
         config.dtype = dtype
         config.use_cache = True
         config.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-    except OSError as error:
+        save_tokenizer(tokenizer, staging)
+    except CheckpointError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    except (OSError, SafetensorError) as error:  # the latter is what safetensors makes of a full disk
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"the model could not be written to {directory}: {error}. Free space and run again.") from error
     os.rename(staging, directory)

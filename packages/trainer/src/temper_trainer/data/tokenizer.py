@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.rows import DataError
 
@@ -28,6 +28,7 @@ def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: I
     Raises:
         ConfigError: kind pretrained without a readable directory, or its tokenizer has no end token.
         DataError: there are no texts to learn from, one holds a special token, or does not survive encoding and decoding.
+        CheckpointError: it can't be written.
     """
     if config.kind == "pretrained":
         tokenizer = _load(config.path or model_path)
@@ -40,8 +41,23 @@ def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: I
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=trained, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
         )
-    tokenizer.save_pretrained(str(directory))
+    save_tokenizer(tokenizer, directory)
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write its files.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder can't be written.
+    """
+    try:
+        tokenizer.save_pretrained(str(directory))
+    except Exception as error:
+        # The tokenizers library, which writes one of the files, has no error of its own for it.
+        if type(error) is not Exception and not isinstance(error, OSError):
+            raise
+        raise CheckpointError(f"the tokenizer could not be written to {directory}: {error}. Free space and run again.") from error
 
 
 def _load(path: str | None) -> PreTrainedTokenizerBase:

@@ -1,0 +1,84 @@
+"""A disk that is full while a checkpoint is written: one sentence on every rank, the step before untouched, and nobody left waiting."""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.layout import Layout
+from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp import persistence
+from temper_engine_fsdp.engine import FSDPEngine
+
+
+@contextmanager
+def full_disk(*, at: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("at", [10_000, 500])
+def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start: Callable[..., FSDPEngine], tmp_path: Path, at: int) -> None:
+    engine = start()
+    engine.save_checkpoint(str(tmp_path), global_step=1)
+    with full_disk(at=at), pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*torch could not write to"):
+        engine.save_checkpoint(str(tmp_path), global_step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    engine.load_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path), global_step=2)
+
+
+def test_random_states_that_can_not_be_written_are_named(tmp_path: Path) -> None:
+    with full_disk(at=500), pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
+        persistence.write_random_states({"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two rank processes."""
+    fleet = Fleet(2, folder=tmp_path_factory.mktemp("fleet"))
+    yield fleet
+    fleet.close()
+
+
+# A frozen model is written by the first rank alone, while the other one sends its parts; its own share of the state is half as large and
+# still fits. Each rank's share of moments does not.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("full", "optimizer", "sentence"), [(0, None, "rank 0: could not write the model to"), (1, TRAINS, "torch could not write to")]
+)
+def test_a_full_disk_of_one_rank_stops_both(
+    fleet: Fleet, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
+) -> None:
+    recipe = Reference(folder=tmp_path / "models").recipe(QWEN2_GROUPED, optimizer=optimizer)
+    layout = Layout(name="whole-model", world_size=2, fields={"save_huggingface_weights": True})
+    arguments: dict[str, object] = {"recipe": recipe, "folder": tmp_path / "steps", "full": full}
+    sentences = fleet.run(save_twice, engine="fsdp", layout=layout, arguments=arguments)
+    assert sentences[0] == sentences[1]
+    assert "step 2 could not be saved: " in sentences[0]
+    assert sentence in sentences[0]
+    assert complete_steps(tmp_path / "steps") == [1]
+
+
+def save_twice(rank: Rank, *, recipe: Recipe, folder: Path, full: int) -> str:
+    """The sentence of the second save, for which one rank's disk is a byte too small for the model."""
+    engine = rank.engine(recipe)
+    first = Path(engine.save_checkpoint(str(folder), global_step=1))
+    at = (first / "engine" / "huggingface" / "model.safetensors").stat().st_size - 1
+    with full_disk(at=at) if rank.index == full else nullcontext(), pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(str(folder), global_step=2)
+    return str(caught.value)

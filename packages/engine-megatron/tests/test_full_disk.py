@@ -1,0 +1,77 @@
+"""A disk that is full while a checkpoint is written: one sentence on every rank, the step before untouched, and nobody left waiting."""
+
+import resource
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.conformance.checkpoint_jobs import train
+from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.rank import TRAINS
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.registry import conformance_layouts
+from temper_engine_megatron import persistence
+
+LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+
+
+@contextmanager
+def full_disk(*, at):
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Smaller than the state; smaller than random states.
+@pytest.mark.parametrize("at", [10_000, 500])
+def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start, tmp_path, at):
+    engine = start()
+    engine.save_checkpoint(str(tmp_path), global_step=1)
+    with full_disk(at=at), pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*could not write .*part-00000.safetensors"):
+        engine.save_checkpoint(str(tmp_path), global_step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    engine.load_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path), global_step=2)
+
+
+def test_each_file_that_can_not_be_written_is_named(tmp_path):
+    tensors = {"one": torch.zeros(500)}
+    with full_disk(at=500):
+        with pytest.raises(CheckpointError, match=r"could not write .*adapter_model\.safetensors"):
+            persistence.write_adapter({"r": 8}, tensors, directory=str(tmp_path))
+        with pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
+            persistence.write_random_states(tensors, directory=str(tmp_path), rank=0)
+        with pytest.raises(CheckpointError, match=r"could not write .*config\.json"):
+            persistence.write_description({"text": "x" * 1000}, directory=str(tmp_path))
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_rank_stops_both(fleet, reference, tmp_path, full):
+    # In the middle of the state the other rank is still sending its parts.
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
+    arguments = {"recipe": recipe, "batch": reference.batch(), "folder": tmp_path, "full": full}
+    sentences = fleet.run(save_twice, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments)
+    assert sentences[0] == sentences[1]
+    assert f"step 2 could not be saved: rank {full}: could not write" in sentences[0]
+    assert complete_steps(tmp_path) == [1]
+
+
+def save_twice(rank, *, recipe, batch, folder, full):
+    """The sentence of the second save, which is cut into many files."""
+    engine = rank.engine(recipe)
+    engine.save_checkpoint(str(folder), global_step=1)
+    file_bytes = persistence.FILE_BYTES
+    persistence.FILE_BYTES = 1000
+    try:
+        with full_disk(at=500) if rank.index == full else nullcontext(), pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(str(folder), global_step=2)
+    finally:
+        persistence.FILE_BYTES = file_bytes
+    train(engine, [batch])
+    return str(caught.value)
