@@ -31,7 +31,7 @@ def test_a_run_leaves_all_that_it_promises(run: Run, tmp_path: Path) -> None:
     result = run(tmp_path / "run")
     left = {path.name for path in result.directory.iterdir()}
     assert {"metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "config_origins.yaml", "checkpoints", "huggingface"} <= left
-    assert set(result.evaluation) == {"eval/greedy/reward", "eval/sampled/reward"}
+    assert set(result.evaluation) == {f"eval/{name}/{what}" for name in ("greedy", "sampled") for what in ("reward", "failed")}
     assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

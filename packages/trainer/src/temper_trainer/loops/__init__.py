@@ -16,7 +16,7 @@ from temper_trainer.data.prompts import check_fits, encode_demonstrations, encod
 from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streaming import StreamedItems
-from temper_trainer.loops.evaluation import evaluate_all
+from temper_trainer.loops.evaluation import evaluate_all, trained_among
 from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.inference import generate, open_inference
 from temper_trainer.loops.interrupts import StopRequest
@@ -135,6 +135,7 @@ class _Run:
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
         eval_prompts, num_eval_dropped = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
         self._count_dropped("rl", data=num_dropped, eval=num_eval_dropped)
+        trained = [*self.problems["train"], *([] if model is None else self.problems.get("warm_start", []))]
         config = with_length(config, num_problems=len(prompts))
         _check_done(self.done, config=config, found=found)
         return run_rl(
@@ -143,6 +144,7 @@ class _Run:
             tokenizer=self.tokenizer,
             prompts=prompts,
             eval_prompts=eval_prompts,
+            num_eval_trained=trained_among(eval_prompts, rows=self.problems.get("eval", []), trained=trained),
             folder=self.folder,
             resume_from=found,
             digest=self.digest,

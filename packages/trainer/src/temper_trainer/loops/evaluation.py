@@ -1,14 +1,15 @@
 """Held-out problems: completions under given sampling, scored by the run's reward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.data.rows import Row
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete
 from temper_trainer.metrics.log import SampleRow
-from temper_trainer.types import SamplingRequest
+from temper_trainer.types import Prompt, SamplingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class Evaluation:
     mean_reward: float
     """Over problems that could be scored; for a 0/1 reward, the share solved."""
     num_scored: int
-    """How many could be scored."""
+    """How many could be scored; the others' reward raised, timed out or was not finite."""
     rows: Sequence[SampleRow]
     """Some completions to look at."""
 
@@ -46,7 +47,7 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
 
 def evaluate_all(rooms: Rooms, *, step: int, moment: str) -> dict[str, float]:
     """Greedy, and sampled where asked; said, logged and returned by metric name."""
-    run, found = rooms.config.run, {}
+    run, found, said = rooms.config.run, dict[str, float](), list[str]()
     if not rooms.eval_prompts:
         return {}
     kinds = [("greedy" if run.eval_sampling.temperature == 0 else "eval", run.eval_sampling)]
@@ -54,11 +55,39 @@ def evaluate_all(rooms: Rooms, *, step: int, moment: str) -> dict[str, float]:
         kinds.append(("sampled", rooms.config.sampling))
     for name, sampling in kinds:
         result = evaluate(rooms, name=name, sampling=sampling)
-        found[f"eval/{name}/reward"] = result.mean_reward
+        num_failed = len(rooms.eval_prompts) - result.num_scored
+        found |= {f"eval/{name}/reward": result.mean_reward, f"eval/{name}/failed": float(num_failed)}
+        said.append(f"{name} {result.mean_reward:.3f}" + (f" (over {result.num_scored} that could be scored)" if num_failed else ""))
         if name == kinds[0][0]:
             rooms.log.show_samples(step, result.rows)
-    numbers = ", ".join(f"{name.split('/')[1]} {value:.3f}" for name, value in found.items())
-    function = rooms.config.reward.function
-    rooms.log.say(f"{moment}: held-out {function} over {len(rooms.eval_prompts)} problems never trained on: {numbers}")
+    rooms.log.say(f"{moment}: {_what(rooms)}: {', '.join(said)}")
     rooms.log.log(step, found, phase="eval")
     return found
+
+
+def _what(rooms: Rooms) -> str:
+    """Held-out only where that was seen."""
+    scored = f"{rooms.config.reward.function} over {len(rooms.eval_prompts)} problems"
+    if rooms.num_eval_trained is None:
+        return scored
+    if rooms.num_eval_trained > 0:
+        return f"{scored}, {rooms.num_eval_trained} of them in the training data too"
+    return f"held-out {scored} never trained on"
+
+
+def trained_among(prompts: Sequence[Prompt], *, rows: Sequence[Row], trained: Iterable[Row]) -> int:
+    """How many of these prompts have a question that is trained on as well, up to white space.
+
+    Args:
+        prompts: made from rows, some of which may have been dropped.
+        rows: where they come from.
+        trained: rows of everything that this run trains on.
+    """
+    questions = {_question(row) for row in trained}
+    both = {row.row_id for row in rows if _question(row) in questions}
+    return sum(prompt.prompt_id in both for prompt in prompts)
+
+
+def _question(row: Row) -> tuple[str, ...]:
+    asked = [row.prompt] if isinstance(row.prompt, str) else [f"{message.role}: {message.content}" for message in row.prompt]
+    return tuple(" ".join(text.split()) for text in asked)

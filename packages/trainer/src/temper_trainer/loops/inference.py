@@ -91,7 +91,11 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
     rewards = [score.reward for score in scores if score.reward is not None]
-    found = {"generate/completions": float(len(lines)), "generate/reward": sum(rewards) / len(rewards) if rewards else float("nan")}
+    found = {
+        "generate/completions": float(len(lines)),
+        "generate/reward": sum(rewards) / len(rewards) if rewards else float("nan"),
+        "generate/failed": float(len(lines) - len(rewards)),
+    }
     rooms.log.log(0, found | metrics, phase="generate")
     rooms.log.say(f"{len(lines)} completions of {len(prompts)} prompts are in {path}")
     return found

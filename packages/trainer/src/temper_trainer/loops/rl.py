@@ -53,6 +53,7 @@ def run_rl(
     digest: str,
     stop: StopRequest,
     runtime: Runtime,
+    num_eval_trained: int | None = None,
 ) -> dict[str, float]:
     """All steps of a run, from a checkpoint where one is given.
 
@@ -78,7 +79,14 @@ def run_rl(
             log.say(f"the configuration differs from the one that made {resume_from}: compare config.yaml with config.superseded-*.yaml")
         state = replace(state, config_digest=digest)
     with open_rooms(
-        config, log=log, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts, state=state, runtime=runtime
+        config,
+        log=log,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        num_eval_trained=num_eval_trained,
+        state=state,
+        runtime=runtime,
     ) as rooms:
         if resume_from is not None:
             checkpointer.read_roles(resume_from, roles={name: role.read_part for name, role in rooms.roles.items()})
@@ -105,6 +113,7 @@ def open_rooms(
     eval_prompts: Sequence[Prompt],
     state: TrainerState,
     runtime: Runtime,
+    num_eval_trained: int | None = None,
 ) -> Iterator[Rooms]:
     """Build every room of a run and close them all, also when the body raises."""
     engines = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
@@ -141,6 +150,7 @@ def open_rooms(
             teachers=teachers,
             make_environment=None if config.environment is None else environment_maker(config.environment, tokenizer=tokenizer),
             canary=_canary(config, roles["actor"], prompt=prompts[0]) if config.rollout.canary else None,
+            num_eval_trained=num_eval_trained,
         )
 
 

@@ -45,3 +45,5 @@ class Rooms:
     """Of rollouts of several turns, where the configuration has an environment."""
     canary: Canary | None
     """Compared after every publish, where the configuration wants it."""
+    num_eval_trained: int | None = None
+    """How many of the held-out prompts are in the run's training data too; None where the run trains nothing, so that nobody knows."""
