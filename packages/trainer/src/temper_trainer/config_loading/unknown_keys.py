@@ -10,6 +10,8 @@ from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
 SHOWN = 12
 """Problems that are listed; a file of another program has hundreds."""
+_SLIP = 0.85
+"""Likeness of two names that differ by a letter, such as path and paths (2 * 4 / 9 = 0.89)."""
 
 
 def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
@@ -47,24 +49,25 @@ def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
 
 
 def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
-    """A sentence with the nearest valid keys; a key of the right name in another block comes first."""
+    """A sentence with the nearest valid keys: a slip in the name, then the right name in another block, then what resembles it."""
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     same_name.sort(key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True)
     found = (
-        same_name
-        or _siblings_like(name, block=block, known=known)
+        _siblings_like(name, block=block, known=known, cutoff=_SLIP)
+        or same_name
+        or _siblings_like(name, block=block, known=known, cutoff=0.6)
         or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
         or _namesakes_like(name, known=known)
     )
     return f"did you mean {' or '.join(found[:3])}?" if found else "`temper-train --help` lists them all."
 
 
-def _siblings_like(name: str, *, block: str, known: Mapping[str, Entry]) -> list[str]:
+def _siblings_like(name: str, *, block: str, known: Mapping[str, Entry], cutoff: float) -> list[str]:
     prefix = f"{block}." if block else ""
     names = [key.removeprefix(prefix) for key in known if key.startswith(prefix)]
     siblings = [sibling for sibling in names if "." not in sibling]
-    return [f"{prefix}{match}" for match in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
+    return [f"{prefix}{match}" for match in difflib.get_close_matches(name, siblings, n=2, cutoff=cutoff)]
 
 
 def _namesakes_like(name: str, *, known: Mapping[str, Entry]) -> list[str]:
