@@ -35,3 +35,15 @@ def test_torch_varlen_on_the_cpu_names_both_keys() -> None:
 def test_torch_varlen_in_float32_names_both_keys() -> None:
     with pytest.raises(ConfigError, match=r"precision\.compute is fp32"):
         FSDPConfig(model=MODEL, attention="torch_varlen", precision=PrecisionSpec(compute="fp32"))
+
+
+def test_a_size_of_safetensors_files_that_are_not_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="huggingface_shard_bytes is 1000, but has no effect without save_huggingface_weights"):
+        FSDPConfig(model=MODEL, huggingface_shard_bytes=1000)
+    FSDPConfig(model=MODEL, huggingface_shard_bytes=1000, save_huggingface_weights=True)
+
+
+def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="numa_affinity has no effect with device cpu"):
+        FSDPConfig(model=MODEL, numa_affinity=True, device="cpu")
+    FSDPConfig(model=MODEL, numa_affinity=True)

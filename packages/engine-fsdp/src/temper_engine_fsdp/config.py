@@ -85,8 +85,15 @@ class FSDPConfig(EngineConfig):
             )
         self._check_checkpointing()
         self._check_profile()
+        if self.numa_affinity and self.device == "cpu":
+            raise ConfigError("numa_affinity has no effect with device cpu, where no GPU has processor cores near it: switch it off.")
         if self.huggingface_shard_bytes < 1:
             raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
+        if self.huggingface_shard_bytes != 4 << 30 and not self.save_huggingface_weights:
+            raise ConfigError(
+                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect without save_huggingface_weights: switch "
+                "that on, or remove it."
+            )
         if self.strategy == "fsdp1":
             self._check_fsdp1()
 

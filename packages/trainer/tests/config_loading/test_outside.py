@@ -30,6 +30,12 @@ def test_missing_data_file_is_named(there: list[str]) -> None:
     assert refusal([*there, "data.eval.paths=[gone.jsonl]"]).startswith("data.eval.paths names gone.jsonl, which is no file here (")
 
 
+def test_missing_file_of_tools_is_named(there: list[str], tmp_path: Path) -> None:
+    assert refusal([*there, "data.tools_path=tools.yaml"]).startswith("data.tools_path is tools.yaml, which is no file here (")
+    (tmp_path / "tools.yaml").write_text("[]\n")
+    check_outside(load([*there, f"data.tools_path={tmp_path}/tools.yaml"]).config)
+
+
 def test_addresses_with_a_scheme_are_left_to_the_run(there: list[str]) -> None:
     check_outside(load([*there, "data.eval.paths=['s3://bucket/test.jsonl']"]).config)
 

@@ -250,15 +250,23 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources = {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
-        keys = ("data.chat_template", "data.tools_path")
+        keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
         yield _always(keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it")
     for name, source in sources.items():
         if source is None:
             continue
         if source.kind in ("jsonl", "parquet"):
             yield _always((f"{name}.split",), f"with {name}.kind {source.kind}, whose files are named in paths: remove it")
-        if source.kind == "arithmetic":
+        if config.task not in ("dpo", "rm"):
+            keys = (f"{name}.chosen_key", f"{name}.rejected_key")
+            yield _always(keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it")
+        if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
+            yield _always(keys, f"with {name}.messages_key, the field with whole conversations: remove one of them")
+        if not config.teachers:
+            yield _always((f"{name}.route_key",), "without teachers, who are chosen by it: remove it")
+        if source.kind == "arithmetic":
+            keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
             yield _always(keys, f"with {name}.kind arithmetic, which generates its problems: remove it")
         else:
             keys = (f"{name}.seed", f"{name}.wrong_first_operation")

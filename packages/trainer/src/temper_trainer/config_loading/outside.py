@@ -56,6 +56,9 @@ def _missing_data(config: TrainerConfig) -> Iterator[str]:
         for path in source.paths:
             if _is_local(path) and not Path(path).is_file():
                 yield f"{name}.paths names {path}, which is no file here ({Path.cwd()}): mend the path."
+    tools = config.data.tools_path
+    if tools is not None and not Path(tools).is_file():
+        yield f"data.tools_path is {tools}, which is no file here ({Path.cwd()}): mend the path."
 
 
 def _missing_models(config: TrainerConfig) -> Iterator[str]:
