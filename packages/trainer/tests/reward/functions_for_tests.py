@@ -1,5 +1,6 @@
 """Reward functions that misbehave, importable by worker processes."""
 
+import ctypes
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> floa
     match completion_text:
         case "hang":
             time.sleep(3600)
+        case "seize":
+            ctypes.PyDLL(None).usleep(1_500_000)  # holds the interpreter, as a regular expression that backtracks does
         case "raise":
             raise RuntimeError(f"no reward for {prompt.answer}")
         case "nan":
@@ -23,7 +26,7 @@ def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> floa
             return "one"  # type: ignore[return-value]
         case "die":
             os._exit(7)
-    return float(completion_text) + bonus
+    return 1.0 if completion_text == "seize" else float(completion_text) + bonus
 
 
 def process_id(prompt: Prompt, completion_text: str) -> float:

@@ -62,6 +62,13 @@ def test_a_call_that_hangs_costs_its_own_time_only(scorer: Scorer) -> None:
     assert time.monotonic() - begin < 30  # one second, and the start of a new process on a busy machine
 
 
+def test_an_answer_that_comes_too_late_is_a_timeout_even_where_nobody_could_interrupt_it(scorer: Scorer) -> None:
+    scores = scorer.score(items("seize", "1", "seize"))  # 1.5 seconds each, and 1.0 is the limit
+    assert [score.reward for score in scores] == [None, 1.5, None]
+    assert scores[0].failure == "timeout: took longer than reward.timeout_s = 1.0 (prompt 0, file:0)"
+    assert scorer.metrics()["reward/timeout"] == 2.0
+
+
 def test_a_function_that_takes_its_process_down_is_counted() -> None:
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "die", "2"))

@@ -131,9 +131,10 @@ class RewardConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     """From score to reward."""
     timeout_s: float = 10.0
-    """Longest time of one call."""
+    """Longest time of one call; a later answer counts as timed out."""
     num_workers: int = 0
-    """Processes that score; 0 scores in the driver's process, in which a hanging function is abandoned after timeout_s."""
+    """Processes that score, killed where a call takes longer than timeout_s. 0 scores in a thread of the driver: one that hangs is
+    abandoned, but while a call holds the interpreter (a runaway regular expression) the whole run waits for its end."""
     max_failure_share: float = 0.1
     """Share of failed rewards (raised, timed out, not finite) in a step above which the run stops; below it they are left out."""
 

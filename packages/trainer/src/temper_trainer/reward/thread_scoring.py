@@ -1,11 +1,13 @@
 """Scoring in this process: one thread for a whole batch, given up and replaced when a call takes too long.
 
-A thread can't be stopped. One that was given up ends when its call returns, and never scores anything more. A call that hangs
-without releasing the interpreter (a runaway regular expression) stops this process too: such functions belong in worker processes.
+A thread can't be stopped. One that was given up ends when its call returns, and never scores anything more. A call that runs without
+releasing the interpreter (a runaway regular expression) stops this process too, and is a time-out once it is over: such functions belong
+in worker processes.
 """
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 
 from temper_trainer.reward.outcome import Call, Item, Outcome, timed_out
@@ -37,7 +39,11 @@ class ThreadScoring:
             for item in items:
                 if is_given_up.is_set():
                     return
-                results.put(self._call(item))
+                begun = time.monotonic()
+                outcome = self._call(item)
+                # Whoever waits for it may have been stopped all the while, and would take a late answer for a prompt one.
+                is_late = time.monotonic() - begun > self._timeout_s
+                results.put(timed_out(item, timeout_s=self._timeout_s) if is_late else outcome)
 
         threading.Thread(target=score_all, name="temper-reward", daemon=True).start()
         outcomes: list[Outcome] = []
