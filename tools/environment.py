@@ -95,7 +95,7 @@ def ensure_environment(root: Path) -> Path:
     A second process that asks at the same time waits for the first.
 
     Raises:
-        EnvironmentTrouble: no venv or pip in this Python, too little disk, or an install that failed.
+        EnvironmentTrouble: neither venv nor pip in this Python, too little disk, or an install that failed.
     """
     folder = root / ".temper"
     folder.mkdir(exist_ok=True)
@@ -128,17 +128,31 @@ def check_disk(folder: Path, *, needed_bytes: int = NEEDED_BYTES) -> None:
 def _create(root: Path) -> None:
     folder = root / ".temper" / "env"
     check_disk(root)
-    if any(importlib.util.find_spec(module) is None for module in ("venv", "ensurepip")):
-        raise EnvironmentTrouble(
-            f"{sys.executable} has no venv or no pip to put into one: install them with your system's package manager "
-            "(Debian and Ubuntu: the package python3-venv), or use a Python that has them."
-        )
+    maker = _maker(root)
     print("environment: making .temper/env", flush=True)
     if folder.exists():
         shutil.rmtree(folder)
-    _run(root, [sys.executable, "-m", "venv", str(folder)], doing="making the environment")
+    _run(root, [sys.executable, *maker, str(folder)], doing="making the environment")
     # Older pips neither read every constraint nor resolve as fast.
     _pip(root, ["--upgrade", "pip"], doing="upgrading pip")
+
+
+def _maker(root: Path) -> list[str]:
+    """Arguments of Python that make an environment: the standard library's way, or virtualenv where Debian and others leave that out."""
+    if all(importlib.util.find_spec(module) is not None for module in ("venv", "ensurepip")):
+        return ["-m", "venv"]
+    if importlib.util.find_spec("pip") is None:
+        raise EnvironmentTrouble(
+            f"{sys.executable} has neither pip nor what makes environments: install one of them with your system's package manager "
+            "(Debian and Ubuntu: python3-pip or python3-venv), or use a Python that has them."
+        )
+    print("environment: this Python has no venv; installing virtualenv into .temper/virtualenv", flush=True)
+    home = root / ".temper" / "virtualenv"
+    if home.exists():
+        shutil.rmtree(home)
+    # Into a folder of ours: a Python that a system's package manager owns takes no other installs.
+    _run(root, [sys.executable, "-m", "pip", "install", "--target", str(home), "virtualenv"], doing="installing virtualenv")
+    return ["-c", f"import runpy, sys; sys.path.insert(0, {str(home)!r}); runpy.run_module('virtualenv', run_name='__main__')"]
 
 
 def _install_torch(root: Path) -> None:

@@ -103,6 +103,23 @@ def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
         environment._run(tmp_path, command, doing="installing it")
 
 
+@pytest.mark.slow
+def test_a_python_without_venv_makes_its_environment_with_pip_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)  # find_spec then finds nothing, as on Debian without python3-venv
+    (checkout / ".temper").mkdir()
+    environment._create(checkout)
+    assert "virtualenv = " in (checkout / ".temper" / "env" / "pyvenv.cfg").read_text()
+    asked = subprocess.run([env_python(checkout), "-m", "pip", "--version"], capture_output=True, text=True, check=True)
+    assert str(checkout / ".temper" / "env") in asked.stdout
+
+
+def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in ("ensurepip", "pip"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(EnvironmentTrouble, match=r"has neither pip nor what makes environments: .*python3-pip or python3-venv"):
+        environment._create(checkout)
+
+
 def test_torch_is_pinned_in_one_voice() -> None:
     assert environment.TORCH in (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
 
