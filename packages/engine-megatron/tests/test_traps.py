@@ -104,17 +104,39 @@ def test_pipelines_train_as_one_rank_does_for_many_updates(subject_in, reference
         assert_close(update.grad_norm, want.grad_norm, UPDATE, what=f"gradient norm of update {number}")
 
 
-def test_a_rotary_base_other_than_ten_thousand_is_used(subject_in, reference, tmp_path):
-    # transformers 5 says it where bridge 0.3 does not look.
-    fields = {**QWEN2_GROUPED.settings, **QWEN2_GROUPED.architecture, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Four periods, of 6, 63, 628 and 6283 tokens: the first is kept, the second lies between 64 / 4 and 64, the others become 8 times as long.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+# transformers 5 says the base where bridge 0.3 does not look; Megatron takes 8192 for the original length of every Llama 3.
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3], ids=lambda rope: rope["rope_type"])
+def test_rotary_angles_are_those_of_the_model(subject_in, reference, tmp_path, rope):
+    bent, plain = saved_with(rope, tmp_path / "bent"), saved_with(PLAIN_ROPE, tmp_path / "plain")
+    batch = reference.batch()
+    outputs = subject_in("1-rank").run(measure_outputs, recipe=bent, batch=batch, queries=[Query.LOGPROB])[0]
+    expected = reference.outputs(bent, batch, Query.LOGPROB)
+    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    # The same weights with plain angles are seen to answer otherwise.
+    assert (expected - reference.outputs(plain, batch, Query.LOGPROB)).abs().max() > 1e-3
+
+
+def saved_with(rope, folder):
+    """A model with these angles; its weights are always the same."""
+    fields = {**QWEN2_GROUPED.settings, **QWEN2_GROUPED.architecture, "rope_parameters": rope}
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
-    network.save_pretrained(tmp_path / "model")
-    recipe, batch = Recipe(model_path=str(tmp_path / "model")), reference.batch()
-    outputs = subject_in("1-rank").run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
-    assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
+    network.save_pretrained(folder)
+    return Recipe(model_path=str(folder))
 
 
 def test_updates_after_loading_count_each_parameter_once(subject_in, reference):
