@@ -11,9 +11,10 @@ import pytest
 from tools.compat import record_green, trials
 from tools.release import main, verify
 from tools.release_checks import check_before, check_tried, declared_version
-from tools.releases import RECORDS, ReleaseTrouble, git, last_release, read_records, record_commits, unpack
+from tools.releases import RECORDS, Record, ReleaseTrouble, git, last_release, read_records, record_commits, unpack, write_records
 
 ROOT = Path(__file__).resolve().parents[2]
+REASONS = (("0.1.0", ""), ("0.1.1", 'only "words" changed: \\ and ü'))
 IDENTITY = ("-c", "user.name=Tester", "-c", "user.email=tester@example.org", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
 
 
@@ -198,6 +199,15 @@ def test_a_green_record_lets_it_through(sibling: Path) -> None:
         check_tried(sibling, "engine-fsdp", "0.3.0", reason="no time")
 
 
+def test_a_reason_is_recorded_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    records = [Record(package="engine-api", version=version, date="2026-01-01", tree="", untried=reason) for version, reason in REASONS]
+    write_records(tmp_path, records)
+    assert list(read_records(tmp_path)) == records
+    assert (tmp_path / RECORDS).read_text().count("untried") == 1
+
+
+@pytest.mark.nightly
 def test_a_reason_for_an_untried_release_is_kept(sibling: Path) -> None:
     assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=sibling) == 0
     assert [record.untried for record in read_records(sibling)] == ["", 'only "words" changed']
