@@ -17,6 +17,7 @@ from temper_legacy_shim.configs.values import Plain, flatten, hydra_text
 from temper_legacy_shim.configs.written import yaml_of
 
 REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
+TOOLS = "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: finds, parameters: {type: object}}\n"
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
@@ -43,6 +44,8 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
             yield key, _put(value, folder, content="{}", below="config.json")
         elif key == "data.tokenizer.path" and isinstance(value, str):
             yield key, _put(value, folder, content="{}", below="tokenizer.json")
+        elif key == "data.tools_path" and isinstance(value, str):
+            yield key, _put(value, folder, content=TOOLS)
         elif key == "reward.arguments.path" and isinstance(value, str) and value.endswith(".py"):
             yield key, _put(value, folder, content=REWARD.format(name=values.get("reward.arguments.name") or "compute_score"))
 
