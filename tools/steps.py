@@ -116,9 +116,18 @@ STEPS = (
         name="kit-on-megatron",
         budget_s=1.5 * 60,
         commands=(
+            # Every mandatory group that trains or answers, each in a layout where it is hardest.
             *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2,pp2-vpp2,cp2"),
-                *("--groups", "gradient,value,rfc_loop"),
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2"),
+                *("--groups", "gradient,weights"),
+            ),
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "pp2-vpp2"),
+                *("--groups", "gradient,update,value,rfc_loop"),
+            ),
+            *_pytest(
+                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "cp2"),
+                *("--groups", "gradient,logprob", "-k", "data_parallel_size or oracle or logprob or entropy"),
             ),
             *_pytest(
                 *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2-sp"),
