@@ -201,8 +201,8 @@ class TensorReader:
         place = tuple(int(along) for along in found[0])
         written = attributes.get("_coordinate_on_dim")  # every torch from 2.4 on says where the rank was that wrote the file
         if isinstance(written, tuple | list) and tuple(written) != place:
-            said = ", ".join(in_short(along) for along in written[:_MOST_AXES])
-            raise self._damaged(key, f"was written at ({said}) of its mesh, but rank {self._rank} is at {place}: another rank's file")
+            said, is_at = (", ".join(in_short(along) for along in at[:_MOST_AXES]) for at in (written, place))
+            raise self._damaged(key, f"was written at ({said}) of its mesh, but rank {self._rank} is at ({is_at}): another rank's file")
         return ranks.shape, place
 
     def _mesh_ranks(self, attributes: Mapping[object, object], *, key: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
