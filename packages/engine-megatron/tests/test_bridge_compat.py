@@ -1,8 +1,11 @@
 """The bridge is imported without what it asks for needlessly, and says what Megatron's parameters are made of."""
 
+import ast
+import dataclasses
 import importlib.metadata
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +72,49 @@ def test_other_lines_are_refused_with_the_tested_version(monkeypatch, name, vers
     monkeypatch.setattr(importlib.metadata, "version", lambda asked: version if asked == name else real(asked))
     with pytest.raises(ConfigError, match=rf"{name} is {version}.* is tested\): pip install"):
         Translation(config())
+
+
+def source(module):
+    """The tree of a module, which is not imported."""
+    root, _, path = module.partition(".")
+    (file,) = (found for folder in sys.modules[root].__path__ if (found := Path(folder, f"{path.replace('.', '/')}.py")).exists())
+    return ast.parse(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "importer"),
+    [
+        ("transformer_engine", "megatron.bridge.peft.lora_layers"),
+        ("triton", "megatron.core.inference.contexts.attention_context.triton.tensor_ops"),
+    ],
+)
+def test_what_a_stand_in_is_given_for_is_still_imported_without_asking(name, importer):
+    # One that fails says that upstream asks now: take the stand-in away.
+    Translation(config())
+    imports = [node for node in source(importer).body if isinstance(node, ast.Import)]
+    assert name in {alias.name.partition(".")[0] for node in imports for alias in node.names}
+
+
+def test_the_router_still_lacks_the_name_that_it_is_given():
+    Translation(config())
+    names = (node for node in ast.walk(source("megatron.core.transformer.moe.moe_utils")) if isinstance(node, ast.Name))
+    assert "te_general_gemm" not in {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def test_the_rotary_base_is_told_and_would_still_be_missed(monkeypatch):
+    described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert Translation(described).settings.rotary_base == 5e5
+    # As the bridge finds it without help: nothing where transformers 4 had it.
+    monkeypatch.setattr("temper_engine_megatron.bridge_compat._as_causal_lm", lambda hf_config: hf_config)
+    described.architectures = ["Qwen2ForCausalLM"]
+    assert Translation(described).settings.rotary_base == 10000
+
+
+def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
+    settings = start()._parts.runner._chunks.settings
+    untouched = Translation(config()).settings
+    untouched.finalize()
+    assert vars(settings).keys() - vars(untouched).keys() - {field.name for field in dataclasses.fields(settings)} == set()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])

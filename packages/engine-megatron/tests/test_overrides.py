@@ -1,10 +1,14 @@
 """Fields of Megatron's own configurations: taken where they exist and are free, refused with the way out elsewhere."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_megatron import overrides
 from temper_engine_megatron.overrides import check_overrides
 
 
@@ -26,6 +30,12 @@ def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, ke
     with pytest.raises(ConfigError, match=match) as caught:
         check_overrides(replace(config, **{key: {name: 1}}))
     assert key in str(caught.value)
+
+
+def test_every_name_that_is_refused_is_one_that_megatron_has():
+    # One that is gone, or has another name now, would be refused for the wrong reason, or taken by its new name.
+    known = {field.name for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig) for field in fields(config)}
+    assert overrides._OF_THE_MODEL | overrides._ELSEWHERE.keys() | overrides._DECIDED | overrides._CHOSEN_PER_BATCH <= known
 
 
 def test_recomputation_is_said_once(config):
