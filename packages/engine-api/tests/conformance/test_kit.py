@@ -104,6 +104,7 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_oracle_keeps_every_law(kit, tmp_path):
     report = tmp_path / "report.md"
     found = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
