@@ -118,6 +118,8 @@ def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
         "import os, pathlib, signal, sys, threading, time\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tools.steps import Step, run_side_by_side\n"
+        # Whoever runs these tests in the background has them ignore Ctrl-C, and so do their children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
         "def interrupt():\n"
         "    while not pathlib.Path('pid').exists(): time.sleep(0.01)\n"
