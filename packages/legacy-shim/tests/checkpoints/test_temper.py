@@ -13,12 +13,14 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_legacy_shim.checkpoints import step_directory
 from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
 from temper_legacy_shim.checkpoints.fsdp import read_weights
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
 from temper_legacy_shim.checkpoints.moments import read_trained_leaves
 from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.receipt import check_files
 from temper_legacy_shim.checkpoints.temper import read_training_state, resumable, training_state
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import LayoutError
@@ -227,3 +229,45 @@ def test_the_portable_state_goes_through_a_megatron_engine_bit_for_bit(samples: 
         assert not old
     finally:
         engine.close()
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def test_a_stopped_run_leaves_no_step_and_the_next_one_keeps_what_was_finished(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_directory, "_GROUP_BYTES", 64 << 10)
+    name = RESUMED[0]
+    (job,) = plan_jobs(samples / name / "checkpoints", tmp_path / "out")
+    options = Options(target="temper", checks_names=False)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        convert(job, options, _sources(samples, name), progress=stop)
+    assert not (tmp_path / "out").exists()
+    staged = sorted((tmp_path / ".out.temper-partial/groups").rglob("*.distcp"))
+    assert len(staged) > 1
+    kept = {path.stat().st_mtime_ns for path in staged}
+
+    told: list[tuple[int, int]] = []
+    receipt = convert(job, options, _sources(samples, name), progress=lambda what, done, total: told.append((done, total)))
+
+    assert told[-1][0] == told[-1][1]
+    assert kept < {path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.distcp")}
+    check_files(tmp_path / "out", receipt.files)
+    whole = _step(samples, name, tmp_path / "whole")
+    for resumed, expected in zip(read_training_state(tmp_path / "out"), read_training_state(whole), strict=True):
+        assert resumed.name == expected.name
+        assert resumed.update_count == expected.update_count
+        for field in ("master", "first_moment", "second_moment"):
+            assert torch.equal(getattr(resumed, field), getattr(expected, field))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    engine = _engine(samples, name)
+    engine.load_checkpoint(str(tmp_path / "out"))
+    assert engine.num_updates == 2
+    engine.close()

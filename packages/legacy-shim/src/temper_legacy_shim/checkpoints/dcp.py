@@ -1,56 +1,107 @@
-"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, one in memory at a time, without a process group."""
+"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, one in memory at a time, without a process group.
+
+A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for itself; ``join`` makes one of them by
+moving their data files and writing one description.
+"""
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes
 from temper_legacy_shim.checkpoints.safetensors_files import Progress
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFolder:
-    """What was written."""
-
-    files: tuple[str, ...]
-    """Their names."""
-    with_nan: tuple[str, ...]
-    """Tensors that hold NaN."""
+DATA = "__0_0.distcp"
+"""The one data file of a group."""
 
 
-def write_folder(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> WrittenFolder:
-    """Write a folder.
+def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Tensors in their order, so many to a group that none is above a size, but for a tensor that is larger by itself."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        count = num_bytes(tensor)
+        if groups[-1] and size + count > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += count
+    return groups
+
+
+def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> tuple[str, ...]:
+    """Write ``DATA`` and its description.
 
     Args:
         folder: to be made.
         tensors: by name.
         progress: told of every tensor.
 
+    Returns:
+        Names of tensors that hold NaN.
+
     Raises:
         DamagedFileError: a source file is shorter than it says.
         OSError: the disk is full.
     """
-    shells = {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         # torch tells everyone without a process group that they have none.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = _LazyPlanner(tensors, progress=progress)
         try:
-            save(shells, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+            save(_shells(tensors), storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
         except CheckpointException as error:
             # torch wraps what stopped it, and its archive writer wraps that of the disk once more.
             raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
-    return WrittenFolder(files=tuple(sorted(path.name for path in folder.iterdir())), with_nan=tuple(planner.with_nan))
+    return tuple(planner.with_nan)
+
+
+def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> dict[Path, str]:
+    """Make one checkpoint of several, whose data files are moved into it.
+
+    Args:
+        folder: to be made.
+        groups: folders that ``write_group`` filled.
+        tensors: those of all groups.
+
+    Returns:
+        The names of the data files by where they lay; the description is beside them.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(_shells(tensors), is_coordinator=True)
+    plan = planner.create_local_plan()
+    _, metadata = planner.create_global_plan([plan])
+    indices = {item.index.fqn: item.index for item in plan.items}
+    results, moved = [], {}
+    for number, group in enumerate(groups):
+        name = f"__{number}_0.distcp"
+        for (tensor, _), (_, start, length) in DistCheckpoint(group).places.items():
+            place = _StorageInfo(relative_path=name, offset=start, length=length)
+            results.append(WriteResult(index=indices[tensor], size_in_bytes=length, storage_data=place))
+        moved[group / DATA] = name
+    folder.mkdir()
+    for source, name in moved.items():
+        source.rename(folder / name)
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(metadata, [results])
+    return moved
+
+
+def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
+    """Tensors without content."""
+    return {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
 
 
 def _root(error: BaseException) -> BaseException:

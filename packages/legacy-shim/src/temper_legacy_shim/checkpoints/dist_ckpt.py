@@ -16,13 +16,16 @@ from temper_legacy_shim.checkpoints.sharded import covering
 from temper_legacy_shim.checkpoints.tensors import TensorReader, attributes_of, properties_dtype, sizes_of
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
+DESCRIPTION = ".metadata"
+"""The file that says what lies where."""
+
 
 class DistCheckpoint:
     """One folder: lazy tensors by name, and the names of what is no tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / ".metadata"
+        path = folder / DESCRIPTION
         if not path.is_file():
             raise LayoutError(f"{folder} has no .metadata, which is written last: its save was not finished.")
         file = FileBytes(path)
@@ -32,7 +35,7 @@ class DistCheckpoint:
         try:
             described = attributes_of(value.state)
             self._entries = _mapping(described["state_dict_metadata"])
-            self._places = _places(described["storage_data"], path=path)
+            self.places = _places(described["storage_data"], path=path)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             if isinstance(error, DamagedFileError):
                 raise
@@ -73,7 +76,7 @@ class DistCheckpoint:
         for chunk in chunks:
             box = attributes_of(chunk.state)
             offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
-            place = self._places.get((name, offsets)) or self._places.get((name, None))
+            place = self.places.get((name, offsets)) or self.places.get((name, None))
             if place is None:
                 raise DamagedFileError(f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: copy it again.")
             if math.prod(sizes) * dtype.num_bytes > place[2] or place[2] < 0 or place[1] < 0:

@@ -155,6 +155,17 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
+    """The record of a file that something else wrote.
+
+    Args:
+        path: where it lies.
+        relative: where it will lie in the output.
+        with_nan: names of tensors in it that hold NaN.
+    """
+    return WrittenFile(path=relative, num_bytes=path.stat().st_size, sha256=sha256_of(path), with_nan=with_nan)
+
+
 class _HashingWriter:
     """Writes and hashes in a thread of its own, so that the next block is read meanwhile; holds a few blocks at most."""
 

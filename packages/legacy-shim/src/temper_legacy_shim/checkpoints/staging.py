@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +96,32 @@ class Staging:
             raise
         os.replace(draft, self.folder / relative)
         self._finished[relative] = written
+        self._write_journal()
+        return written
+
+    def produce_folder(self, relative: str, names: Sequence[str], write: Callable[[Path], Sequence[WrittenFile]]) -> list[WrittenFile]:
+        """Files that mean something only together: all of what an earlier run finished, or what ``write`` makes in a draft folder.
+
+        Args:
+            relative: path of the folder in the output.
+            names: of the files in it.
+            write: makes a folder and these files, and says of each what it wrote.
+        """
+        paths = [f"{relative}/{name}" for name in names]
+        if all(path in self._finished for path in paths):
+            return [self._finished[path] for path in paths]
+        draft = self.folder / f"{relative}.draft"
+        for leftover in (draft, self.folder / relative):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            written = list(write(draft))
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        os.replace(draft, self.folder / relative)
+        self._finished |= {file.path: file for file in written}
         self._write_journal()
         return written
 

@@ -1,7 +1,8 @@
 """Writing a resumable step directory: what ``--to temper`` leaves, whole or absent, and checked."""
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,16 +11,17 @@ import torch
 from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin, report_part, write_json
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
-from temper_legacy_shim.checkpoints.convert import Job, check_nan, check_space, nan_note, source_record, tool_version
-from temper_legacy_shim.checkpoints.dcp import write_folder
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.convert import Job, check_nan, check_space, nan_note, source_files, source_record, tool_version
+from temper_legacy_shim.checkpoints.dcp import DATA, grouped, join, write_group
+from temper_legacy_shim.checkpoints.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.extra_state import OldExtra
+from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes
 from temper_legacy_shim.checkpoints.model import OldModel, described
 from temper_legacy_shim.checkpoints.names import check_names
 from temper_legacy_shim.checkpoints.plan import Options, companions
 from temper_legacy_shim.checkpoints.receipt import Receipt
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, written_file
 from temper_legacy_shim.checkpoints.staging import Staging, fingerprint
 from temper_legacy_shim.checkpoints.temper import ResumableState, resumable
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
@@ -27,6 +29,10 @@ from temper_legacy_shim.errors import OutputError, UsageError, VerificationError
 
 _DESCRIPTION = "huggingface"
 """The folder of config and tokenizer in what is written."""
+_GROUPS = "groups"
+"""The folder of what is finished, before it becomes a step directory."""
+_GROUP_BYTES = 1 << 30
+"""Of tensors that are written at a time: what a stopped run loses at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +71,14 @@ def write_temper(job: Job, model: OldModel, options: Options, *, progress: Calla
         ShimError: says what was wrong; nothing is at the output then.
     """
     plan = plan_step(model, options)
-    work = fingerprint({"source": str(job.role.path), "options": asdict(options)})
-    with Staging(job.out, fingerprint=work) as staging:
-        check_space(staging.folder.parent, plan.num_bytes)
-        directory, with_nan = _write_step(staging.folder, job, plan, progress=progress)
+    with Staging(job.out, fingerprint=_fingerprint(job.role, plan, options)) as staging:
+        check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
+        groups = _write_groups(staging, plan, progress=progress)
+        with_nan = [name for files in groups.values() for file in files for name in file.with_nan]
         check_nan(with_nan, options)
-        files = [staging.adopt(str(path.relative_to(staging.folder))) for path in sorted(directory.rglob("*")) if path.is_file()]
+        directory, tensor_files = _join(staging.folder, job, plan, groups)
+        paths = [str(path.relative_to(staging.folder)) for path in sorted(directory.rglob("*")) if path.is_file()]
+        files = [tensor_files.get(path) or staging.adopt(path) for path in paths]
         verified = [_read_back(directory, plan.tensors)]
         if options.checks_names and model.adapter is None:
             written = plan.state.model
@@ -82,30 +90,69 @@ def write_temper(job: Job, model: OldModel, options: Options, *, progress: Calla
     return made
 
 
-def _write_step(root: Path, job: Job, plan: StepPlan, *, progress: Callable[[str, int, int], None]) -> tuple[Path, tuple[str, ...]]:
-    """The step's directory, and names of tensors that hold NaN."""
-    state, done, total = plan.state, 0, plan.num_bytes
+def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
+    sources = {*source_files(role), *(path for path in role.path.rglob("*") if path.is_file())}
+    return fingerprint(
+        {
+            "sources": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(sources)],
+            "options": asdict(options),
+            "tensors": {name: (tensor.shape, tensor.dtype.name) for name, tensor in plan.tensors.items()},
+            "config": plan.config,
+            "tool": tool_version(),
+        }
+    )
+
+
+def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, int, int], None]) -> dict[Path, list[WrittenFile]]:
+    """Tensors in groups, each of which is finished for itself: what a stopped run wrote stays; files by folder."""
+    done, total = 0, plan.num_bytes
 
     def tell(count: int) -> None:
         nonlocal done
         done += count
         progress("dcp", done, total)
 
-    step = job.role.step or 0
+    written = {}
+    for number, tensors in enumerate(grouped(plan.tensors, max_bytes=_GROUP_BYTES)):
+        relative = f"{_GROUPS}/{number}"
+
+        def write(folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative) -> list[WrittenFile]:
+            with_nan = write_group(folder, tensors, progress=tell)
+            return [
+                written_file(folder / DATA, relative=f"{relative}/{DATA}", with_nan=with_nan),
+                written_file(folder / DESCRIPTION, relative=f"{relative}/{DESCRIPTION}"),
+            ]
+
+        before = done
+        written[staging.folder / relative] = staging.produce_folder(relative, (DATA, DESCRIPTION), write)
+        if done == before:
+            tell(sum(num_bytes(tensor) for tensor in tensors.values()))
+    return written
+
+
+def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[WrittenFile]]) -> tuple[Path, dict[str, WrittenFile]]:
+    """The step's directory, and what is known of its files of tensors, by path in the output."""
+    state = plan.state
     try:
-        with begin(root, step) as transaction:
+        with begin(root, job.role.step or 0) as transaction:
             part = transaction.part(ENGINE_PART)
-            content = write_folder(part / "dcp", plan.tensors, progress=tell)
-            written = [f"dcp/{name}" for name in content.files]
+            moved = join(part / "dcp", list(groups), plan.tensors)
+            shutil.rmtree(root / _GROUPS)
+            written = [f"dcp/{name}" for name in (*moved.values(), DESCRIPTION)]
             written += _write_random(part, state.extra)
             written += _write_description(part, state.model, plan.config)
             counters = {"num_updates": state.num_updates, "num_nonfinite_updates": 0, "consecutive_skips": 0}
             counters["num_schedule_steps"] = state.num_updates if state.extra.num_schedule_steps is None else state.extra.num_schedule_steps
             written.append(write_json(part, "progress.json", counters))
             info = ManifestInfo(topology={"world_size": job.role.world_size}, config_hash=f"converted by {tool_version()}")
-            return transaction.commit({ENGINE_PART: [report_part(part, written)]}, info=info), content.with_nan
+            directory = transaction.commit({ENGINE_PART: [report_part(part, written)]}, info=info)
     except TemperError as error:
         raise OutputError(f"the step directory could not be written: {error}") from error
+    known = {}
+    for source, name in moved.items():
+        path = str((directory / ENGINE_PART / "dcp" / name).relative_to(root))
+        known[path] = replace(groups[source.parent][0], path=path)
+    return directory, known
 
 
 def _write_random(part: Path, extra: OldExtra) -> list[str]:
