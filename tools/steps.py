@@ -13,7 +13,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,12 @@ def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
     return (("-m", "pytest", "-q", "--durations=5", "-m", "not nightly", *arguments),)
 
 
+def _laws(engine: str, *arguments: str, laws: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """The kit on an engine: in each layout, which an identifier of a test names, the laws that an expression of pytest chooses."""
+    chosen = " or ".join(f"({layout} and ({which}))" for layout, which in laws.items())
+    return _pytest("--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen)
+
+
 ENVIRONMENT = Step(name="environment", budget_s=5 * 60, commands=())
 
 STEPS = (
@@ -98,21 +104,17 @@ STEPS = (
     Step(
         name="kit-on-fsdp",
         budget_s=5 * 60,
-        commands=(
-            *_pytest("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "2"),
-            # One rank takes other paths where gradients are reduced and files are written; the rest of its laws is nightly.
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--world-sizes", "1"),
-                *("--groups", "gradient,checkpoint,rfc_loop"),
-            ),
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "fsdp1.2"),
-                *("--groups", "update,checkpoint"),
-            ),
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "fsdp", "--layouts", "sp2.2"),
-                *("--groups", "gradient,value,logprob", "-k", "data_parallel_size or value or entropy"),
-            ),
+        # One rank takes other paths where gradients are reduced and state is written, FSDP1 where it is written and stepped; the rest
+        # of their laws is nightly. One session for all of them: each would import the engine in every rank anew.
+        commands=_laws(
+            "fsdp",
+            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
+            laws={
+                "[2-ranks": "test_",
+                "[1-rank": "test_gradient.py or test_rfc_loop.py or resume",
+                "[fsdp1.2": "test_update.py or resume",
+                "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) and (data_parallel_size or value or entropy)",
+            },
         ),
         is_pytest=True,
     ),
@@ -120,24 +122,16 @@ STEPS = (
     Step(
         name="kit-on-megatron",
         budget_s=1.5 * 60,
-        commands=(
-            # Every mandatory group that trains or answers, each in a layout where it is hardest.
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2"),
-                *("--groups", "gradient,weights"),
-            ),
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "pp2-vpp2"),
-                *("--groups", "gradient,update,value,rfc_loop"),
-            ),
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "cp2"),
-                *("--groups", "gradient,logprob", "-k", "data_parallel_size or oracle or logprob or entropy"),
-            ),
-            *_pytest(
-                *("--pyargs", "temper_engine_api.conformance", "--engine", "megatron", "--layouts", "tp2-sp"),
-                *("--groups", "adapter", "-k", "gradient"),
-            ),
+        # Every mandatory group that trains or answers, each in a layout where it is hardest.
+        commands=_laws(
+            "megatron",
+            *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp"),
+            laws={
+                "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
+                "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py or test_rfc_loop.py",
+                "[cp2": "test_logprob.py or test_gradient.py and (data_parallel_size or oracle or logprob or entropy)",
+                "[tp2-sp": "test_adapter.py and gradient",
+            },
         ),
         is_pytest=True,
     ),

@@ -1,5 +1,6 @@
 """A tiny seeded model, engines that are closed after their test, and two rank processes for what needs them."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,11 @@ ARCHITECTURE: Mapping[str, Scalar] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Real old checkpoints and traces, where this machine has them."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Shared machines make wall time noise, and a pull request's result must depend on its code alone.
 settings.register_profile("shim", deadline=None, derandomize=True)
 settings.load_profile("shim")
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ def fast_matmul_is_exact() -> bool:
     return all(_is_exact(rows, inner) for rows, inner in ((96, 384), (512, 1024)))
 
 
+@cache
 def _is_exact(rows: int, inner: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(rows, inner, generator=generator)

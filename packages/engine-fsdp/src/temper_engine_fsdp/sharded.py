@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 Placements = Sequence[Placement]
+# torch 2.13 has another name for it, and warns of the old one.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardedParameter(ABC):
@@ -77,9 +79,20 @@ class RowSharded(ShardedParameter):
 
     def full(self, shard: Tensor) -> Tensor:
         """See ShardedParameter."""
-        gathered: Tensor = self.as_rows(shard).full_tensor()
-        is_alias = gathered.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        return gathered.clone() if is_alias else gathered
+        mesh = self._mesh_of(shard)
+        group = mesh.get_group(mesh.ndim - 1)
+        if group.size() == 1:
+            return shard.clone()
+        # As `fully_shard` cuts: equal runs of rows, of which the last ones may be short or empty. One plain collective, because a
+        # DTensor's own way to its whole costs several times as much where tensors are small.
+        num_rows = -(-self.shape[0] // group.size())
+        padded = shard.contiguous()
+        if len(shard) < num_rows:
+            padded = shard.new_zeros(num_rows, *self.shape[1:])
+            padded[: len(shard)] = shard
+        gathered = shard.new_empty(num_rows * group.size(), *self.shape[1:])
+        _gather(gathered, padded, group=group)
+        return gathered[: self.shape[0]]
 
     def part_of(self, whole: Tensor) -> Tensor:
         """See ShardedParameter."""
@@ -88,13 +101,15 @@ class RowSharded(ShardedParameter):
 
     def as_rows(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
-        mine = self._layout
-        mesh = self._host_mesh if shard.device.type == "cpu" else mine.device_mesh
+        mine, mesh = self._layout, self._mesh_of(shard)
         return DTensor.from_local(shard, mesh, mine.placements, run_check=False, shape=self.shape, stride=self.parameter.stride())
 
     def from_rows(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""
         return local_of(rows)
+
+    def _mesh_of(self, shard: Tensor) -> DeviceMesh:
+        return self._host_mesh if shard.device.type == "cpu" else self._layout.device_mesh
 
     @property
     def _layout(self) -> DTensor:

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | No
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
+@settings(max_examples=10)
 @given(order=st.permutations(range(len(LENGTHS))))
 def test_advantages_stay_with_their_sample_whatever_the_order(name: AdvantageName, order: list[int]) -> None:
     samples, config = make_samples(), AlgorithmConfig(advantage=name)

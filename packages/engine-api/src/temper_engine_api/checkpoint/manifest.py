@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -20,8 +21,13 @@ SCHEMA_VERSION = 1
 def package_versions(also: Iterable[str] = ("torch", "transformers", "megatron-core")) -> dict[str, str]:
     """Versions of every installed distribution of Temper, and of these others where they are installed."""
     wanted = set(also)
-    found = ((str(d.metadata["Name"]), d.version) for d in distributions())
-    return {name: version for name, version in sorted(found) if name.startswith("temper-") or name in wanted}
+    return {name: version for name, version in _installed() if name.startswith("temper-") or name in wanted}
+
+
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    """Every distribution with its version, in order; read once, for that takes half a second where many are installed."""
+    return tuple(sorted((str(d.metadata["Name"]), d.version) for d in distributions()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,9 +141,10 @@ class _Station:
 
     def _rank(self, request: Request) -> Rank:
         if request.engine not in self._ranks:
-            self._ranks[request.engine] = Rank(
-                engine_named(request.engine), index=self._index, layout=request.layout, device=request.device
-            )
+            engine = engine_named(request.engine)
+            # Modules stay as long as the process: a full collection, such as an engine makes when it is closed, need not look at them.
+            gc.freeze()
+            self._ranks[request.engine] = Rank(engine, index=self._index, layout=request.layout, device=request.device)
         return self._ranks[request.engine]
 
 

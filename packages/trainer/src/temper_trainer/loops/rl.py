@@ -125,7 +125,8 @@ def open_rooms(
                     name, engine=role.engine, num_workers=role.num_workers, is_deprecated=config.use_legacy_worker_impl == "enable"
                 )
                 stack.callback(roles[name].close)
-                roles[name].init()
+        for group in roles.values():
+            group.init()
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
         teachers = open_teachers(config, runtime=runtime, tokenizer=tokenizer)

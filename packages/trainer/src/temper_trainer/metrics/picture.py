@@ -30,6 +30,12 @@ STYLE = {
 }
 COLOURS = ("#2563a8", "#c8551b", "#3a8a4d", "#7b4fa3")
 NUM_COLUMNS = 2
+WIDTH, HEIGHT = 5.6, 2.5
+"""Inches of a panel with what stands around it."""
+LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.8, 0.5
+"""Inches around all panels. They are not measured by drawing everything first, which takes most of the time of a picture."""
+BESIDE, BETWEEN = 0.7, 0.85
+"""Inches from one panel to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +93,18 @@ def draw_curves(directory: Path) -> Path | None:
     cells = _cells(panels)
     num_rows = cells[-1][0] + 1
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.6 * NUM_COLUMNS, 2.5 * num_rows + 0.5), layout="constrained")
+        width, height = WIDTH * NUM_COLUMNS, HEIGHT * num_rows + 0.5
+        figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
-        figure.suptitle(directory.resolve().name, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(directory.resolve().name, x=0.01, y=1 - 0.1 / height, ha="left", va="top", fontsize=13, fontweight="bold")
+        figure.subplots_adjust(
+            left=LEFT / width,
+            right=1 - RIGHT / width,
+            top=1 - ABOVE / height,
+            bottom=BELOW / height,
+            wspace=BESIDE / (WIDTH - BESIDE),
+            hspace=BETWEEN / (HEIGHT - BETWEEN),
+        )
         grid = figure.add_gridspec(num_rows, NUM_COLUMNS)
         for panel, (line, column) in zip(panels, cells, strict=True):
             _draw_panel(figure.add_subplot(grid[line, :] if panel.is_wide else grid[line, column]), panel, rows=rows)

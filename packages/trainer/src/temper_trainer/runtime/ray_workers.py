@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import WeightError
+from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight, checksum
 from temper_trainer.config.rollout import RolloutConfig
@@ -31,6 +32,7 @@ class ActorHandle(Protocol):
     """What a Ray handle to one of the classes below offers."""
 
     call: "_Method"
+    prepare: "_Method"
     rendezvous: "_Method"
     configure: "_Method"
     hold: "_Method"
@@ -46,6 +48,10 @@ class RoleActor:
 
     def __init__(self) -> None:
         self._worker: TrainingWorker | None = None
+
+    def prepare(self, engine_name: str) -> None:
+        """Import the engine, which takes seconds: actors of every role do so side by side, before the first one builds its model."""
+        engine_class(engine_name)
 
     def rendezvous(self) -> tuple[str, int]:
         """An address of this node and a free port on it, for rank 0."""
@@ -121,13 +127,10 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__(role)
         self._timeout_s = timeout_s
         self._actors = list(actors)
-        (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{role} rank 0: rendezvous")
-        address, port = cast("tuple[str, int]", place)
-        refs = [
-            actor.configure.remote(engine_name, config, num_threads, rank, len(self._actors), address, port, is_deprecated)
-            for rank, actor in enumerate(self._actors)
-        ]
-        _wait_all(refs, timeout_s=self._timeout_s, what=f"{role}: configure")
+        self._settings = (engine_name, config, num_threads)
+        self._is_deprecated = is_deprecated
+        self._preparing = [actor.prepare.remote(engine_name) for actor in self._actors]
+        self._has_places = False
 
     @property
     def num_workers(self) -> int:
@@ -136,6 +139,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call the function on every actor at once; the first failure ends the wait."""
+        if not self._has_places:
+            self._take_places()
         refs = [actor.call.remote(call, given) for actor, given in zip(self._actors, arguments, strict=True)]
         return cast("list[T]", _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: {call.__qualname__}"))
 
@@ -143,6 +148,18 @@ class RayWorkerGroup(WorkerGroup):
         """End the actors."""
         for actor in self._actors:
             ray.kill(actor)
+
+    def _take_places(self) -> None:
+        """Tell every rank where rank 0 is; at the first call, so that its port is free for as short as can be."""
+        _wait_all(self._preparing, timeout_s=self._timeout_s, what=f"{self.role}: start")
+        (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{self.role} rank 0: rendezvous")
+        address, port = cast("tuple[str, int]", place)
+        refs = [
+            actor.configure.remote(*self._settings, rank, len(self._actors), address, port, self._is_deprecated)
+            for rank, actor in enumerate(self._actors)
+        ]
+        _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: configure")
+        self._has_places = True
 
 
 class RaySampler:
