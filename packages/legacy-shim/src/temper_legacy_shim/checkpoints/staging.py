@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 
 from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
-from temper_legacy_shim.errors import OutputError
+from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
 
 
 class Staging:
-    """The hidden folder of one output. Leaving its ``with`` uncommitted keeps finished files for the next run."""
+    """The hidden folder of one output. Leaving its ``with`` uncommitted keeps finished files for the next run, unless they were refused."""
 
     def __init__(self, out: Path, *, fingerprint: str) -> None:
         self.out = Path(os.path.abspath(out))
@@ -49,8 +49,8 @@ class Staging:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lock is not None:
             os.close(self._lock)
-        if self.folder.is_dir() and not self._finished:
-            shutil.rmtree(self.folder)
+        if self.folder.is_dir() and (not self._finished or isinstance(error, VerificationError)):
+            shutil.rmtree(self.folder)  # nothing that the next run could take up
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
                 f"the disk of {self.out} is full: free space and run the same command again; finished files are kept."
