@@ -104,15 +104,15 @@ STEPS = (
     Step(
         name="kit-on-fsdp",
         budget_s=5 * 60,
-        # One rank takes other paths where gradients are reduced and state is written, FSDP1 where it is written and stepped; the rest
+        # One rank takes other paths where gradients are reduced and files are written, FSDP1 where they are written and stepped; the rest
         # of their laws is nightly. One session for all of them: each would import the engine in every rank anew.
         commands=_laws(
             "fsdp",
             *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
             laws={
                 "[2-ranks": "test_",
-                "[1-rank": "test_gradient.py or test_rfc_loop.py or resume",
-                "[fsdp1.2": "test_update.py or resume",
+                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py",
+                "[fsdp1.2": "test_update.py or test_checkpoint.py",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) and (data_parallel_size or value or entropy)",
             },
         ),

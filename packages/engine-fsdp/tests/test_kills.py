@@ -46,8 +46,9 @@ def check(trial: Trial) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_save_leaves_a_step_that_loads(tmp_path: Path) -> None:
-    for trial in kill_at(range(1), how="background", folder=tmp_path):
+@pytest.mark.parametrize(("how", "num_kills"), [("foreground", 1), ("background", 2)])
+def test_a_killed_save_leaves_a_step_that_loads(tmp_path: Path, how: str, num_kills: int) -> None:
+    for trial in kill_at(range(num_kills), how=how, folder=tmp_path):
         check(trial)
 
 

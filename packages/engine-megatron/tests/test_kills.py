@@ -45,6 +45,12 @@ def check(trial: Trial) -> None:
     assert trial["exit_codes"] == [0, 0]
 
 
+@pytest.mark.slow
+def test_a_killed_save_leaves_a_step_that_loads_in_another_layout(tmp_path: Path) -> None:
+    for trial in kill_at(range(1), how="background", folder=tmp_path):
+        check(trial)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["foreground", "background"])

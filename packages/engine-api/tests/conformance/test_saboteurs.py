@@ -28,7 +28,6 @@ def test_every_broken_engine_is_in_the_table():
     assert {saboteur.engine for saboteur in SABOTEURS} == set(classes)
 
 
-@pytest.mark.nightly  # a pull request holds the FSDP engine to these laws
 def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_break(kit):
     # At one rank test_the_oracle_keeps_every_law says so of all laws.
     laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws})
@@ -38,7 +37,6 @@ def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_br
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("layout", sorted({saboteur.layout for saboteur in SABOTEURS if saboteur.layout}))
 def test_laws_that_catch_saboteurs_in_a_layout_hold_for_the_engine_that_they_break(kit, layout):
     laws = sorted({law for saboteur in SABOTEURS if saboteur.layout == layout for law in saboteur.laws})

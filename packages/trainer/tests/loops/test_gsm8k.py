@@ -26,7 +26,7 @@ pytestmark = [
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-FEW, FEW_DOZEN = 4, 24
+FEW, FEW_DOZEN = 6, 24
 
 
 @pytest.fixture(scope="module")
