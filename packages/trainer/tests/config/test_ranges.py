@@ -19,6 +19,7 @@ PPO = [*RL, "algorithm=ppo"]
         (RL, "rollout.canary_tolerance=0"),
         (RL, "rollout.canary_tolerance=nan"),
         (RL, "actor.num_workers=0"),
+        (RL, "run.seed=-1"),
         (RL, "run.total_steps=0"),
         (RL, "run.num_threads=0"),
         (RL, "run.save_every=-1"),
@@ -79,3 +80,8 @@ def test_number_outside_its_range_is_refused_with_key_and_value(base: list[str],
 )
 def test_the_ends_of_a_range_are_inside(overrides: list[str]) -> None:
     load([*RL, *overrides])
+
+
+def test_ranks_that_would_not_wait_at_all_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"actor: engine\.collective_timeout_s is 0\.0, but must be above 0\."):
+        load([*RL, "actor.engine.collective_timeout_s=0"])

@@ -75,3 +75,27 @@ def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path)
 def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal([*there, "run.trackers=[wandb]"]).startswith("run.trackers names wandb, which is not installed: pip install")
+
+
+def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str]) -> None:
+    assert "environment.name is 'calculater', but must be calculator or python, or an import path" in refusal(
+        [*there, "+environment.name=calculater"]
+    )
+    assert "environment.name names 'Missing' in fractions" in refusal([*there, "+environment.name=fractions:Missing"])
+    assert "environment.name is json:loads, which is no class there" in refusal([*there, "+environment.name=json:loads"])
+    check_outside(load([*there, "+environment.name=fractions:Fraction"]).config)
+
+
+def test_home_directory_is_found_in_paths_and_nowhere_else(there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = [
+        "data.train.paths=['~/train.jsonl']",
+        "actor.engine.model.path='~/model'",
+        "run.dir='~/run'",
+        "data.prompt_template='~/{prompt}'",
+    ]
+    config = load(own).config
+    check_outside(config)
+    assert config.run.dir == f"{tmp_path}/run"
+    assert config.data.train.paths == (f"{tmp_path}/train.jsonl",)
+    assert config.data.prompt_template == "~/{prompt}"

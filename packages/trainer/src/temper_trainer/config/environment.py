@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.importing import import_named, is_import_path
 from temper_trainer.config.ranges import check_range
+
+BUILT_IN = ("calculator", "python")
+"""Environments that come with the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,12 @@ class EnvironmentConfig:
     """Credit over turns: advantages of a turn are multiplied by turn_discount ** (turns after it)."""
 
     def __post_init__(self) -> None:
+        if self.name not in BUILT_IN and not is_import_path(self.name):
+            raise ConfigError(
+                f"environment.name is {self.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
+            )
+        if self.name in BUILT_IN and self.arguments:
+            raise ConfigError(f"environment.arguments are set, but the environment {self.name} takes none: remove them.")
         check_range("environment.max_turns", self.max_turns, at_least=1)
         check_range("environment.max_tokens", self.max_tokens, at_least=1)
         check_range("environment.max_observation_tokens", self.max_observation_tokens, at_least=1)
@@ -51,3 +62,15 @@ class EnvironmentConfig:
         """Tokens that a rollout may have after its prompt, with completions of at most ``max_completion``."""
         whole = self.max_turns * max_completion + (self.max_turns - 1) * self.max_observation_tokens
         return whole if self.max_tokens is None else min(whole, self.max_tokens)
+
+
+def environment_class(config: EnvironmentConfig) -> type[Any]:
+    """The user's class at the import path that is the environment's name.
+
+    Raises:
+        ConfigError: the module can't be imported, or holds no such class.
+    """
+    found = import_named(config.name, key="environment.name")
+    if not isinstance(found, type):
+        raise ConfigError(f"environment.name is {config.name}, which is no class there: mend the name.")
+    return found

@@ -61,6 +61,7 @@ class RunConfig:
     """Where metrics go."""
 
     def __post_init__(self) -> None:
+        check_range("run.seed", self.seed, at_least=0)
         check_range("run.total_steps", self.total_steps, at_least=1)
         check_range("run.total_epochs", self.total_epochs, at_least=1)
         check_range("run.save_every", self.save_every, at_least=0)
@@ -89,6 +90,7 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         check_range("num_workers", self.num_workers, at_least=1)
+        check_range("engine.collective_timeout_s", self.engine.collective_timeout_s, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.composition import COMMAND_LINE, PRIMARY, Composition, compose, tree_of
 from temper_trainer.config_loading.deprecated_workers import check_worker_switch, read_switch
+from temper_trainer.config_loading.home import with_home
 from temper_trainer.config_loading.ineffective import check_effects
 from temper_trainer.config_loading.loaded import LoadedConfig
 from temper_trainer.config_loading.origins import is_users, origins_of
@@ -66,7 +67,8 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
     engine_class = _engine_config(composition.values.get("model_engine"))
     check_keys(composition.layers, known=keys_of(TrainerConfig, engine_class=engine_class))
     _check_optional_roles(composition)
-    values = _with_defaults(composition, engine_class=engine_class)
+    values = with_home(_with_defaults(composition, engine_class=engine_class))
+    assert isinstance(values, dict)
     values["use_legacy_worker_impl"] = read_switch(values["use_legacy_worker_impl"])
     config = structure(values, TrainerConfig, engine_class=engine_class)
     resolved = plain(config)

@@ -8,6 +8,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.environment import BUILT_IN, environment_class
 from temper_trainer.config.folder import holds_run
 from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
@@ -27,6 +28,8 @@ def check_outside(config: TrainerConfig) -> None:
         for part in reward_parts(config.reward):
             if part.function != REWARD_MODEL:
                 resolve_reward(part)
+    if config.environment is not None and config.environment.name not in BUILT_IN:
+        environment_class(config.environment)
     if config.task == "rl":
         _check_own_algorithm(config.algorithm)
 

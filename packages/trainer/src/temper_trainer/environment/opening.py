@@ -3,32 +3,21 @@
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.environment import EnvironmentConfig
-from temper_trainer.config.importing import import_named, is_import_path
+from temper_trainer.config.environment import BUILT_IN, EnvironmentConfig, environment_class
 from temper_trainer.environment.protocol import MakeEnvironment
 from temper_trainer.environment.tools import ToolEnvironment, calculator_tool, python_tool
-
-BUILT_IN = ("calculator", "python")
 
 
 def environment_maker(config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase) -> MakeEnvironment:
     """What makes one environment for each rollout.
 
     Raises:
-        ConfigError: the name is neither built in nor an import path of a class that can be made with its arguments.
+        ConfigError: the name is no import path of a class that can be made with its arguments.
     """
     if config.name in BUILT_IN:
-        if config.arguments:
-            raise ConfigError(f"environment.arguments are set, but the environment {config.name} takes none: remove them.")
         tool = calculator_tool if config.name == "calculator" else python_tool(config)
         return lambda: ToolEnvironment(tool, config, tokenizer)
-    if not is_import_path(config.name):
-        raise ConfigError(
-            f"environment.name is {config.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
-        )
-    found = import_named(config.name, key="environment.name")
-    if not isinstance(found, type):
-        raise ConfigError(f"environment.name is {config.name}, which is no class there: mend the name.")
+    found = environment_class(config)
     maker: MakeEnvironment = lambda: found(config=config, tokenizer=tokenizer, **config.arguments)  # noqa: E731
     try:
         maker()
