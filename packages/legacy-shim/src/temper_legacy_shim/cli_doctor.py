@@ -26,17 +26,20 @@ def doctor(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an old project. Nothing in it is executed or changed.")],
     apply: Annotated[Path | None, typer.Option(metavar="NEW", help="Carry the plan out, step by step, into this new folder.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --apply: do not ask before each step.")] = False,
+    from_version: Annotated[
+        str | None, typer.Option(help="The old release of its configurations and scripts, such as v0.7.0; inferred for each by default.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan the migration of a project. Exit code 0: nothing to decide; 10: reports to read; 20: a person has to decide something."""
     from temper_legacy_shim.doctor.examination import Effort, examine
 
-    steps = examine(folder)
+    steps = examine(folder, version=from_version)
     results: dict[int, str] = {}
     if not as_json:
         _show(folder, steps)
     if apply is not None:
-        results = _apply(steps, folder, apply, asks=not yes, is_quiet=as_json)
+        results = _apply(steps, folder, apply, version=from_version, asks=not yes, is_quiet=as_json)
     if as_json:
         plan = [
             {
@@ -58,7 +61,7 @@ def doctor(
     raise typer.Exit(EXIT_REVIEW if Effort.REVIEW in efforts else 0)
 
 
-def _apply(steps: "list[Step]", folder: Path, out: Path, *, asks: bool, is_quiet: bool) -> dict[int, str]:
+def _apply(steps: "list[Step]", folder: Path, out: Path, *, version: str | None, asks: bool, is_quiet: bool) -> dict[int, str]:
     from temper_legacy_shim.doctor.steps import carry_out, target_of
 
     results = {}
@@ -67,7 +70,7 @@ def _apply(steps: "list[Step]", folder: Path, out: Path, *, asks: bool, is_quiet
             results[number] = "left out"
             continue
         try:
-            results[number] = carry_out(step, folder, out)
+            results[number] = carry_out(step, folder, out, version=version)
         except ShimError as error:
             results[number] = f"failed: {error}"
         typer.echo(f"{number + 1}. {step.kind} {step.path}: {results[number]}", err=is_quiet)

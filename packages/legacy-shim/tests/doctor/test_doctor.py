@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.doctor.examination import Effort, Kind, examine
+from temper_legacy_shim.errors import UsageError
 
 RUN = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 data.train_files=a.parquet \\\n"
@@ -50,6 +51,18 @@ def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(project
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
     again = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes", "--json"], catch_exceptions=False)
     assert all("stays as it is" in step["result"] for step in json.loads(again.stdout)["steps"])
+
+
+def test_a_release_that_is_given_counts_for_every_configuration_and_script(project: Path) -> None:
+    told = ["doctor", str(project), "--json", "--from-version", "v0.4.0"]
+    steps = json.loads(CliRunner().invoke(app, told, catch_exceptions=False).stdout)["steps"]
+    assert "v0.4.0" in steps[0]["what"]
+    assert [step["command"].endswith("--from-version v0.4.0") for step in steps] == [True, True, False]
+
+
+def test_a_release_that_never_was_is_refused(project: Path) -> None:
+    with pytest.raises(UsageError, match="'v7' is no version: give one such as"):
+        examine(project, version="v7")
 
 
 def test_a_step_may_be_left_out(project: Path, tmp_path: Path) -> None:

@@ -55,14 +55,22 @@ class Step:
     """What does this step alone."""
 
 
-def examine(folder: Path) -> list[Step]:
+def examine(folder: Path, *, version: str | None = None) -> list[Step]:
     """The steps that move a project, in the order in which to take them: configs, scripts, checkpoints, imports.
 
+    Args:
+        folder: of the project.
+        version: the old release that its configurations and scripts are for; None infers it for each from its keys.
+
     Raises:
-        UsageError: it is no folder.
+        UsageError: it is no folder, or there is no such release.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give the folder of an old project.")
+    if version is not None:
+        from temper_legacy_shim.configs.trees import known_version
+
+        known_version(version)
     configs: list[Step] = []
     scripts: list[Step] = []
     checkpoints: list[Step] = []
@@ -75,9 +83,9 @@ def examine(folder: Path) -> list[Step]:
         for name in files:
             path = directory / name
             if path.suffix in (".yaml", ".yml"):
-                configs += _config(folder, path)
+                configs += _config(folder, path, version=version)
             elif path.suffix in SCRIPT_SUFFIXES:
-                scripts += _script(folder, path)
+                scripts += _script(folder, path, version=version)
     return [*configs, *scripts, *checkpoints, *_imports(folder)]
 
 
@@ -97,18 +105,18 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
     return (Effort.NONE if translation.outcome is Outcome.CLEAN else Effort.REVIEW), ()
 
 
-def _config(folder: Path, path: Path) -> list[Step]:
+def _config(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     from temper_legacy_shim.configs import translate
     from temper_legacy_shim.configs.files import entry_of, is_old, read_old_file
 
     shown = path.relative_to(folder)
-    command = f"temper-migrate config {shown}"
+    command = f"temper-migrate config {shown}{_option(version)}"
     try:
         old = read_old_file(path)
         if not is_old(old.values):
             return []
         groups = [f"{group}={choice}" for group, choice in old.groups.items()]
-        translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, base=old.values)
+        translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, version=version, base=old.values)
     except ShimError as error:
         if "actor_rollout_ref" not in path.read_text(errors="replace"):
             return []
@@ -118,15 +126,20 @@ def _config(folder: Path, path: Path) -> list[Step]:
     return [Step(kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
 
 
-def _script(folder: Path, path: Path) -> list[Step]:
+def _option(version: str | None) -> str:
+    return f" --from-version {version}" if version else ""
+
+
+def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     from temper_legacy_shim.scripts.migrate import migrate_script
     from temper_legacy_shim.scripts.reports import headline, persons
+    from temper_legacy_shim.scripts.translation import Options
 
     shown = path.relative_to(folder)
-    command = f"temper-migrate script {shown}"
+    command = f"temper-migrate script {shown}{_option(version)}"
     text = path.read_bytes().decode("utf-8", errors="surrogateescape")
     try:
-        migration = migrate_script(text, folder=path.parent)
+        migration = migrate_script(text, folder=path.parent, options=Options(version=version))
     except ShimError as error:
         if not re.search(r"\b(verl|recipe)[./]", text):
             return []

@@ -16,13 +16,14 @@ def target_of(step: Step, out: Path) -> Path:
     return out / (step.path if step.path != Path() else Path("checkpoint"))
 
 
-def carry_out(step: Step, folder: Path, out: Path) -> str:
+def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None) -> str:
     """Do one step.
 
     Args:
         step: of a plan of `folder`.
         folder: the old project; it is only read.
         out: the new folder.
+        version: as the plan was made with.
 
     Returns:
         What was done, or why nothing was, in one sentence.
@@ -37,29 +38,30 @@ def carry_out(step: Step, folder: Path, out: Path) -> str:
         return "there is no counterpart: nothing was written"
     match step.kind:
         case Kind.CONFIG:
-            return _config(folder / step.path, target)
+            return _config(folder / step.path, target, version=version)
         case Kind.SCRIPT:
-            return _script(folder / step.path, target)
+            return _script(folder / step.path, target, version=version)
         case Kind.CHECKPOINT:
             return _checkpoint(folder / step.path, target)
         case Kind.IMPORTS:
             return _imports(folder / step.path, target)
 
 
-def _config(path: Path, target: Path) -> str:
+def _config(path: Path, target: Path, *, version: str | None) -> str:
     old = read_old_file(path)
     groups = [f"{group}={choice}" for group, choice in old.groups.items()]
-    translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, base=old.values)
+    translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, version=version, base=old.values)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(yaml_of(translation), encoding="utf-8")
     return f"wrote {target}"
 
 
-def _script(path: Path, target: Path) -> str:
+def _script(path: Path, target: Path, *, version: str | None) -> str:
     from temper_legacy_shim.scripts.migrate import migrate_script
+    from temper_legacy_shim.scripts.translation import Options
 
     text = path.read_bytes().decode("utf-8", errors="surrogateescape")
-    migration = migrate_script(text, folder=path.parent)
+    migration = migrate_script(text, folder=path.parent, options=Options(version=version))
     if migration.script is None:
         return "it launches no old trainer: nothing was written"
     target.parent.mkdir(parents=True, exist_ok=True)
