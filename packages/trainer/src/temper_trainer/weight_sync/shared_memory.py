@@ -106,15 +106,27 @@ class AdapterTransport:
 
 
 def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_digest: bool) -> list[Parcel]:
-    """Runs on every rank of the actor: rank 0 writes the buckets, the others take part in the gathering and return nothing."""
+    """Runs on every rank of the actor: rank 0 writes the buckets, the others take part in the gathering and return nothing.
+
+    Raises:
+        WeightError: there is no room for them; raised once every rank has been through the whole stream, so that none is left waiting.
+    """
     with worker.export_weights() as stream:
         if not worker.is_first:
             for _ in stream:
                 pass
             return []
-        _fresh(Path(folder))
-        parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
-        return [write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest) for i, part in parts]
+        try:
+            _fresh(Path(folder))
+            parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
+            return [write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest) for i, part in parts]
+        except (WeightError, OSError) as error:
+            for _ in stream:
+                pass
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise WeightError(f"weights can't be written into {folder}: {error.strerror}.") from error
+            raise
 
 
 def write_adapter(worker: ExportsAdapter, folder: str) -> int:

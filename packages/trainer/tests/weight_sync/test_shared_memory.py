@@ -1,0 +1,64 @@
+"""Shared memory that is full ends a weight sync with a sentence, on every rank, and leaves nothing behind."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.parcels import open_parcel
+from temper_trainer.weight_sync.shared_memory import write_set
+
+NAMES = tuple("abcde")
+
+
+class Rank:
+    """A training worker whose weights are gathered with other ranks: it counts how far the gathering came."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        self.is_first = is_first
+        self.num_gathered = 0
+
+    def export_weights(self) -> WeightStream:
+        return WeightStream(self._gather())
+
+    def _gather(self) -> Iterator[NamedWeight]:
+        for name in NAMES:
+            self.num_gathered += 1
+            yield NamedWeight(name, torch.ones(4))
+
+
+def test_a_set_is_cut_into_buckets(tmp_path: Path) -> None:
+    parcels = write_set(Rank(is_first=True), str(tmp_path / "set"), 32, True)
+    assert [len(parcel.entries) for parcel in parcels] == [2, 2, 1]
+    assert all(len(open_parcel(parcel)) == parcel.num_bytes for parcel in parcels)
+
+
+def test_full_memory_is_said_after_every_rank_has_gathered_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, reserve = [1], os.posix_fallocate
+
+    def reserve_once(file: int, start: int, length: int) -> None:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room.pop()
+        reserve(file, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_once)
+    first, other = Rank(is_first=True), Rank(is_first=False)
+    with pytest.raises(WeightError, match=r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared memory more room"):
+        write_set(first, str(tmp_path / "set"), 32, False)
+    write_set(other, str(tmp_path / "set"), 32, False)
+    assert first.num_gathered == other.num_gathered == len(NAMES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_made_is_said_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    rank = Rank(is_first=True)
+    with pytest.raises(WeightError, match="weights can't be written into"):
+        write_set(rank, str(tmp_path / "file" / "set"), 32, False)
+    assert rank.num_gathered == len(NAMES)
