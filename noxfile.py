@@ -49,7 +49,7 @@ NEEDS_EXTRA = {
     "engine-api": ("temper_engine_api.conformance",),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{room}"
-        for room in ("checkpoints", "data_proto", "deprecation", "numerics", "old_reward_models", "old_tools", "workers")
+        for room in ("checkpoints", "data_proto", "deprecation", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
     ),
     "trainer": (
         *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),

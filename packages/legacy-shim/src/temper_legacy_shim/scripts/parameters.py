@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from temper_legacy_shim.scripts import expansion
+from temper_legacy_shim.scripts import expansion, transformations
 from temper_legacy_shim.scripts.arithmetic import BadExpression, UnknownNumber, calculate
 from temper_legacy_shim.scripts.state import Stopped
-from temper_legacy_shim.scripts.transformations import sliced, transformed
 from temper_legacy_shim.scripts.tree import Parameter
 from temper_legacy_shim.scripts.values import Field, Piece, Text, Variable, literal, sourced, unknown
 
@@ -38,7 +37,7 @@ def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Frag
         return shell.free_text(part.name, part.source, has_default=False)
     if not part.operator:
         return text
-    return transformed(shell, part, text)
+    return transformations.transformed(shell, part, text)
 
 
 def elements(shell: Shell, part: Parameter) -> list[Field] | None:
@@ -69,12 +68,12 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
         variable = shell.find(part.name)
         keys = [] if variable is None else list(_elements_of(variable))
         indices = [key if isinstance(key, int) else place for place, key in enumerate(keys)]
-        return sliced(shell, part, listed, indices)
+        return transformations.sliced(shell, part, listed, indices)
     return [_transformed_field(shell, part, field) for field in listed]
 
 
 def _transformed_field(shell: Shell, part: Parameter, field: Field) -> Field:
-    text = transformed(shell, part, field.text)
+    text = transformations.transformed(shell, part, field.text)
     return Field(text, text.raw())
 
 
