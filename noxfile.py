@@ -190,7 +190,7 @@ def compat(session: nox.Session, pair: str) -> None:
     forget(ROOT, pair)
     for trial in found:
         session.log(trial.name)
-        laid = lay_out(ROOT, trial, session.env_dir / "released")
+        laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")
         session.install("-c", CONSTRAINTS, TORCH)
         session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in laid.sources.values()))
         session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
