@@ -30,6 +30,7 @@ LANGUAGES = ("python", "python no-run", "sh", "yaml", "toml", "json", "text")
 """What may follow the opening mark of a block."""
 
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_PLACEHOLDER = re.compile(r"@@[A-Z]+|\bTODO\b|\bFIXME\b")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
@@ -43,6 +44,12 @@ def broken_links(page: Path, prose: str) -> list[str]:
             if path and not _SCHEME.match(path) and not (page.parent / path).exists():
                 found.append(f"{page}:{number}: the link {target} leads nowhere")
     return found
+
+
+def placeholders(page: Path, prose: str) -> list[str]:
+    """Places that were to be filled in, such as a number before its measurement, a sentence each."""
+    lines = enumerate(prose.splitlines(), start=1)
+    return [f"{page}:{number}: {mark} was never filled in" for number, line in lines for mark in _PLACEHOLDER.findall(line)]
 
 
 def run_blocks(page: Path, code: str) -> list[str]:
@@ -111,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         blocks, prose = split_page(page.read_text())
         code = program(blocks, "python")
         num_programs += bool(code)
-        found += broken_links(page, prose) + run_blocks(page, code)
+        found += broken_links(page, prose) + placeholders(page, prose) + run_blocks(page, code)
         found += check_blocks(page, blocks, name=page.relative_to(root).as_posix())
     print("\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran")
     return 1 if found else 0

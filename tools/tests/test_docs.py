@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import broken_links, main, run_blocks
+from tools.docs import broken_links, main, placeholders, run_blocks
 from tools.pages import program, split_page
 
 PAGE = """# A page
@@ -74,3 +74,9 @@ def test_the_command_fails_when_one_page_does(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_folder_without_pages_is_not_a_pass(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 1
+
+
+def test_a_number_that_was_never_filled_in_is_named() -> None:
+    page = Path("page.md")
+    assert placeholders(page, "took 5 s\n| run | @@CLOCK |\n") == [f"{page}:2: @@CLOCK was never filled in"]
+    assert placeholders(page, "mail@example.org, step@2, a todo list") == []

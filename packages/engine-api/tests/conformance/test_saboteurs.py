@@ -10,6 +10,8 @@ from data_parallel_oracle import DataParallelOracle
 from saboteur_table import PAGE, SABOTEURS
 from staged_oracle import StagedOracle
 
+from temper_engine_api.conformance.oracle import OracleEngine
+
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
 def test_a_broken_engine_is_caught_by_its_laws(kit, saboteur):
@@ -28,8 +30,14 @@ def test_every_broken_engine_is_in_the_table():
     assert {saboteur.engine for saboteur in SABOTEURS} == set(classes)
 
 
+def test_laws_that_catch_saboteurs_at_one_rank_hold_for_the_oracle(kit):
+    laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 1 and not saboteur.layout for law in saboteur.laws})
+    found = kit.run(f"{OracleEngine.__module__}:{OracleEngine.__name__}", laws=laws, world_sizes="1")
+    assert not found.broken
+    assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
+
+
 def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_break(kit):
-    # At one rank test_the_oracle_keeps_every_law says so of all laws.
     laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws})
     name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
     found = kit.run(name, laws=laws, world_sizes="2")

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 
 from temper_engine_api.conformance.groups import GROUPS
+from temper_engine_api.registry import ENGINES
 
 _FOUNDATIONS = ("torch", "transformers", "peft", "safetensors", "megatron-core", "megatron-bridge")
 
@@ -88,7 +89,10 @@ class Findings:
 def versions_of(module: str) -> dict[str, str]:
     """Python, the contract, the distribution of this module, and what it may stand on."""
     found = {"Python": platform.python_version()}
-    owners = packages_distributions().get(module.partition(".")[0], [])
+    package = module.partition(".")[0]
+    # Of what is installed in place nobody knows which modules it owns; its entry point says.
+    points = [point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package]
+    owners = packages_distributions().get(package, []) or [point.dist.name for point in points if point.dist is not None]
     for name in dict.fromkeys(["temper-engine-api", *owners, *_FOUNDATIONS]):
         try:
             found[name] = version(name)
