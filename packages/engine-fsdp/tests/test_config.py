@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -47,3 +48,9 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
     with pytest.raises(ConfigError, match="numa_affinity has no effect with device cpu"):
         FSDPConfig(model=MODEL, numa_affinity=True, device="cpu")
     FSDPConfig(model=MODEL, numa_affinity=True)
+
+
+def test_a_report_of_the_conformance_kit_names_this_distribution_however_it_was_installed() -> None:
+    from temper_engine_api.conformance.findings import versions_of
+
+    assert versions_of("temper_engine_fsdp.engine")["temper-engine-fsdp"] == version("temper-engine-fsdp")
