@@ -1,29 +1,39 @@
 """Every layout of one or more engines held to the conformance kit, several at once, and one report of all.
 
-    python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER [--only fsdp:1-rank,megatron:tp2] [-- KIT...]
+    python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER [--only fsdp:1-rank,megatron:tp2]
+        [--gpus 0,1,2,3] [--limit 540] [-- KIT...]
 
 Writes what each run printed and found into FOLDER as soon as it ends, and `report.md` last. Arguments after -- go to every run of the kit.
-Each rank computes on one thread.
+Each rank computes on one thread. With --gpus ranks compute there, those of a run each on a GPU of its own, which other runs may share; and
+the laws of a layout are divided over several runs, because there it is start-up that takes time. After --limit seconds runs are
+interrupted, and the report says that it is partial.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from temper_engine_api.conformance.findings import from_json, to_json
+from temper_engine_api.conformance.groups import GROUPS
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.registry import conformance_layouts
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
+HALVES = ("gradient", "logprob", "adapter", "weights", "checkpoint", "batch,update,value")
+"""Groups that are runs of their own where a layout is divided; the rest is one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +44,32 @@ class Run:
     layout: Layout
     is_plain: bool
     """Whether it is asked for by world size rather than by name."""
+    groups: str = ""
+    """Of laws, with commas; empty is all."""
+    gpus: tuple[str, ...] = ()
+    """One a rank; none is the CPU."""
 
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.engine}-{self.layout.name}"
+        return "-".join(filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-"))))
 
     def command(self, findings: Path, extra: Sequence[str]) -> list[str]:
         """The kit's command line."""
-        where = ("--world-sizes", str(self.layout.world_size)) if self.is_plain else ("--layouts", self.layout.name)
+        where = ["--world-sizes", str(self.layout.world_size)] if self.is_plain else ["--layouts", self.layout.name]
+        where += ["--groups", self.groups] if self.groups else []
+        where += ["--device", "cuda"] if self.gpus else []
         kit = ("-m", "pytest", "-q", "--pyargs", "temper_engine_api.conformance", "--engine", self.engine)
         return [sys.executable, *kit, *where, "--findings", str(findings), "-p", "no:cacheprovider", *extra]
+
+    def environment(self) -> dict[str, str]:
+        """One thread a rank; on GPUs those of this run, and kernels in the order of their launch where Megatron asks for it."""
+        found = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+            if "tp2" in self.layout.name:
+                found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return found
 
 
 class Room:
@@ -74,24 +99,69 @@ def runs_of(engine: str) -> list[Run]:
     return plain + [Run(engine=engine, layout=layout, is_plain=False) for layout in conformance_layouts(engine)]
 
 
-def hold(run: Run, *, room: Room, folder: Path, extra: Sequence[str]) -> int:
-    """Run the kit on one layout; returns its exit status."""
+def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
+    """Each layout's laws divided over several runs, and every rank with a GPU.
+
+    Raises:
+        ValueError: a layout has more ranks than there are GPUs.
+    """
+    if too_wide := [run.name for run in runs if run.layout.world_size > len(gpus)]:
+        raise ValueError(f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, and NCCL gives each rank one of its own.")
+    others = ",".join(name for name in GROUPS if name not in ",".join(HALVES).split(","))
+    turn = itertools.cycle(range(len(gpus)))
+    divided = []
+    for run, groups in itertools.product(runs, (*HALVES, others)):
+        first = next(turn)
+        own = tuple(gpus[(first + rank) % len(gpus)] for rank in range(run.layout.world_size))
+        divided.append(replace(run, groups=groups, gpus=own))
+    return divided
+
+
+def hold(run: Run, *, room: Room, folder: Path, extra: Sequence[str], deadline: float | None) -> int:
+    """Run the kit on one layout until it ends, or is interrupted; returns its exit status."""
     ranks = room.take(run.layout.world_size)
     try:
         started = time.monotonic()
         with (folder / f"{run.name}.log").open("w") as log:
-            done = subprocess.run(
-                run.command(folder / f"{run.name}.json", extra),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=False,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )
+            command = run.command(folder / f"{run.name}.json", extra)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=run.environment(), start_new_session=True)
+            try:
+                code = process.wait(None if deadline is None else max(0.1, deadline - started))
+            except subprocess.TimeoutExpired:
+                code = _interrupted(process)
     finally:
         room.leave(ranks)
     last = (folder / f"{run.name}.log").read_text().rstrip().rpartition("\n")[2]
-    print(f"{run.name}: exit {done.returncode}, {time.monotonic() - started:.0f} s, {last}", flush=True)
-    return done.returncode
+    print(f"{run.name}: exit {code}, {time.monotonic() - started:.0f} s, {last}", flush=True)
+    return code
+
+
+def _interrupted(process: subprocess.Popen[bytes]) -> int:
+    """Ask pytest to stop, which then still writes what it found; end whatever is left."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} did not stop when interrupted, and is ended", flush=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def join_parts(folder: Path, runs: Sequence[Run], *, is_whole: bool) -> list[Path]:
+    """What was found in each layout as one file, whether by one run or several; those of which nothing is known are left out."""
+    found = []
+    for name, parts in itertools.groupby(runs, key=lambda run: replace(run, groups="", gpus=()).name):
+        paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
+        if len(paths) > 1:
+            first, *others = (from_json(path.read_text()) for path in paths)
+            first.found += [finding for other in others for finding in other.found]
+            # Each part left out the others' laws.
+            first.num_deselected = 0 if is_whole else first.num_deselected
+            paths = [folder / f"{name}.json"]
+            paths[0].write_text(to_json(first))
+        found += paths
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default="fsdp,megatron", help="by entry point, with commas")
     parser.add_argument("--only", default="", help="ENGINE:LAYOUT, with commas; default: all")
     parser.add_argument("--ranks-at-once", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
+    parser.add_argument("--limit", type=float, help="seconds; default: none")
     parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
     parser.add_argument("kit", nargs="*", help="for every run of the kit")
     chosen = parser.parse_args(arguments)
@@ -111,12 +183,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := wanted - {f"{run.engine}:{run.layout.name}" for run in runs}:
         parser.error(f"--only names {', '.join(sorted(unknown))}, which the engines do not offer.")
     runs = [run for run in runs if not wanted or f"{run.engine}:{run.layout.name}" in wanted]
+    if chosen.gpus:
+        runs = on_gpus(runs, chosen.gpus.split(","))
+    deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     room = Room(chosen.ranks_at_once)
     # The widest first: otherwise a run of four ranks would wait at the end, alone.
     order = sorted(runs, key=lambda run: -run.layout.world_size)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
-        codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=chosen.kit), order))
-    found = [path for run in runs if (path := chosen.out / f"{run.name}.json").exists()]
+        codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=chosen.kit, deadline=deadline), order))
+    found = join_parts(chosen.out, runs, is_whole=not any(codes) and not chosen.kit)
     report = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side", *map(str, found)]
     if found:
         codes.append(subprocess.run([*report, "--report", str(chosen.out / "report.md")], check=False).returncode)

@@ -1,9 +1,10 @@
 """GRPO with vLLM on H200s, through the trainer's own command: colocated on one GPU with sleep and wake, and separate GPUs with NCCL sync.
 
-    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--steps 8] [--check]
+    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on PYTHONPATH are enough); this one needs the
-trainer and the FSDP engine with their dependencies, Ray not among them. --check reads each job's settings and runs nothing.
+trainer and the FSDP engine with their dependencies, Ray not among them. --gpus names those to use, so that several of these can run side by
+side; --check reads each job's settings and runs nothing.
 
 Each job is a run of ``temper-train`` in a process of its own on arithmetic problems with a random model of the given shape; the timings of
 its steps, the first one left out, become rows of FOLDER/rows.jsonl.
@@ -30,13 +31,7 @@ from tools.gpu.workload import SHAPES, Rows
 
 def _apart(num_gpus: int, *more: str) -> tuple[int, Sequence[str]]:
     """The actor on the first GPU, a server on each other one."""
-    devices = ",".join(f'"{gpu}"' for gpu in range(1, num_gpus))
-    return num_gpus, (
-        f"rollout.num_replicas={num_gpus - 1}",
-        f"runtime.rollout_devices=[{devices}]",
-        "weight_sync.transport=collective",
-        *more,
-    )
+    return num_gpus, (f"rollout.num_replicas={num_gpus - 1}", "weight_sync.transport=collective", *more)
 
 
 JOBS: dict[str, tuple[int, Sequence[str]]] = {
@@ -85,15 +80,22 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
     ]
 
 
-def run_job(rows: Rows, name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
+def settings_of(name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> list[str]:
+    """The overrides of a job on these GPUs: the first is the actor's, each other one a server's."""
+    shared = overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}")
+    servers = ",".join(f'"{gpu}"' for gpu in gpus[1:])
+    return [*shared, *JOBS[name][1], *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
+
+
+def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
     """One run, and its row; a run that fails leaves a row with the end of its log."""
-    num_gpus, own = JOBS[name]
-    if torch.cuda.device_count() < num_gpus:
-        rows.add({"job": name, "skipped": f"needs {num_gpus} GPUs, and {torch.cuda.device_count()} are here"})
+    num_gpus = JOBS[name][0]
+    if len(gpus) < num_gpus:
+        rows.add({"job": name, "skipped": f"needs {num_gpus} GPUs, and has {len(gpus)}"})
         return
     folder = out / f"{name}-{shape}"
-    settings = [*overrides(shape, steps=steps, rollout_python=rollout_python, folder=folder), *own]
-    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    settings = settings_of(name, gpus[:num_gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out)
+    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUDA_VISIBLE_DEVICES": ",".join(gpus[:num_gpus])}
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         command = [sys.executable, "-m", "temper_trainer", *settings]
@@ -117,7 +119,8 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
     Raises:
         ConfigError: what is wrong with them.
     """
-    load([*overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}"), *JOBS[name][1]])
+    gpus = [str(gpu) for gpu in range(JOBS[name][0])]
+    load(settings_of(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out))
     print(f"{name}: its settings are valid")
 
 
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rollout-python", default=sys.executable)
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
     parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--gpus", help="such as 2,3; default: all")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
@@ -137,8 +141,9 @@ def main() -> None:
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.out / "rows.jsonl")
+    gpus = chosen.gpus.split(",") if chosen.gpus else [str(gpu) for gpu in range(torch.cuda.device_count())]
     for name in chosen.jobs.split(","):
-        run_job(rows, name, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out.resolve())
+        run_job(rows, name, gpus, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out.resolve())
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class VllmEngine:
         self._open: dict[str, tuple[Key, _Open]] = {}
         self._adapter: LoRARequest | None = None
         self._is_asleep = False
-        self._engine.set_weight_version("0")
+        self._set_version(0)
 
     def ready(self) -> Ready:
         """What the client logs."""
@@ -71,8 +71,15 @@ class VllmEngine:
         return not self._engine.has_unfinished_requests()
 
     def version(self) -> int:
-        """Of the weights held now, as vLLM itself says."""
-        return int(self._engine.get_weight_version())
+        """Of the weights held now, as every worker says that holds some.
+
+        Raises:
+            WeightError: workers hold different ones.
+        """
+        versions: set[int] = set(self._llm.collective_rpc("temper_weight_version"))
+        if len(versions) != 1:
+            raise WeightError(f"vLLM's workers hold weights of different versions: {', '.join(map(str, sorted(versions)))}.")
+        return versions.pop()
 
     def add(self, key: Key, request: SamplingRequest) -> None:
         """Begin a request."""
@@ -159,8 +166,9 @@ class VllmEngine:
         self._llm.update_weights({"update_info": {"parcel": parcel}})
 
     def finish_update(self, version: int) -> int:
-        """After the last bucket; returns the version that vLLM now reports."""
-        self._llm.finish_weight_update(weight_version=str(version))
+        """After the last bucket; returns the version that the workers now report."""
+        self._llm.finish_weight_update()
+        self._set_version(version)
         return self._renewed()
 
     def load_files(self, parcels: Sequence[Parcel], version: int) -> int:
@@ -194,7 +202,7 @@ class VllmEngine:
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._adapter = adapter
-        self._engine.set_weight_version(str(version))
+        self._set_version(version)
         return self._renewed()
 
     def sleep(self) -> None:
@@ -218,6 +226,9 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise WeightError("vLLM could not empty its prefix cache after new weights.")
         return self.version()
+
+    def _set_version(self, version: int) -> None:
+        self._llm.collective_rpc("set_temper_weight_version", args=(version,))
 
     def _check_closed(self) -> None:
         if self._open:

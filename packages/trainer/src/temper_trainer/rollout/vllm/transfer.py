@@ -81,7 +81,20 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class RegistersTransfer:
-    """Mixed into vLLM's workers: naming it makes them import this module."""
+    """Mixed into vLLM's workers: naming it makes them import this module.
+
+    They also hold the version of their weights, because vLLM itself knows of one only since 0.27.
+    """
+
+    _temper_weight_version = 0
+
+    def temper_weight_version(self) -> int:
+        """Of the weights in this worker."""
+        return self._temper_weight_version
+
+    def set_temper_weight_version(self, version: int) -> None:
+        """After an update."""
+        self._temper_weight_version = version
 
 
 if NAME not in WeightTransferEngineFactory._registry:

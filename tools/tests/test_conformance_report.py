@@ -1,0 +1,39 @@
+"""Many runs of the kit become one report, on GPUs also one layout's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.conformance.findings import Finding, Findings, Outcome, from_json, to_json
+from temper_engine_api.conformance.groups import GROUPS
+from tools.conformance_report import join_parts, on_gpus, runs_of
+
+
+def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_its_own() -> None:
+    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "2-ranks"]
+    parts = on_gpus([run], ["0", "1", "2"])
+    assert sorted(group for part in parts for group in part.groups.split(",")) == sorted(GROUPS)
+    assert all(len(set(part.gpus)) == 2 for part in parts)
+    assert {gpu for part in parts for gpu in part.gpus} == {"0", "1", "2"}
+    assert parts[0].environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "cuda" in parts[0].command(Path("f.json"), ())
+
+
+def test_a_layout_of_more_ranks_than_gpus_is_refused() -> None:
+    with pytest.raises(ValueError, match="4-ranks need more than 2 GPUs"):
+        on_gpus([run for run in runs_of("fsdp") if run.layout.name == "4-ranks"], ["0", "1"])
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: bool) -> None:
+    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
+    parts = [replace(run, groups=group) for group in ("gradient", "update")]
+    for part in parts:
+        law = Finding(law=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.HELD)
+        findings = Findings(engine="fsdp", layouts=("1-rank",), versions={}, found=[law], num_deselected=7)
+        (tmp_path / f"{part.name}.json").write_text(to_json(findings))
+    (path,) = join_parts(tmp_path, parts, is_whole=is_whole)
+    joined = from_json(path.read_text())
+    assert [finding.law for finding in joined.found] == ["test_gradient", "test_update"]
+    assert (joined.num_deselected == 0) is is_whole
