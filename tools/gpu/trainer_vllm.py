@@ -47,7 +47,7 @@ JOBS: dict[str, tuple[int, Sequence[str]]] = {
 """GPUs that a job needs, and its overrides."""
 
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/annotate_s", "time/weight_sync_s", "time/wait_s", "rollout/tokens_per_s")
-OTHERS = ("weight_sync/canary_difference", "staleness/max", "rollout/tokens", "reward/mean")
+OTHERS = ("weight_sync/canary_difference", "mismatch/kl", "staleness/max", "rollout/tokens", "groups/dead_share", "actor/grad_norm")
 
 
 def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
@@ -58,6 +58,7 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
         "experiment=quickstart",
         "warm_start=null",
         "data.eval=null",
+        "reward.function=tools.gpu.workload:characters",
         f"run.dir={folder}",
         f"run.total_steps={steps}",
         "run.save_model=false",

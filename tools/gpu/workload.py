@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
 from temper_engine_api.specs import Scalar
+
+if TYPE_CHECKING:
+    from temper_trainer.types import Prompt
 
 SMALL: Mapping[str, Scalar] = {
     "model_type": "qwen2",
@@ -60,6 +64,12 @@ class ClippedPolicy(Objective):
         advantages = batch.columns["advantages"]
         ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
         return LossTerms(loss=-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+
+
+def characters(prompt: "Prompt", completion: str) -> float:
+    """A reward that differs between completions of a random model: how much of one is text."""
+    del prompt
+    return float(len(completion))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from temper_engine_api.errors import WeightError
 from temper_trainer.rollout.parcels import Parcel, check_digest, digest_of
 
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
@@ -70,7 +69,6 @@ class Channel:
         self._device = device
         timeout = timedelta(seconds=spec.timeout_s)
         store = dist.TCPStore(spec.address, spec.port, spec.size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -78,8 +76,7 @@ class Channel:
         else:
             self._group = cast("_Group", dist.ProcessGroupGloo(store, rank, spec.size, timeout))
         self._store = store
-        if spec.backend == "cuda_ipc":
-            self._share_buffer()
+        self._buffer = self._shared_buffer() if spec.backend == "cuda_ipc" else self._own_buffer()
 
     def send(self, data: Tensor) -> None:
         """Hand one bucket to every receiver; ``data`` may be used again afterwards."""
@@ -115,17 +112,8 @@ class Channel:
         return data
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, the same memory every time as long as it is large enough.
-
-        Raises:
-            WeightError: cuda_ipc, and the bucket is larger than the buffer that was agreed on.
-        """
-        if len(self._buffer) < num_bytes:
-            if self._spec.backend == "cuda_ipc":
-                raise WeightError(
-                    f"a tensor of {num_bytes} bytes is larger than weight_sync.bucket_bytes, and cuda_ipc can't grow its buffer: raise it."
-                )
-            self._buffer = torch.empty(max(num_bytes, self._spec.buffer_bytes), dtype=torch.uint8, device=self._device)
+        """[num_bytes] uint8 for a bucket of that size, in the same memory every time."""
+        assert num_bytes <= self._spec.buffer_bytes, "the channel was opened for smaller buckets"
         return self._buffer[:num_bytes]
 
     def close(self) -> None:
@@ -149,16 +137,20 @@ class Channel:
     def _meet(self) -> None:
         self._group.barrier(dist.BarrierOptions()).wait()
 
-    def _share_buffer(self) -> None:
+    def _own_buffer(self) -> Tensor:
+        return torch.empty(self._spec.buffer_bytes, dtype=torch.uint8, device=self._device)
+
+    def _shared_buffer(self) -> Tensor:
         """The sender's buffer, mapped into every receiver."""
         if self._rank == 0:
-            self._buffer = torch.empty(self._spec.buffer_bytes, dtype=torch.uint8, device=self._device)
-            self._store.set("buffer", pickle.dumps(reduce_tensor(self._buffer)))  # type: ignore[arg-type]  # bytes are taken too
-        else:
-            rebuild, arguments = pickle.loads(self._store.get("buffer"))  # noqa: S301 - written by our own sender a moment ago
-            given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
-            # The same GPU may have another number here, where other ones are visible.
-            self._buffer = rebuild(**{**given, "storage_device": self._device.index})
+            own = self._own_buffer()
+            self._store.set("buffer", pickle.dumps(reduce_tensor(own)))  # type: ignore[arg-type]  # bytes are taken too
+            return own
+        rebuild, arguments = pickle.loads(self._store.get("buffer"))  # noqa: S301 - written by our own sender a moment ago
+        given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
+        # The same GPU may have another number here, where other ones are visible.
+        shared: Tensor = rebuild(**{**given, "storage_device": self._device.index})
+        return shared
 
 
 def open_channel(plain: dict[str, object], *, worker_rank: int, device: torch.device) -> Channel:

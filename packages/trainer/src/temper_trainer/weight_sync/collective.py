@@ -29,8 +29,8 @@ class CollectiveTransport:
     ) -> None:
         self._actor = actor
         self._sampler = sampler
-        self._layout: list[Parcel] | None = None
         self._bucket_bytes = bucket_bytes
+        self._layout = actor.run(plan_set, [(bucket_bytes,)] * actor.num_workers)[0]
         replicas = sampler.replicas
         address, port = actor.run(find_place, [()] * actor.num_workers)[0]
         self._spec = ChannelSpec(
@@ -38,7 +38,8 @@ class CollectiveTransport:
             address=address,
             port=port,
             size=1 + len(replicas) * workers_per_replica,
-            buffer_bytes=bucket_bytes,
+            # A tensor larger than a bucket travels alone.
+            buffer_bytes=max(parcel.num_bytes for parcel in self._layout),
             with_digest=with_digest,
         )
         joins = []
@@ -50,15 +51,12 @@ class CollectiveTransport:
 
     def send(self, version: int) -> None:
         """Broadcast every bucket, while every server receives it."""
-        workers = self._actor.num_workers
-        if self._layout is None:
-            self._layout = self._actor.run(plan_set, [(self._bucket_bytes,)] * workers)[0]
-        layout = self._layout
+        arguments = [(self._spec, self._layout, self._bucket_bytes)] * self._actor.num_workers
 
         def receive(replica: Replica) -> "Future[object]":
-            return replica.call("receive_set", layout, version)
+            return replica.call("receive_set", self._layout, version)
 
-        self._sampler.load_while(receive, lambda: self._actor.run(send_set, [(self._spec, layout)] * workers), version=version)
+        self._sampler.load_while(receive, lambda: self._actor.run(send_set, arguments), version=version)
 
     def close(self) -> None:
         """Leave the channel."""
@@ -93,11 +91,11 @@ def open_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
         _channels[f"{spec.address}:{spec.port}"] = Channel(spec, rank=0, device=device)
 
 
-def send_set(worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel]) -> None:
+def send_set(worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel], bucket_bytes: int) -> None:
     """Runs on every rank of the actor: rank 0 packs and sends bucket after bucket, the others take part in the gathering.
 
     Raises:
-        WeightError: the weights have other names, shapes or types than in the first set.
+        WeightError: the weights have other names, shapes or types than when the channel was opened.
     """
     with worker.export_weights() as stream:
         if not worker.is_first:
@@ -105,11 +103,11 @@ def send_set(worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel]
                 pass
             return
         channel = _channels[f"{spec.address}:{spec.port}"]
-        parts = iter(cut(stream, bucket_bytes=spec.buffer_bytes))
+        parts = iter(cut(stream, bucket_bytes=bucket_bytes))
         for parcel in layout:
             part = next(parts, None)
             if part is None or layout_of(part)[0] != parcel.entries:
-                raise WeightError("the actor's weights have other names, shapes or types than in the first set.")
+                raise WeightError("the actor's weights have other names, shapes or types than when the channel was opened.")
             data = channel.buffer(parcel.num_bytes)
             fill(data, part, parcel.entries)
             channel.send(data)

@@ -1,0 +1,81 @@
+"""A channel between an actor and a server's worker, over gloo: whatever the size of a bucket."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.channel import Channel, open_channel
+from temper_trainer.rollout.parcels import Parcel, named_weights
+from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.weight_sync.collective import CollectiveTransport
+
+WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
+
+
+class Actor:
+    """One rank, in this process."""
+
+    num_workers, is_first = 1, True
+
+    def export_weights(self) -> WeightStream:
+        """All of them."""
+        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in WEIGHTS.items()]))
+
+    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """On that rank."""
+        return [call(self, *each) for each in arguments]
+
+
+class Worker:
+    """The other end, in a thread."""
+
+    def __init__(self) -> None:
+        self.replicas, self._thread = [self], ThreadPoolExecutor(1)
+        self.received: dict[str, Tensor] = {}
+        self.places: set[int] = set()
+
+    def call(self, method: str, *arguments: Any) -> "Future[object]":
+        """What a server answers."""
+        return self._thread.submit(getattr(self, method), *arguments)
+
+    def join_channel(self, plain: dict[str, object]) -> None:
+        """Open this end."""
+        self._channel: Channel = open_channel(plain, worker_rank=0, device=torch.device("cpu"))
+
+    def receive_set(self, layout: list[Parcel], version: int) -> None:
+        """Every bucket."""
+        for parcel in layout:
+            data = self._channel.receive(parcel)
+            self.places.add(data.data_ptr())
+            self.received |= {name: tensor.clone() for name, tensor in named_weights(data, parcel)}
+
+    def load_while(self, receive: Callable[["Worker"], "Future[object]"], send: Callable[[], object], *, version: int) -> None:
+        """Both at once."""
+        answer = receive(self)
+        send()
+        answer.result()
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_bucket(bucket_bytes: int) -> None:
+    # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed afterwards.
+    worker = Worker()
+    transport = CollectiveTransport(
+        actor=Actor(),
+        sampler=cast("VllmSampler", worker),
+        backend="gloo",
+        workers_per_replica=1,
+        bucket_bytes=bucket_bytes,
+        with_digest=True,
+    )
+    for version in (1, 2):
+        transport.send(version)
+        assert worker.received.keys() == WEIGHTS.keys()
+        assert all(worker.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
+    assert len(worker.places) == 1
+    transport.close()
