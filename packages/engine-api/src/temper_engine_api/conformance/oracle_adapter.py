@@ -32,6 +32,8 @@ class TinyAdapter:
     """Of the base."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Of peft's LoraConfig, where they differ from rank 4, alpha 6 on all linear layers."""
+    seed: int = 0
+    """Of its values: one with which no token of a mixture stands so nearly between two experts that rounding sends it to the other."""
 
 
 def write_adapter(adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, seed: int = 0) -> Path:

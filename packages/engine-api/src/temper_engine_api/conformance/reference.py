@@ -54,7 +54,7 @@ class Reference:
             adapter = replace(adapter, fields={"target_modules": list(AROUND_EXPERTS), **adapter.fields})
         bare = self.recipe(adapter.model, **fields)
         path = write_adapter(
-            adapter, load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})), folder=self.folder, seed=seed
+            adapter, load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})), folder=self.folder, seed=seed + adapter.seed
         )
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.claims(Capability.ADAPTER)
 
 PLAIN = TinyAdapter(name="plain", model=QWEN2_GROUPED)
 ATTENTION = TinyAdapter(name="attention-rslora", model=QWEN2_GROUPED, fields={"target_modules": ["q_proj", "v_proj"], "use_rslora": True})
-DORA = TinyAdapter(name="dora", model=QWEN2_GROUPED, fields={"use_dora": True})
+DORA = TinyAdapter(name="dora", model=QWEN2_GROUPED, fields={"use_dora": True}, seed=1)
 HEAD = TinyAdapter(name="with-head", model=QWEN2_UNTIED, fields={"modules_to_save": ["lm_head"], "exclude_modules": ["lm_head"]})
 ADAPTERS = (PLAIN, ATTENTION, DORA, HEAD)
 VALUE_ADAPTER = TinyAdapter(name="value", model=VALUE, fields={"modules_to_save": ["score"], "exclude_modules": ["score"]})

@@ -64,12 +64,15 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], con
     begin = time.perf_counter()
     with clock.phase("rollout"):
         collected = collect(rooms, step=step, clock=clock, moments=controllers.rewards)
-    if isinstance(rooms.sampler, VllmSampler):
-        rooms.sampler.sleep()
+    shares_device = isinstance(rooms.sampler, VllmSampler) and rooms.sampler.sleep()
     controllers = replace(controllers, rewards=collected.moments)
     metrics, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
     metrics = collected.metrics | metrics
     with clock.phase("weight_sync"):
+        if shares_device:
+            # The servers take their memory again as soon as weights come.
+            for role in rooms.roles.values():
+                role.release_cache()
         metrics |= rooms.publisher.publish(rooms.canary)
     clock.seconds["time/step_s"] = time.perf_counter() - begin
     metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(clock.seconds["time/rollout_s"], 1e-9)

@@ -108,6 +108,10 @@ class WorkerGroup(ABC):
             metrics=self._merge([result.metrics for result in results]),
         )
 
+    def release_cache(self) -> None:
+        """Let every rank give its device back what it keeps for later."""
+        self.run(TrainingWorker.release_cache, [()] * self.num_workers)
+
     def write_part(self, directory: str) -> list[PartReport]:
         """Every rank's files of the role's part of a checkpoint."""
         return self.run(TrainingWorker.write_part, [(directory,)] * self.num_workers)

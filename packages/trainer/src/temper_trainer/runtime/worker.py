@@ -88,6 +88,11 @@ class TrainingWorker:
             engine.lr_scheduler_step()
         return UpdateResult(report=report, lr=lr, elapsed_s=time.perf_counter() - begin, metrics=result.metrics)
 
+    def release_cache(self) -> None:
+        """Give the device back what its allocator keeps for later, so that another process there can take it."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
     def export_weights(self) -> WeightStream:
         """Full tensors under Hugging Face names; collective over the role's ranks."""
         return self._engine.export_weights()

@@ -139,10 +139,12 @@ class VllmSampler:
                     raise
             self._version = version
 
-    def sleep(self) -> None:
-        """Give memory back until the next weights, where rollout.vllm.sleep_level says so."""
-        if self._spec.sleep_level:
-            self._call_all("sleep")
+    def sleep(self) -> bool:
+        """Give memory back until the next weights, where rollout.vllm.sleep_level says so; whether it does."""
+        if not self._spec.sleep_level:
+            return False
+        self._call_all("sleep")
+        return True
 
     def call_each(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[object]:
         """A method of the replicas' engines, all at once, each with its own arguments; a dead one is started again and asked again.
