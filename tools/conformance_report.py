@@ -32,7 +32,7 @@ from temper_engine_api.registry import conformance_layouts
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
-HALVES = ("gradient", "logprob", "adapter", "weights", "checkpoint", "batch,update,value")
+PARTS = ("gradient", "logprob", "adapter", "weights", "checkpoint", "batch,update,value")
 """Groups that are runs of their own where a layout is divided; the rest is one more."""
 
 
@@ -107,10 +107,10 @@ def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
     """
     if too_wide := [run.name for run in runs if run.layout.world_size > len(gpus)]:
         raise ValueError(f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, and NCCL gives each rank one of its own.")
-    others = ",".join(name for name in GROUPS if name not in ",".join(HALVES).split(","))
+    others = ",".join(name for name in GROUPS if name not in ",".join(PARTS).split(","))
     turn = itertools.cycle(range(len(gpus)))
     divided = []
-    for run, groups in itertools.product(runs, (*HALVES, others)):
+    for run, groups in itertools.product(runs, (*PARTS, others)):
         first = next(turn)
         own = tuple(gpus[(first + rank) % len(gpus)] for rank in range(run.layout.world_size))
         divided.append(replace(run, groups=groups, gpus=own))

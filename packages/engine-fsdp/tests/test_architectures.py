@@ -2,18 +2,23 @@
 time, and the same update after loading."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, Scalar
+from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.expert_names import Joining, split
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},
@@ -32,8 +37,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
     """The same weights in transformers' own model."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
+    joining = Joining({name: tensor.shape for name, tensor in model.state_dict().items()})
     with engine.export_weights() as stream:
-        missing, unexpected = model.load_state_dict(dict(stream), strict=False)
+        wholes = dict(filter(None, (joining.add(*weight) for weight in stream)))
+        missing, unexpected = model.load_state_dict(wholes, strict=False)
     assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
     model.tie_weights()
     return model
@@ -79,10 +86,9 @@ def test_gradients_are_those_of_transformers(start: Callable[..., FSDPEngine], c
     total = torch.stack([logprobs_of(model, batch, b)[mask[1:]].sum() for b, mask in enumerate(trained)]).sum()
     (-total / batch.loss_mask.sum()).backward()
     update(engine, batch)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {part: grad for name, p in model.named_parameters() if p.grad is not None for part, grad in split(name, p.grad)}
     for state in engine.export_state():
         expected = gradients[state.name]
-        assert expected is not None, state.name
         # The first moment after one update of AdamW is a tenth of the gradient.
         torch.testing.assert_close(state.first_moment * 10, expected, rtol=1e-4, atol=1e-6, msg=state.name)
 
@@ -98,3 +104,46 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     other = start(model=spec)
     other.load_checkpoint(step)
     assert [update(other, batch) for _ in range(2)] == [update(engine, batch) for _ in range(2)]
+
+
+def test_experts_are_exported_under_the_names_that_transformers_writes(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, tmp_path: Path
+) -> None:
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}))
+    update(engine, batch)
+    with engine.export_weights() as stream:
+        exported = {name: tensor.clone() for name, tensor in stream}
+    twin_of(engine).save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == written.keys()
+    assert all(exported[name].equal(tensor) for name, tensor in written.items())
+
+    saved = [replace(s, **{k: getattr(s, k).clone() for k in ("master", "first_moment", "second_moment")}) for s in engine.export_state()]
+    assert {state.name for state in saved} == written.keys()
+    next_norm = update(engine, batch)
+    other = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}, seed=9))
+    other.load_state(iter(reversed(saved)))
+    assert update(other, batch) == next_norm
+    other.load_weights(NamedWeight(name, tensor) for name, tensor in exported.items())
+    with other.export_weights() as stream:
+        assert all(exported[name].equal(tensor) for name, tensor in stream)
+
+
+def test_an_expert_that_lacks_is_named_and_nothing_is_loaded(start: Callable[..., FSDPEngine], config: FSDPConfig) -> None:
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}))
+    with engine.export_weights() as stream:
+        exported = [NamedWeight(name, tensor.clone()) for name, tensor in stream]
+    lacking = "model.layers.0.mlp.experts.2.up_proj.weight"
+    with pytest.raises(WeightError, match=f"missing {lacking}"):
+        engine.load_weights(NamedWeight(name, tensor + 1) for name, tensor in exported if name != lacking)
+    with engine.export_weights() as stream:
+        assert all(tensor.equal(before.tensor) for (_, tensor), before in zip(stream, exported, strict=True))
+
+
+def test_a_mixture_whose_files_name_experts_otherwise_is_refused_where_names_matter(
+    start: Callable[..., FSDPEngine], config: FSDPConfig
+) -> None:
+    mixtral = {"model_type": "mixtral", "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **mixtral}))
+    with pytest.raises(CapabilityError, match="but this is a mixtral"), engine.export_weights() as stream:
+        next(iter(stream))

@@ -23,6 +23,7 @@ from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
 from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.expert_names import check_known
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import Parts, build_parts
 from temper_engine_fsdp.portable_files import open_files
@@ -170,10 +171,12 @@ class FSDPEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         parts = self._parts
+        self._check_names()
         merge = None if parts.adapter is None else partial(parts.adapter.merged, trained=parts.trained)
-        return weights.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
+        yield from weights.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        self._check_names()
         with self._parts.stages.stage("loading weights"):
             weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
         if self._parts.adapter is not None:
@@ -193,10 +196,15 @@ class FSDPEngine(BaseEngine):
         assert self._parts.adapter is not None, "the base class refuses calls that need an adapter"
         return self._parts.adapter
 
+    def _check_names(self) -> None:
+        check_known(self._parts.hf_config, self._parts.parameters)
+
     def _iterate_state(self) -> Iterator[TrainingState]:
+        self._check_names()
         return state.iterate_state(self._parts.trained, self._require_adamw().moments)
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        self._check_names()
         state.load_state(self._parts.trained, self._require_adamw().moments, stream)
 
     def _require_adamw(self) -> ShardedAdamW:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
+from temper_engine_fsdp.expert_names import Joining, shapes_in_files, split
 from temper_engine_fsdp.sharded import Parameters
 
 Buffers = Mapping[str, Tensor]
@@ -16,7 +17,8 @@ Merge = Callable[[str, Tensor], Tensor]
 
 def describe_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dtype) -> list[WeightEntry]:
     """What ``iterate_weights`` will yield, in its order, without gathering anything."""
-    shapes = [(name, p.shape, p.dtype) for name, p in parameters.items()] + [(name, b.shape, b.dtype) for name, b in buffers.items()]
+    shapes = [(part, shape, p.dtype) for name, p in parameters.items() for part, shape in shapes_in_files(name, p.shape)]
+    shapes += [(name, b.shape, b.dtype) for name, b in buffers.items()]
     return [WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own) for name, shape, own in shapes]
 
 
@@ -31,10 +33,12 @@ def iterate_weights(parameters: Parameters, buffers: Buffers, *, dtype: torch.dt
     """
     for name, parameter in parameters.items():
         if merge is not None:
-            yield NamedWeight(name, merge(name, parameter.full(parameter.local())).to(dtype))
+            full = merge(name, parameter.full(parameter.local())).to(dtype)
         else:
             # Cast before it is gathered: half the traffic in bf16.
-            yield NamedWeight(name, parameter.full(parameter.local().to(dtype)))
+            full = parameter.full(parameter.local().to(dtype))
+        for part, tensor in split(name, full):
+            yield NamedWeight(part, tensor)
     for name, buffer in buffers.items():
         yield NamedWeight(name, buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True))
 
@@ -48,12 +52,14 @@ def load_weights(parameters: Parameters, buffers: Buffers, stream: Iterable[Name
     """
     arrived: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
-    for name, tensor in stream:
-        arrived.append(WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype))
-        if name in parameters and parameters[name].shape == tensor.shape:
-            shards[name] = parameters[name].part_of(tensor).to(parameters[name].dtype)
-        elif name in buffers and buffers[name].shape == tensor.shape:
-            shards[name] = tensor.clone()
+    joining = Joining({name: parameter.shape for name, parameter in parameters.items()})
+    for part, tensor in stream:
+        arrived.append(WeightEntry(name=part, shape=tuple(tensor.shape), dtype=tensor.dtype))
+        if part in buffers and buffers[part].shape == tensor.shape:
+            shards[part] = tensor.clone()
+        elif (whole := joining.add(part, tensor)) is not None:
+            name, full = whole
+            shards[name] = parameters[name].part_of(full).to(parameters[name].dtype)
     check_complete(describe_weights(parameters, buffers, dtype=torch.float32), arrived)
     for name, shard in shards.items():
         (parameters[name].local() if name in parameters else buffers[name]).copy_(shard)

@@ -1,9 +1,12 @@
 """Weights arrive whole or not at all, and every completion says which made it."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import ARCHITECTURES, Pair, make_prompts, make_requests, make_tokenizer
@@ -12,6 +15,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_model import load_weights
 
 Change = Callable[[list[NamedWeight]], list[NamedWeight]]
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=8)
@@ -76,3 +80,15 @@ def test_a_model_that_cannot_be_built_is_refused() -> None:
     for spec in (ModelSpec(path="absent"), ModelSpec(architecture={"model_type": "qwen99"})):
         with pytest.raises(ConfigError, match=r"can't build a model from .*(absent|qwen99)"):
             HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig())
+
+
+@pytest.mark.parametrize("are_joined", [False, True])
+def test_experts_arrive_one_by_one_as_files_have_them_or_joined_as_in_memory(are_joined: bool, tmp_path: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+    config = AutoConfig.for_model(**{**ARCHITECTURES["qwen2"], **experts, "tie_word_embeddings": False})
+    source, target = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    source.save_pretrained(tmp_path)
+    weights = source.state_dict() if are_joined else load_file(tmp_path / "model.safetensors")
+    assert any("experts.3.up_proj" in name for name in weights) is not are_joined
+    load_weights(target, (NamedWeight(name, tensor) for name, tensor in weights.items()))
+    assert all(target.state_dict()[name].equal(tensor) for name, tensor in source.state_dict().items())

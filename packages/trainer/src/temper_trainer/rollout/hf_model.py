@@ -80,6 +80,8 @@ def named_end_tokens(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset
 def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     """Copy a complete set of weights into the model; tied tensors arrive once, under the first of their names.
 
+    Experts come one by one, under the names that files have, or joined as transformers keeps them.
+
     The tensors are held until the set is known to be complete, so that a bad set changes nothing.
 
     Raises:
@@ -90,12 +92,25 @@ def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     for name, place in model.state_dict().items():
         if place.data_ptr() not in seen:
             seen.add(place.data_ptr())
-            places[name] = place
-    arrived = list(stream)
+            places |= _by_names_in_files(name, place)
+    arrived = [NamedWeight(name, tensor) for whole in stream for name, tensor in _by_names_in_files(*whole).items()]
     check_complete((_entry(name, place) for name, place in places.items()), [_entry(w.name, w.tensor) for w in arrived])
     with torch.no_grad():
         for weight in arrived:
             places[weight.name].copy_(weight.tensor)
+
+
+def _by_names_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of what transformers joins in memory, and anything else as it is."""
+    layer, _, kind = name.rpartition(".experts.")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+    if kinds is None:
+        return {name: tensor}
+    return {
+        f"{layer}.experts.{number}.{part_name}.weight": part
+        for number, expert in enumerate(tensor)
+        for part_name, part in zip(kinds, expert.chunk(len(kinds)), strict=True)
+    }
 
 
 def _entry(name: str, tensor: torch.Tensor) -> WeightEntry:

@@ -1,0 +1,71 @@
+"""Experts under the names that Hugging Face files have, a tensor for each; transformers joins those of a layer in memory, gate above up."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from temper_engine_api.errors import CapabilityError
+
+_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Of each expert, one above the other."""
+_NAMED_SO = ("qwen2_moe", "qwen3_moe")
+"""Model types whose files were seen to have these names; others have other ones, such as w1 and w3."""
+
+
+def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor by its names in files: what is joined, [experts, rows, columns], as views of its parts, anything else as it is."""
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in _PARTS:
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        for part_name, part in zip(_PARTS[kind], expert.chunk(len(_PARTS[kind])), strict=True):
+            yield f"{layer}.experts.{number}.{part_name}.weight", part
+
+
+def shapes_in_files(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of the parts of one tensor."""
+    return [(part_name, part.shape) for part_name, part in split(name, torch.empty(shape, device="meta"))]
+
+
+def check_known(config: PretrainedConfig, names: Iterable[str]) -> None:
+    """Refuse a mixture whose names in files are not known.
+
+    Raises:
+        CapabilityError: naming the model type.
+    """
+    if config.model_type not in _NAMED_SO and any(name.rpartition(".experts.")[2] in _PARTS for name in names):
+        raise CapabilityError(
+            f"the weights of experts can be exported and loaded for the model types {' and '.join(_NAMED_SO)}, but this is a "
+            f"{config.model_type}, whose files name them otherwise."
+        )
+
+
+class Joining:
+    """Puts the parts of joined tensors together as they come, in whatever order."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+        self._homes = {part: name for name, shape in shapes.items() for part, _ in shapes_in_files(name, shape)}
+        self._begun: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def add(self, part: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """The whole tensor under its name in memory, once its last part has come.
+
+        A part with an unknown name or another shape is passed over: the check of all names and shapes will tell of it.
+        """
+        name = self._homes.get(part)
+        if name is None or name == part:
+            return (part, tensor) if name is not None and tensor.shape == self._shapes[name] else None
+        if name not in self._begun:
+            whole = torch.empty(self._shapes[name], dtype=tensor.dtype, device=tensor.device)
+            self._begun[name] = whole, dict(split(name, whole))
+        whole, left = self._begun[name]
+        if part in left and left[part].shape == tensor.shape:
+            left.pop(part).copy_(tensor)
+        if left:
+            return None
+        del self._begun[name]
+        return name, whole
