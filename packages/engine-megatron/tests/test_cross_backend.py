@@ -47,6 +47,12 @@ def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, be
     check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
 
 
+def test_a_mixture_of_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path):
+    mixtures = reference.with_experts()
+    recipe = mixtures.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
+    check_goes_on(fleet, mixtures, tmp_path, recipe, ("megatron", MEGATRON["ep2"]), ("fsdp", TWO))
+
+
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS[:2])
 def test_an_adapter_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
     adapter = TinyAdapter(name="crossing", model=QWEN2_TIED, fields={"use_dora": True, "use_rslora": True, "exclude_modules": ["lm_head"]})

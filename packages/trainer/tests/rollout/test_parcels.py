@@ -109,11 +109,12 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("with_digest", [True, False])
 def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) -> None:
-    spec = ChannelSpec(
-        backend="gloo", address="127.0.0.1", port=free_port(), size=3, buffer_bytes=64, with_digest=with_digest, timeout_s=60
-    )
     parts = list(cut(WEIGHTS, bucket_bytes=40))
     parcels = [Parcel(entries=layout_of(part)[0], num_bytes=layout_of(part)[1], digest=None) for part in parts]
+    largest = max(parcel.num_bytes for parcel in parcels)
+    spec = ChannelSpec(
+        backend="gloo", address="127.0.0.1", port=free_port(), size=3, buffer_bytes=largest, with_digest=with_digest, timeout_s=60
+    )
     found: dict[int, list[NamedWeight]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
