@@ -184,7 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only names {', '.join(sorted(unknown))}, which the engines do not offer.")
     runs = [run for run in runs if not wanted or f"{run.engine}:{run.layout.name}" in wanted]
     if chosen.gpus:
-        runs = on_gpus(runs, chosen.gpus.split(","))
+        try:
+            runs = on_gpus(runs, chosen.gpus.split(","))
+        except ValueError as error:
+            parser.error(str(error))
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     room = Room(chosen.ranks_at_once)
     # The widest first: otherwise a run of four ranks would wait at the end, alone.

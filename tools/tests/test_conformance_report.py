@@ -7,7 +7,7 @@ import pytest
 
 from temper_engine_api.conformance.findings import Finding, Findings, Outcome, from_json, to_json
 from temper_engine_api.conformance.groups import GROUPS
-from tools.conformance_report import join_parts, on_gpus, runs_of
+from tools.conformance_report import join_parts, main, on_gpus, runs_of
 
 
 def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_its_own() -> None:
@@ -20,9 +20,11 @@ def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_i
     assert "cuda" in parts[0].command(Path("f.json"), ())
 
 
-def test_a_layout_of_more_ranks_than_gpus_is_refused() -> None:
-    with pytest.raises(ValueError, match="4-ranks need more than 2 GPUs"):
-        on_gpus([run for run in runs_of("fsdp") if run.layout.name == "4-ranks"], ["0", "1"])
+def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--engines", "fsdp", "--only", "fsdp:4-ranks", "--gpus", "0,1", "--out", str(tmp_path / "report")])
+    assert caught.value.code == 2
+    assert "4-ranks need more than 2 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
