@@ -134,7 +134,7 @@ def _print_json(results: list[tuple[str, "Translation"]]) -> None:
 def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
     from rich.console import Console
 
-    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows
+    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows, unmapped_lines
     from temper_legacy_shim.configs.translation import Outcome
     from temper_legacy_shim.configs.written import yaml_of
 
@@ -150,11 +150,10 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
     if table:
         print_table(console, COLUMNS, table_rows(translation), has_lines=True)
     for finding in translation.findings:
-        console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
-    if translation.unmapped:
-        console.print("  unmapped:", markup=False)
-        for key, value in translation.unmapped.items():
-            console.print(f"    {key}: {value!r}", markup=False)
+        if finding.rule != "unmapped":
+            console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
+    for line in unmapped_lines(translation):
+        console.print(f"  {line}", markup=False)
     if written is not None:
         console.print(f"  written: {written}", markup=False)
         where = f"--config-dir {written.parent} --config-name {written.stem}"

@@ -20,7 +20,7 @@ BASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``."""
+    """``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; a release of ``-`` is not named."""
 
     release: str
     entry: str
@@ -36,7 +36,7 @@ class Example:
     def translated(self) -> Translation:
         """Done now."""
         base = BASES.get(self.entry, BASE)
-        return translate([*base, *self.tokens], entry=self.entry, version=self.release)
+        return translate([*base, *self.tokens], entry=self.entry, version=None if self.release == "-" else self.release)
 
 
 def example_of(rule: Rule) -> Example:

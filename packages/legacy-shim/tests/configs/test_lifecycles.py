@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_legacy_shim.configs import Translation
+from temper_legacy_shim.configs import Outcome, Translation
 
 from .conftest import pinned, rules_found, translated, values
 
@@ -149,3 +149,10 @@ def test_the_worker_switch_was_born_in_v0_5_and_gone_in_v0_8() -> None:
 def test_nothing_of_these_lives_is_pinned_in_a_run_that_never_said_it() -> None:
     keys = pinned(translated("v0.6.1", config_name=MEGATRON))
     assert not any(word in key for key in keys for word in ("profil", "bridge", "layer_name", "pool", "padding"))
+
+
+@pytest.mark.parametrize(("word", "every"), [("False", 0), ("True", 1)])
+def test_a_frequency_may_be_a_truth_value_as_in_python(word: str, every: int) -> None:
+    found = translated("v0.7.0", f"trainer.test_freq={word}", f"trainer.save_freq={word}", "data.val_files=/data/test.parquet")
+    assert found.outcome is Outcome.PINNED
+    assert [values(found).get(key, 0) for key in ("run.eval_every", "run.save_every")] == [every, every]

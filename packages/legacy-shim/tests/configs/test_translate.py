@@ -60,3 +60,16 @@ def test_a_key_of_no_release_is_listed_and_never_guessed() -> None:
     assert translation.tokens[-1].disposition == "unmapped"
     assert translation.outcome is Outcome.PINNED
     assert "never read it" in next(finding.message for finding in translation.findings if finding.rule == "unmapped")
+
+
+def test_a_key_of_no_release_is_one_finding_with_or_without_a_plus() -> None:
+    translation = translate([*GRPO, "my_fork.magic=3", "trainer.use_v1=False"], version="v0.7.0")
+    (only,) = (finding for finding in translation.findings if "my_fork.magic" in finding.old_keys)
+    assert only.message == "my_fork.magic=3 is a key of no release: v0.7.0 would not have started with it."
+    refused = [finding.old_keys for finding in translation.findings if finding.level == "refused"]
+    assert ("trainer.use_v1",) in refused  # a key of another release is refused by this one
+
+
+def test_a_release_that_lacked_the_program_is_left_for_the_nearest_that_had_it() -> None:
+    translation = translate(["model.partial_pretrain=/models/q"], entry="verl.trainer.fsdp_sft_trainer", version="v0.9.0")
+    assert translation.source.version == "v0.7.0"

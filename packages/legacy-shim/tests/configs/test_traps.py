@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.configs import Outcome, translate
 
 from .conftest import BASE, pinned, rules_found, translated, values
 
@@ -18,6 +18,24 @@ def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
     new = values(translated("v0.4.0", "algorithm.kl_ctrl.kl_coef=0.02"))
     assert "algorithm.kl_reward_coef" not in new
     assert "ref" not in new
+
+
+def test_trap_a_is_said_where_nobody_names_the_release_and_the_keys_fit_both_kinds() -> None:
+    overrides = (*BASE, "algorithm.kl_ctrl.kl_coef=0.02")
+    inferred = translate(overrides, entry="verl.trainer.main_ppo")
+    (message,) = (finding.message for finding in inferred.findings if finding.rule == "release-unsure")
+    assert inferred.source.version == "v0.9.0"
+    assert message.startswith("its keys fit v0.2 to v0.9.0, and v0.9.0 was taken; v0.2 to v0.3.0.post1 would have meant ")
+    assert "algorithm.kl_reward_coef=0.02 (here 0.0)" in message
+    assert "algorithm.dual_clip=null (here 3.0)" in message
+    assert message.endswith(": say --from-version where you know it.")
+    given = translate(overrides, entry="verl.trainer.main_ppo", version="v0.9.0")
+    assert "release-unsure" not in rules_found(given, "hazard")
+
+
+def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
+    clip = [f"actor_rollout_ref.actor.clip_ratio_{bound}=0.2" for bound in ("low", "high")]  # since v0.4.0
+    assert "release-unsure" not in rules_found(translate([*BASE, *clip], entry="verl.trainer.main_ppo"), "hazard")
 
 
 def test_trap_b_clip_ratio_alone_is_not_read_since_v0_4() -> None:

@@ -9,6 +9,7 @@ import pytest
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.reading import read_script
+from temper_legacy_shim.scripts.reports import remarks
 
 GRPO = """\
 #!/usr/bin/env bash
@@ -68,6 +69,33 @@ def test_tokens_of_the_script_survive_where_the_value_stays_as_it_is() -> None:
     assert "actor.engine.model.path=$MODEL_PATH" in migration.script.text
     assert "batching.prompts_per_step=$((8 * 8))" in migration.script.text
     assert "actor.engine.optimizer.lr=$lr" in migration.script.text
+
+
+@pytest.mark.parametrize("written", ["$DIR/train.parquet", '"${DIR}/train.parquet"'])
+def test_a_path_that_becomes_a_list_of_one_keeps_its_variable(written: str) -> None:
+    text = GRPO.replace("set -x", "DIR=/data").replace("$HOME/train.parquet", written)
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert f'"data.train.paths=[\\"{written.strip(chr(34))}\\"]"' in migration.script.text
+    assert 'data.train.paths=["/data/train.parquet"]' in _launched(migration.script.text)
+
+
+def test_a_path_without_variables_is_written_plainly() -> None:
+    migration = migrate_script(GRPO.replace("$HOME/train.parquet", "'/data/train.parquet'"))
+    assert migration.script is not None
+    assert '"data.train.paths=[/data/train.parquet]"' in migration.script.text
+
+
+def test_what_a_person_must_decide_and_what_differs_stands_at_the_command() -> None:
+    text = GRPO.replace("trainer.nnodes=1", "trainer.nnodes=$SLURM_NNODES my.magic=$lr actor_rollout_ref.actor.clip_ratio=0.3")
+    migration = migrate_script(text)
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    lines = migration.script.text.splitlines()
+    decide = next(number for number, line in enumerate(lines) if line.startswith("# DECIDE: trainer.nnodes is '$SLURM_NNODES'"))
+    assert any(line.startswith("# differs: actor_rollout_ref.actor.clip_ratio") for line in lines)
+    assert decide < lines.index("temper_overrides=(")
+    assert "    # my.magic=$lr: unmapped. a key of no release: a fork's own, or a slip. Nothing was guessed." in lines
 
 
 def test_comments_and_unrelated_lines_stay() -> None:
@@ -178,6 +206,16 @@ def test_a_script_that_launches_nothing_is_clean() -> None:
     migration = migrate_script("echo hello\n")
     assert migration.script is None
     assert migration.outcome is Outcome.CLEAN
+
+
+def test_an_old_trainer_that_is_only_named_is_mentioned() -> None:
+    inside = (
+        "cat > run.sh <<'END'\n# python3 -m verl.trainer.main_ppo\npython3 -m verl.trainer.main_ppo trainer.nnodes=1\nEND\nbash run.sh\n"
+    )
+    migration = migrate_script(inside)
+    assert migration.script is None
+    (remark,) = remarks(migration)
+    assert remark == "line 3: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: look at what does"
 
 
 @pytest.mark.parametrize("files", ["['$one', '$HOME/two.parquet']", "[$one,$HOME/two.parquet]"])

@@ -74,9 +74,8 @@ def build_rl_data(draft: Draft) -> None:
 
 def evaluates(draft: Draft) -> bool:
     """Whether the old trainer ever looked at its held-out prompts."""
-    frequency = draft.integer("trainer.test_freq")
     before = draft.switch("trainer.val_before_train") or not draft.old.has("trainer.val_before_train")
-    return before or (frequency is not None and frequency > 0)
+    return before or draft.frequency("trainer.test_freq") > 0
 
 
 def _rows(draft: Draft) -> None:

@@ -120,6 +120,11 @@ class Draft:
         value = self.number(key)
         return int(value) if value is not None and abs(value) < 1e18 and value == value else None
 
+    def frequency(self, key: str) -> int:
+        """Every how many steps; 0 where there is none, and where the number is unknown. False and True are 0 and 1, as in Python."""
+        value = self.old.get(key)
+        return int(value) if isinstance(value, bool) else self.integer(key) or 0
+
     def switch(self, key: str) -> bool:
         """A boolean of the old configuration; None and what is absent are False."""
         value = self.old.get(key)

@@ -22,7 +22,7 @@ _DATA = re.compile(
 def find_images(draft: Draft) -> None:
     """Ask a person wherever the model, its data or its settings speak of images, video or sound."""
     model = draft.text("actor_rollout_ref.model.path") or draft.text("model.path") or draft.text("model.partial_pretrain")
-    files = " ".join(draft.text(key) for key in ("data.train_files", "data.val_files", "data.path"))
+    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := draft.text(key)))
     signs = []
     if _NAMES.search(model):
         signs.append(f"the model is {model}")

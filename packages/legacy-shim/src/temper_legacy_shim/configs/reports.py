@@ -59,6 +59,15 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
     }
 
 
+def unmapped_lines(translation: Translation) -> list[str]:
+    """The section of keys that no release had: what to do about them, once, and then each."""
+    messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
+    if not messages:
+        return []
+    head = f"unmapped: {len(messages)} of a fork's own, or slips; nothing was guessed: if they did something, say it in another way"
+    return [head, *(f"  unmapped: {message}" for message in messages)]
+
+
 COLUMNS = ("old", "new", "rule", "reason", "hazard")
 """Of ``table_rows``."""
 

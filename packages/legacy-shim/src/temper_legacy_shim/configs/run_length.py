@@ -17,8 +17,7 @@ def build_run(draft: Draft) -> None:
         build_length(draft)
     build_habits(draft)
     if evaluates(draft):
-        frequency = draft.integer("trainer.test_freq")
-        draft.put("run.eval_every", max(0, frequency or 0), rule="test-freq", old=["trainer.test_freq"])
+        draft.put("run.eval_every", max(0, draft.frequency("trainer.test_freq")), rule="test-freq", old=["trainer.test_freq"])
     build_runtime(draft)
     _warmup_of_critic(draft)
     if draft.switch("trainer.val_only"):
@@ -67,8 +66,7 @@ def _async_length(draft: Draft) -> None:
 
 def build_habits(draft: Draft) -> None:
     """Checkpoints, resuming, logging, the folder."""
-    save = draft.integer("trainer.save_freq")
-    draft.put("run.save_every", max(0, save or 0), rule="save-freq", old=["trainer.save_freq"])
+    draft.put("run.save_every", max(0, draft.frequency("trainer.save_freq")), rule="save-freq", old=["trainer.save_freq"])
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1

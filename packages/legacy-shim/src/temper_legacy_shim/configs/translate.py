@@ -9,6 +9,7 @@ from temper_legacy_shim.configs.evaluation import build_evaluation
 from temper_legacy_shim.configs.generation import build_generation
 from temper_legacy_shim.configs.images import find_images
 from temper_legacy_shim.configs.model_fields import NEUTRAL, find_model_fields
+from temper_legacy_shim.configs.other_releases import other_meanings
 from temper_legacy_shim.configs.overrides import Override, read_overrides
 from temper_legacy_shim.configs.ppo import build_ppo
 from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_of
@@ -62,18 +63,16 @@ def translate(
     given = flatten(dict(base or {}))
     given.pop("defaults", None)
     launch = launch_of(entry, config_name=config_name, overrides=tokens, given=given)
-    source = _source(tokens, launch=launch, version=version, given=given)
-    old = _compose(tokens, launch=launch, version=source.version, given=given)
-    draft = Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name)
-    if launch.foreign:
-        draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
-    if launch.contradiction:
-        draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
-    find_images(draft)
-    find_model_fields(draft)
-    _BUILDERS[launch.program](draft)
-    _refusals(draft, tokens)
+    source, candidates = _source(tokens, launch=launch, version=version, given=given)
+
+    def drafted(release: str) -> Draft:
+        old = _compose(tokens, launch=launch, version=release, given=given)
+        return _built(Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name), launch)
+
+    draft = drafted(source.version)
+    _other_releases(draft, {release: drafted(release).settings for release in candidates if release != source.version})
     unmapped = _unmapped(draft, tokens, launch.program)
+    _refusals(draft, tokens, unmapped)
     reports = report_tokens(draft, tokens, program=launch.program)
     _losses(draft, tokens, reports)
     return Translation(
@@ -85,17 +84,23 @@ def translate(
     )
 
 
-def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]) -> Source:
+def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]) -> tuple[Source, tuple[str, ...]]:
+    """What is translated; and, where nobody said the release, all that take the keys as well."""
     program = "sft" if launch.program == "sft1" else launch.program
+    candidates: tuple[str, ...] = ()
     if version is None:
-        taken, evidence = infer_version(tokens, family=launch.family, program=launch.program, recipe=launch.recipe, given=given)
+        candidates, evidence = infer_version(tokens, family=launch.family, program=launch.program, recipe=launch.recipe, given=given)
+        taken = candidates[-1]
     else:
         taken, evidence = known_version(version), (f"given as {version}",)
     if launch.family not in families_of(taken):
         nearest = [name for name in versions() if launch.family in families_of(name)]
         taken = nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
         evidence = (*evidence, f"that release had no such program; {taken} did")
-    return Source(version=taken, is_given=version is not None, evidence=evidence, entry=launch.entry, family=launch.family, program=program)
+    source = Source(
+        version=taken, is_given=version is not None, evidence=evidence, entry=launch.entry, family=launch.family, program=program
+    )
+    return source, candidates
 
 
 def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given: dict[str, Plain]) -> OldConfig:
@@ -107,11 +112,33 @@ def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given:
     return old
 
 
-def _refusals(draft: Draft, tokens: Sequence[Override]) -> None:
+def _built(draft: Draft, launch: Launch) -> Draft:
+    """The draft with what the release meant."""
+    if launch.foreign:
+        draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
+    if launch.contradiction:
+        draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
+    find_images(draft)
+    find_model_fields(draft)
+    _BUILDERS[launch.program](draft)
+    return draft
+
+
+def _other_releases(draft: Draft, others: Mapping[str, Mapping[str, Setting]]) -> None:
+    clauses = other_meanings(draft.settings, others)
+    if clauses:
+        taken = draft.old.version
+        fit = f"its keys fit {next(iter(others))} to {taken}, and {taken} was taken"
+        draft.find("hazard", "release-unsure", f"{fit}; {'; '.join(clauses)}: say --from-version where you know it.")
+
+
+def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, Plain]) -> None:
+    """What the release would not have started with; keys of no release have said so already."""
     for index, complaint in sorted(draft.old.refused.items()):
-        draft.find(
-            "refused", "refused", f"{tokens[index].text}: {draft.old.version} would not have started: {complaint}.", tokens[index].key
-        )
+        if tokens[index].key not in unmapped:
+            draft.find(
+                "refused", "refused", f"{tokens[index].text}: {draft.old.version} would not have started: {complaint}.", tokens[index].key
+            )
 
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
@@ -122,10 +149,8 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
     for key, value in found.items():
         index = draft.old.origin[key]
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
-        what = f"{draft.old.version} took it because of the + and never read it" if is_added else "no release has it"
-        draft.find(
-            "hazard", "unmapped", f"{key}={value} is a key of no release: {what}. If a fork of yours did, say it in another way.", key
-        )
+        what = "took it because of the + and never read it" if is_added else "would not have started with it"
+        draft.find("hazard", "unmapped", f"{key}={value} is a key of no release: {draft.old.version} {what}.", key)
     return found
 
 

@@ -13,8 +13,8 @@ _MOST_SHOWN = 4
 
 def infer_version(
     overrides: Sequence[Override], *, family: Family, program: Program, recipe: dict[str, Plain], given: dict[str, Plain]
-) -> tuple[str, tuple[str, ...]]:
-    """The newest release that refuses the fewest keys, and why.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The releases that refuse the fewest keys, oldest first, and why; the newest of them counts.
 
     Args:
         overrides: of the command line.
@@ -34,7 +34,7 @@ def infer_version(
     if fewest:
         evidence.append(f"even {taken} refuses {', '.join(sorted(counts[taken])[:_MOST_SHOWN])}")
     evidence += _bounds(counts, best, candidates)
-    return taken, tuple(evidence)
+    return tuple(best), tuple(evidence)
 
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:

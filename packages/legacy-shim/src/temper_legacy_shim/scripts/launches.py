@@ -13,7 +13,7 @@ _TORCHRUN = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed)")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
 _OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.-]*=")
 _DOTTED = re.compile(r"(?:\+\+?|~)?[A-Za-z_]\w*(?:[./][\w@-]+)+=")
-_OLD_MODULE = re.compile(r"(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)")
+OLD_MODULE = re.compile(r"(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)")
 _FLAGS = frozenset(
     ("--standalone", "--no-python", "--no_python", "--multi_gpu", "--multi-gpu", "--use_deepspeed", "--use_fsdp", "--cpu", "--quiet")
 )
@@ -136,7 +136,7 @@ def _known_start(text: Text) -> str:
 
 def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bool:
     num_dotted = sum(_DOTTED.match(override.key + "=") is not None for override in overrides)
-    if _OLD_MODULE.fullmatch(entry):
+    if OLD_MODULE.fullmatch(entry):
         return True
     return num_dotted >= 2 or (bool(config) and num_dotted >= 1)
 
@@ -146,6 +146,10 @@ def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
     first = _name(command[0]) if command else ""
     if _TORCHRUN.fullmatch(first):
         return _launcher_entry(command, 2 if first.endswith("accelerate") and _name_at(command, 1) == "launch" else 1)
+    if first in ("-m", "--module") and len(command) > 1:  # of uv run
+        return command[1].text.shown(), 2, {}
+    if first.endswith(".py"):
+        return first, 1, {}
     if not _PYTHON.fullmatch(first):
         return None
     at = 1

@@ -11,7 +11,8 @@ from temper_legacy_shim.scripts.translation import NewArgument, TranslatedLaunch
 from temper_legacy_shim.scripts.tree import Span
 
 COMMAND = "temper-train"
-_DROPPED = ("dropped", "ignored", "superseded")
+_DROPPED = ("dropped", "ignored", "superseded", "unmapped")
+_HEADS = {"person": "DECIDE", "hazard": "differs"}
 
 
 @dataclass(slots=True)
@@ -134,7 +135,8 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
 def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
     source = each.translation.source
     release = source.version if source.is_given else f"{source.version} (inferred)"
-    lines = [f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in its report.", f"{name}=("]
+    head = f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in its report."
+    lines = [head, *_findings(each), f"{name}=("]
     seen: set[int] = set()
     asked = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
     pinned = [argument for argument in each.arguments if argument not in asked]
@@ -146,6 +148,12 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
             lines += _lines(text, each, argument, seen)
     lines += _dropped_lines(text, each, seen)
     return [*lines, ")"]
+
+
+def _findings(each: TranslatedLaunch) -> list[str]:
+    """What has to be decided, and what differs, as comments; keys of no release have their own line below."""
+    found = [finding for finding in each.translation.findings if finding.level in _HEADS and finding.rule != "unmapped"]
+    return [f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}" for finding in found]
 
 
 def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:

@@ -11,6 +11,7 @@ from temper_legacy_shim.scripts.own_configs import find_own_config, uses_own_con
 from temper_legacy_shim.scripts.values import Piece, Text, literal
 
 _PLAIN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_PLAIN_PATH = re.compile(r"(?:[\w./:@+-]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})+")
 _TORCHRUN_NUMBERS = ("nnodes", "nproc_per_node")
 
 
@@ -159,8 +160,21 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
         plain = old.source.startswith(head) and "\n" not in old.source
         source = f"{setting.key}={old.source[len(head) :]}" if plain else text.raw()
         return NewArgument(key=setting.key, text=text, source=source, at=at, comment=setting.comment)
+    if len(origins) == 1 and setting.key not in literal_keys and setting.value == [_shown(origins[0].value(), dict(unknowns))]:
+        inner = _in_list(origins[0])
+        if inner:
+            text = literal(f'{setting.key}=["') + origins[0].value() + literal('"]')
+            return NewArgument(key=setting.key, text=text, source=f'"{setting.key}=[\\"{inner}\\"]"', at=at, comment=setting.comment)
     text = _with_sources(setting.override, unknowns)
     return NewArgument(key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment)
+
+
+def _in_list(old: Override) -> str:
+    """How a value with variables is written inside double quotes, where it becomes the one item of a list; empty where it can't."""
+    tail = old.source.partition("=")[2]
+    if len(tail) > 1 and tail[0] == tail[-1] == '"':
+        tail = tail[1:-1]
+    return tail if _PLAIN_PATH.fullmatch(tail) and "$" in tail else ""
 
 
 def _with_sources(value: str, unknowns: dict[str, str]) -> Text:

@@ -67,7 +67,7 @@ def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
         if name not in _WRAPPERS:
             return fields
-        place = next((at for at, field in enumerate(fields) if at and _may_start(field)), None)
+        place = next((at for at, field in enumerate(fields) if at and (_may_start(field) or (name == "uv" and _is_module(field)))), None)
         if place is None:
             return fields
         fields = fields[place:]
@@ -81,6 +81,12 @@ def _may_start(field: Field) -> bool:
     # ${PYTHON}, $CONDA_PREFIX/bin/python: the end says what it is.
     shown = field.text.shown()
     return "=" not in shown and re.search(r"(?:/|\$\{?PYTHON\w*\}?)(?:python[0-9.]*|torchrun)?$", shown) is not None
+
+
+def _is_module(field: Field) -> bool:
+    """``uv run -m MODULE`` and ``uv run FILE.py`` name no Python."""
+    known = field.text.known or ""
+    return known in ("-m", "--module") or known.endswith(".py")
 
 
 def looks_for_npu(fields: list[Field]) -> bool:
