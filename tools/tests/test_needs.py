@@ -1,0 +1,59 @@
+"""Every import of a package is declared, and what needs an extra is known before a nightly run in an empty environment finds out."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.environment import PACKAGES
+from tools.needs import NEEDS_EXTRA, needing_an_extra, undeclared, without_their_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _package(root: Path, **sources: str) -> Path:
+    folder = root / "example"
+    inside = folder / "src" / "temper_example"
+    inside.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "temper-example"\ndependencies = ["torch>=2", "pyyaml>=6"]\n'
+        '[project.optional-dependencies]\nlora = ["peft>=0.18"]\nall = ["temper-example[lora]", "torch>=2"]\n'
+    )
+    for name, text in {"__init__": "", **sources}.items():
+        (inside / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_that_need_an_extra_are_those_of_the_table(package: str) -> None:
+    tops = NEEDS_EXTRA.get(package, ())
+    needing = needing_an_extra(ROOT / "packages" / package)
+    assert without_their_packages(needing, tops) - {f"temper_{package.replace('-', '_')}.__main__"} == set()
+    assert [top for top in tops if not any(name == top or name.startswith(f"{top}.") for name in needing)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_import_is_declared(package: str) -> None:
+    assert undeclared(ROOT / "packages" / package) == []
+
+
+def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(tmp_path: Path) -> None:
+    package = _package(
+        tmp_path,
+        adapter="from peft import LoraConfig",
+        through="import temper_example.adapter",
+        member="from temper_example import adapter",
+        later="import torch, yaml\ndef attach():\n    import peft",
+        typed="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import peft",
+    )
+    assert needing_an_extra(package) == {f"temper_example.{name}" for name in ("adapter", "through", "member")}
+
+
+def test_a_package_whose_init_needs_an_extra_takes_its_modules_with_it(tmp_path: Path) -> None:
+    package = _package(tmp_path, __init__="import peft", plain="")
+    assert needing_an_extra(package) == {"temper_example", "temper_example.plain"}
+    assert without_their_packages(needing_an_extra(package), ["temper_example"]) == set()
+
+
+def test_an_import_that_nobody_declares_is_named_also_inside_a_function(tmp_path: Path) -> None:
+    package = _package(tmp_path, late="def read():\n    import numpy.linalg, json, peft, yaml")
+    assert undeclared(package) == ["temper_example.late: numpy"]
