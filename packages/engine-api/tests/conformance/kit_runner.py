@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.entry_point import KIT
+from temper_engine_api.conformance.extra import KIT
 from temper_engine_api.conformance.fleet import Fleet
 from temper_engine_api.conformance.plugin import LENT
 from temper_engine_api.conformance.reference import Reference

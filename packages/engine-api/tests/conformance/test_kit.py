@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from temper_engine_api.conformance.extra import KIT
 from temper_engine_api.conformance.oracle import OracleEngine
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
@@ -29,6 +30,15 @@ def expecting(tmp_path, **fields):
 
 def test_a_run_without_an_engine_is_refused(kit, capsys):
     assert "needs --engine NAME" in usage_error(kit, capsys, engine="")
+
+
+@pytest.mark.parametrize("start", ["import pytest; pytest.main", "from temper_engine_api.conformance.__main__ import main; main"])
+def test_a_kit_without_its_extra_says_what_to_install(start):
+    hide = "import sys; sys.modules.update(peft=None, transformers=None)"
+    arguments = ["--pyargs", KIT, "--engine", ORACLE]
+    done = subprocess.run([sys.executable, "-c", f"{hide}; {start}({arguments})"], capture_output=True, text=True, check=False)
+    sentence = "the conformance kit needs peft, transformers, not installed here: pip install 'temper-engine-api[conformance]'."
+    assert done.stderr.strip() == f"ERROR: {sentence}"
 
 
 def test_an_unknown_engine_is_refused(kit, capsys):

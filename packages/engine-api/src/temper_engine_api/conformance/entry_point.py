@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-KIT = "temper_engine_api.conformance"
-PLUGIN = f"{KIT}.plugin"
+from temper_engine_api.conformance.extra import KIT, PLUGIN, missing_extra
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[str]) -> None:
@@ -14,6 +13,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[st
 
     An option of a conftest inside an installed package is not seen in time (``--pyargs`` resolves names only at collection), and an
     option that every session had would collide with others' plugins.
+
+    Raises:
+        UsageError: the kit's extra is not installed.
     """
     if any(KIT in argument.replace(os.sep, ".") for argument in args if not argument.startswith("-")):
+        if sentence := missing_extra():
+            raise pytest.UsageError(sentence)
         early_config.pluginmanager.import_plugin(PLUGIN)
