@@ -6,6 +6,7 @@ ShimError
 ├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others; names file and key
 │   └── UnsafeFileError             a file asks for something that no checkpoint needs; names the global
 ├── ScriptError(ValueError)         a launch script is no bash, or can't be followed without executing it; names the line
+├── MissingExtraError(ModuleNotFoundError)  a room was imported whose extra is not installed; names the extra
 ├── OutputError(RuntimeError)       the output exists, is in use, or can't be written
 └── VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
 """
@@ -41,3 +42,17 @@ class VerificationError(ShimError, RuntimeError):
 
 class ScriptError(ShimError, ValueError):
     """A launch script is no bash, or asks for more than a reader that executes nothing can follow; names the line."""
+
+
+class MissingExtraError(ShimError, ModuleNotFoundError):
+    """A room was imported whose extra is not installed."""
+
+
+def without_extra(room: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What the import of a room raises where a module was not found: a sentence with the extra, or the error itself where it is ours."""
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "temper_legacy_shim"):
+        return error
+    return MissingExtraError(
+        f"temper_legacy_shim.{room} needs {module}, which is not installed: pip install 'temper-legacy-shim[{extra}]'.", name=error.name
+    )

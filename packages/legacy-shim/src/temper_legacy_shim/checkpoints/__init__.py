@@ -6,13 +6,17 @@ for. Importing this needs no torch; ``as_torch``, ``training_state`` and ``--to 
 
 from pathlib import Path
 
-from temper_legacy_shim.checkpoints.convert import Job, convert, plan_jobs
-from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, read_all
-from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
-from temper_legacy_shim.checkpoints.plan import Options
-from temper_legacy_shim.checkpoints.receipt import Receipt, check_files, read_receipt
-from temper_legacy_shim.errors import LayoutError
+from temper_legacy_shim.errors import LayoutError, without_extra
+
+try:
+    from temper_legacy_shim.checkpoints.convert import Job, convert, plan_jobs
+    from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
+    from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, read_all
+    from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
+    from temper_legacy_shim.checkpoints.plan import Options
+    from temper_legacy_shim.checkpoints.receipt import Receipt, check_files, read_receipt
+except ModuleNotFoundError as error:
+    raise without_extra("checkpoints", "checkpoint", error) from None
 
 __all__ = [
     "Job",
