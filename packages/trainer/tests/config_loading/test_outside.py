@@ -1,3 +1,4 @@
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,21 @@ def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path)
 def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal([*there, "run.trackers=[wandb]"]).startswith("run.trackers names wandb, which is not installed: pip install")
+
+
+def test_library_of_an_extra_is_missed_before_the_run(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "Ray is not installed: pip install 'temper-trainer[ray]', or use inline." in refusal([*there, "runtime.kind=ray"])
+    assert "vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter" in refusal([*there, "rollout=vllm"])
+    check_outside(load([*there, "rollout=vllm", "runtime.rollout_python=/opt/servers/bin/python"]).config)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")
+def test_folder_with_the_name_of_a_library_is_not_that_library(there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_spec("vllm") is not None
+    assert "vLLM is not installed here" in refusal([*there, "rollout=vllm"])
 
 
 def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str]) -> None:
