@@ -1,8 +1,9 @@
 """What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default.
 
 A line that is gone or reads differently breaks somebody, and so does a new parameter, field or abstract method that must be given.
-Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it. Anything else may be added
-freely; `tools/release.py` writes the file anew, and `python tools/api.py --update PACKAGE` does so in between.
+Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it; what is gone needs `removed`, and
+must have been deprecated in the last release, whose deprecations stand in the file too. Anything else may be added freely;
+`tools/release.py` writes the file anew, and `python tools/api.py --update PACKAGE` does so in between.
 
 Read from the sources by griffe; nothing is imported.
 """
@@ -16,6 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import griffe
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.deprecations import Promise, promises
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +41,10 @@ AUTHORS_HOOKS = ("temper_engine_api.backend.EngineBackend",)
 """Classes whose underscored methods others override: they are as public as a contract can be."""
 
 REQUIRED = "required"
+_GONE = " is gone"
+
+DEPRECATED = re.compile(r"deprecated (?P<what>.+): since (?P<since>\S+), removed in (?P<removed_in>\S+)")
+"""How a lock says that a name was deprecated."""
 
 
 def api(package: Path) -> list[str]:
@@ -52,7 +61,7 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     found = {}
     for name, line in before.items():
         if name not in after:
-            found[name] = f"{name} is gone"
+            found[name] = f"{name}{_GONE}"
         elif after[name] != line:
             found[name] = f"{name} was {_signature(line)!r} and is {_signature(after[name])!r}"
     for name, line in after.items():
@@ -61,23 +70,44 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     return {name: sentence for name, sentence in found.items() if _owner(name) not in found or _owner(name) in after}
 
 
+def gone(package: Path) -> dict[str, list[Promise]]:
+    """What the lock has and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
+    lines = (package / LOCK).read_text().splitlines() if (package / LOCK).exists() else []
+    spoken = [Promise(place=LOCK, **found.groupdict()) for line in lines if (found := DEPRECATED.fullmatch(line))]
+    return {
+        name: [promise for promise in spoken if _speaks_of(promise.what, name)]
+        for name, sentence in breaks(lines, api(package)).items()
+        if sentence.endswith(_GONE)
+    }
+
+
 def complaints(package: Path) -> list[str]:
-    """The breaking changes of a package since its lock that no changelog fragment names; none where it has no lock yet."""
+    """The breaking changes of a package since its lock that no changelog fragment names, and names that are gone without having been
+    deprecated; none where it has no lock yet.
+    """
     lock = package / LOCK
     if not lock.exists():
         return []
-    told = "\n".join(path.read_text() for kind in ("changed", "removed") for path in sorted(package.glob(f"changes/*.{kind}.md")))
-    return [
-        f"{package.name}: {sentence}. Bring it back, or tell users: name it in {package.name}/changes/<slug>.changed.md or .removed.md"
-        for name, sentence in breaks(lock.read_text().splitlines(), api(package)).items()
-        if not re.search(rf"\b{re.escape(_last_word(name))}\b", told)
-    ]
+    told = {kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md"))) for kind in ("changed", "removed")}
+    lost, found = gone(package), []
+    for name, sentence in breaks(lock.read_text().splitlines(), api(package)).items():
+        kinds = ("removed",) if name in lost else ("changed", "removed")
+        if not any(re.search(rf"\b{re.escape(_last_word(name))}\b", told[kind]) for kind in kinds):
+            files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
+            found.append(f"{package.name}: {sentence}. Bring it back, or tell users: name it in {files}")
+        elif name in lost and not lost[name]:
+            found.append(
+                f"{package.name}: {sentence}, and no release has deprecated it: bring it back and deprecate it, for two minor versions "
+                "(CONTRIBUTING.md)"
+            )
+    return found
 
 
 def write_lock(package: Path) -> int:
     """Write the package's names into its lock; returns their number."""
     lines = api(package)
-    (package / LOCK).write_text("\n".join(lines) + "\n")
+    spoken = sorted({f"deprecated {each.what}: since {each.since}, removed in {each.removed_in}" for each in promises(package)})
+    (package / LOCK).write_text("\n".join([*lines, *spoken]) + "\n")
     return len(lines)
 
 
@@ -142,7 +172,13 @@ def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bo
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, str]:
-    return {line.partition(": ")[0]: line for line in lines if line}
+    return {line.partition(": ")[0]: line for line in lines if line and not DEPRECATED.fullmatch(line)}
+
+
+def _speaks_of(what: str, name: str) -> bool:
+    """Whether a deprecation's words are about a name: its last word is among them, or the class or module around it is what they name."""
+    words = what.partition("(")[0]
+    return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith((f"{words}.", f"{words}("))
 
 
 def _signature(line: str) -> str:

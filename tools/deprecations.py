@@ -15,6 +15,8 @@ from packaging.version import Version
 MINORS = 2
 """For how many minor versions a deprecated name stays, at least."""
 
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
@@ -22,6 +24,8 @@ class Promise:
 
     place: str
     """File below the package, and line."""
+    what: str
+    """What is deprecated, as users write it; of a decorator without such a keyword, the name that it stands on."""
     since: str
     removed_in: str
 
@@ -33,12 +37,15 @@ def promises(package: Path) -> Iterator[Promise]:
         ValueError: one of its versions is no string literal, so that nobody could check it without running the code.
     """
     for file in sorted((package / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        owners = {id(mark): node.name for node in ast.walk(tree) if isinstance(node, _NAMED) for mark in node.decorator_list}
+        for node in ast.walk(tree):
             keywords = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
             if not {"since", "removed_in"} <= keywords.keys() or _hands_on(keywords):
                 continue
             place = f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
-            yield Promise(place=place, since=_text(keywords["since"], place), removed_in=_text(keywords["removed_in"], place))
+            what = _text(keywords["what"], place) if "what" in keywords else owners.get(id(node), "")
+            yield Promise(place=place, what=what, since=_text(keywords["since"], place), removed_in=_text(keywords["removed_in"], place))
 
 
 def faults(package: Path, version: str) -> list[str]:
@@ -63,4 +70,4 @@ def _hands_on(keywords: dict[str | None, ast.expr]) -> bool:
 def _text(node: ast.expr, place: str) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError(f"{place}: `since` and `removed_in` of a deprecation are written as literal versions, not {ast.unparse(node)}.")
+    raise ValueError(f"{place}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}.")

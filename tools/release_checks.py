@@ -8,11 +8,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tools.api import complaints
+from tools.api import complaints, gone
 from tools.bounds import sibling_requirements
 from tools.compat import untried
-from tools.deprecations import faults
-from tools.releases import ReleaseTrouble, last_release
+from tools.deprecations import MINORS, faults
+from tools.releases import ReleaseTrouble, last_release, read_records
 
 KINDS = ("added", "changed", "fixed", "deprecated", "removed")
 _FRAGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*\.({'|'.join(KINDS)})\.md")
@@ -33,6 +33,7 @@ def check_before(root: Path, package: str, version: str) -> None:
     broken = complaints(folder) + faults(folder, version)
     if broken:
         raise ReleaseTrouble("\n".join(broken))
+    check_notice(root, package, version)
 
 
 def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
@@ -97,6 +98,19 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
             f"{', '.join(removals)} removes something since {last.version}, so {version} would break users within a minor version: "
             "raise the minor version, or bring it back."
         )
+
+
+def check_notice(root: Path, package: str, version: str) -> None:
+    """What is gone was deprecated until this version, and for at least two minor versions that were released."""
+    released = [Version(record.version) for record in read_records(root) if record.package == package]
+    for name, promises in gone(root / "packages" / package).items():
+        latest = max(promises, key=lambda promise: Version(promise.removed_in))
+        minors = {each.release[:2] for each in released if each >= Version(latest.since)}
+        if Version(version) < Version(latest.removed_in) or len(minors) < MINORS:
+            raise ReleaseTrouble(
+                f"{name} is gone, which was deprecated in {latest.since} and promised until {latest.removed_in}; minor versions released "
+                f"with the warning: {len(minors)}, and {MINORS} must be. Bring it back until then."
+            )
 
 
 def check_siblings(root: Path, package: str, version: str) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tools.api import LOCK, api, breaks, complaints, main, write_lock
+from tools.release_checks import check_notice
+from tools.releases import Record, ReleaseTrouble, write_records
 
 BEFORE = """
 from abc import ABC, abstractmethod
@@ -123,11 +125,69 @@ def test_what_is_only_added_breaks_nobody(package: Path, old: str, new: str) -> 
 
 
 def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None:
-    _change(package, "cap: int,", "")
-    (package / "changes" / "cap.changed.md").write_text("`plan` needs no capital any more.\n")
+    _change(package, "cap: int,", "cap: float,")
+    (package / "changes" / "cap.changed.md").write_text("`plan` counts its capital otherwise.\n")
     assert len(complaints(package)) == 1
-    (package / "changes" / "cap.changed.md").write_text("`plan` takes no `cap`: leave it out.\n")
+    (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
     assert complaints(package) == []
+
+
+def _deprecate(package: Path, what: str, *, since: str, removed_in: str) -> None:
+    """As if the sources of the last release had said so."""
+    module = package / "src" / "temper_example" / "old.py"
+    module.write_text(f'Deprecation(what="{what}", since="{since}", removed_in="{removed_in}")\n')
+    write_lock(package)
+    module.unlink()
+
+
+def test_a_name_goes_only_after_a_release_has_deprecated_it(package: Path) -> None:
+    _change(package, "LIMIT = 3", "")
+    (package / "changes" / "limit.changed.md").write_text("`LIMIT` is gone.\n")
+    assert complaints(package) == [
+        "example: temper_example.LIMIT is gone. Bring it back, or tell users: name it in example/changes/<slug>.removed.md"
+    ]
+    (package / "changes" / "limit.removed.md").write_text("`LIMIT` is gone.\n")
+    (told,) = complaints(package)
+    assert told.startswith("example: temper_example.LIMIT is gone, and no release has deprecated it: bring it back and deprecate it")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("LIMIT = 3", "", "temper_example.LIMIT"),
+        ("cap: int,", "", "temper_example.plan(cap=)"),
+        ("    limit: int = 2", "", "temper_example.Plan"),
+    ],
+)
+def test_a_name_that_was_deprecated_may_go(package: Path, old: str, new: str, what: str) -> None:
+    (package / "src" / "temper_example" / "__init__.py").write_text(BEFORE)
+    _deprecate(package, what, since="0.1", removed_in="0.3")
+    assert complaints(package) == []
+    _change(package, old, new)
+    (package / "changes" / "gone.removed.md").write_text("`LIMIT`, `cap` and `limit` are gone.\n")
+    assert complaints(package) == []
+
+
+@pytest.mark.parametrize(
+    ("released", "version", "sentence"),
+    [
+        (("0.1.0", "0.2.0"), "0.3.0", ""),
+        (("0.1.0", "0.2.0"), "0.2.1", "promised until 0.3"),
+        (("0.1.0", "0.1.1"), "0.3.0", "released with the warning: 1, and 2 must be"),
+        (("0.0.9", "0.1.0"), "0.3.0", "released with the warning: 1, and 2 must be"),
+    ],
+)
+def test_it_goes_after_two_minor_versions_and_not_before(package: Path, released: tuple[str, ...], version: str, sentence: str) -> None:
+    root = package.parent.parent
+    (root / "tools").mkdir()
+    write_records(root, [Record(package="example", version=each, date="2026-01-01", tree="") for each in released])
+    _deprecate(package, "temper_example.LIMIT", since="0.1", removed_in="0.3")
+    _change(package, "LIMIT = 3", "")
+    if not sentence:
+        check_notice(root, "example", version)
+        return
+    with pytest.raises(ReleaseTrouble, match=sentence):
+        check_notice(root, "example", version)
 
 
 def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(package: Path, capsys: pytest.CaptureFixture[str]) -> None:

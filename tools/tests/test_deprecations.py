@@ -36,8 +36,8 @@ def test_records_and_decorators_are_found_and_what_hands_on_is_not(tmp_path: Pat
         "def mark(since, removed_in):\n    return Deprecation(since=since, removed_in=removed_in)\n",
     )
     assert list(promises(package)) == [
-        Promise(place="src/temper_example/old.py:1", since="0.1", removed_in="0.3"),
-        Promise(place="src/temper_example/old.py:2", since="0.2", removed_in="0.4.0"),
+        Promise(place="src/temper_example/old.py:1", what="a", since="0.1", removed_in="0.3"),
+        Promise(place="src/temper_example/old.py:2", what="B", since="0.2", removed_in="0.4.0"),
     ]
 
 
@@ -54,5 +54,5 @@ def test_one_minor_version_is_too_short(tmp_path: Path) -> None:
 
 def test_a_version_that_is_computed_is_refused(tmp_path: Path) -> None:
     package = _package(tmp_path, 'OLD = Deprecation(since=VERSION, removed_in="0.3")\n')
-    with pytest.raises(ValueError, match="written as literal versions, not VERSION"):
+    with pytest.raises(ValueError, match="written as literals, not VERSION"):
         list(promises(package))
