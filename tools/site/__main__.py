@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TITLES = {
     "Tour": ("README.md",),
-    "Concepts": ("docs/architecture.md", "docs/numerics.md", "docs/metrics.md"),
+    "Concepts": ("docs/architecture.md", "docs/batch.md", "docs/numerics.md", "docs/metrics.md"),
     "How to": ("docs/how-to/*.md", "docs/*.md", "docs/migration/*.md"),
     "Packages": ("packages/*/README.md",),
     "Reference": ("reference/*.md",),
