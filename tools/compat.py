@@ -3,6 +3,8 @@
 A trial runs the tests of the package that depends on the other: the released one's own where that one is released, as they were written.
 `nox -s compat` runs the trials of a pair and leaves a record in .temper/compat; `tools/release.py` asks for these records. A record holds
 for the contents that it names, so an edit or a release outdates it and a rebase does not. Standard library and packaging alone.
+
+`python -m tools.compat` takes the records that are here into tools/matrix.json, from which the site's table is made; commit it with them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from tools.bounds import pairs, sibling_requirements_in
 from tools.releases import ReleaseTrouble, Source, git, has_object, last_release, unpack
 
 RECORDS = Path(".temper") / "compat"
+
+MATRIX = Path("tools") / "matrix.json"
+"""The last green record of each pair, for readers; a release asks RECORDS."""
 
 COUNTED = ("src", "tests", "pyproject.toml")
 """What of a package a trial can depend on."""
@@ -53,6 +58,8 @@ class Green:
     """Names of trials."""
     contents: Mapping[str, str]
     """What the two packages were here, as `contents` hashes them."""
+    commit: str = ""
+    """The checkout's, with `+` behind it where files were changed; empty where nobody wrote it down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,7 @@ def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         passed=[trial.name for trial in passed],
         contents={package: contents(root, package) for package in pair.split(":")},
+        commit=git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else ""),
     )
     file.write_text(json.dumps(asdict(found), indent=1) + "\n")
     return file
@@ -142,6 +150,20 @@ def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
 def forget(root: Path, pair: str) -> None:
     """Remove the record of a pair, which is about to be tried again."""
     _file(root, pair).unlink(missing_ok=True)
+
+
+def read_matrix(root: Path) -> list[Green]:
+    """The last green record of each pair, as it was committed; none where there is no file."""
+    file = root / MATRIX
+    return [Green(**each) for each in json.loads(file.read_text())] if file.exists() else []
+
+
+def keep(root: Path) -> list[str]:
+    """Take the records that are here into MATRIX, each in place of an earlier one of its pair; returns their pairs."""
+    here = [_read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))]
+    found = {green.pair: green for green in [*read_matrix(root), *here] if green is not None}
+    (root / MATRIX).write_text(json.dumps([asdict(found[pair]) for pair in sorted(found)], indent=1) + "\n")
+    return [green.pair for green in here if green is not None]
 
 
 def untried(root: Path, package: str, version: str) -> list[str]:
@@ -195,3 +217,8 @@ def _pyproject(root: Path, package: str) -> str:
 def _version(pyproject: str) -> str:
     version: str = tomllib.loads(pyproject)["project"]["version"]
     return version
+
+
+if __name__ == "__main__":
+    for kept in keep(Path(__file__).resolve().parent.parent):
+        print(f"{kept} is in {MATRIX}")

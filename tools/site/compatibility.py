@@ -5,7 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from tools.bounds import declared, sibling_requirements
+from tools.bounds import declared, pairs, sibling_requirements
+from tools.compat import read_matrix
 from tools.environment import PACKAGES
 from tools.release_checks import declared_version
 from tools.releases import read_records
@@ -13,10 +14,19 @@ from tools.releases import read_records
 HEAD = """\
 # Compatibility
 
-Generated from the packages' declarations and `tools/releases.toml`. Siblings accept each other within a minor version, and
-`nox -s compat` tries every pair: HEAD of one with the last release of the other, both ways round. An engine that was built for another
-contract than the installed one is refused when it is looked up, with both versions and what to install.
+Generated from the packages' declarations, `tools/releases.toml`, and the last trials of `nox -s compat` in `tools/matrix.json`. Siblings
+accept each other within a minor version. An engine that was built for another contract than the installed one is refused when it is
+looked up, with both versions and what to install.
 """
+
+TRIED = """\
+## Tried together
+
+`nox -s compat` runs, for every package and each that it requires, the tests of the one that requires: one of the two as it is here, the
+other as it was last released.
+
+| required | by | passed | when (UTC) | at |
+|---|---|---|---|---|"""
 
 
 def compatibility_page(root: Path) -> str:
@@ -36,6 +46,19 @@ def compatibility_page(root: Path) -> str:
             "; ".join(siblings) or "none",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", TRIED, *_trials(root)]
     lines += ["", "## Released", "", "| release | date | commit |", "|---|---|---|"]
     lines += [f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` |" for record in read_records(root)]
     return "\n".join(lines) + "\n"
+
+
+def _trials(root: Path) -> list[str]:
+    """A row for each pair."""
+    green = {each.pair: each for each in read_matrix(root)}
+    rows = []
+    for pair in pairs(root / "packages" / name for name in PACKAGES):
+        dependency, dependent = pair.split(":")
+        found = green.get(pair)
+        cells = ["no trial is kept", "", ""] if found is None else ["; ".join(found.passed), found.at[:16], f"`{found.commit[:7]}`"]
+        rows.append("| " + " | ".join([dependency, dependent, *cells]) + " |")
+    return rows

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tools.api import complaints
-from tools.compat import RECORDS, Trial, forget, lay_out, pytest_arguments, record_green, trials, untried
+from tools.compat import RECORDS, Trial, forget, keep, lay_out, pytest_arguments, read_matrix, record_green, trials, untried
 from tools.releases import ReleaseTrouble, git
+from tools.site.compatibility import compatibility_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = "engine-api:engine-fsdp"
@@ -169,6 +170,18 @@ def test_one_way_round_is_not_both(clone: Path) -> None:
     record_green(clone, PAIR, trials(clone, PAIR)[:1])
     (sentence,) = _about(clone)
     assert sentence.startswith("engine-fsdp with engine-api ")
+
+
+def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> None:
+    others = {green.pair: green for green in read_matrix(clone)}
+    record_green(clone, PAIR, trials(clone, PAIR))
+    assert keep(clone) == [PAIR]
+    kept = {green.pair: green for green in read_matrix(clone)}
+    assert kept == others | {PAIR: kept[PAIR]}
+    assert kept[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
+    (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
+    assert all(trial.name in row for trial in trials(clone, PAIR))
+    assert f"`{kept[PAIR].commit[:7]}`" in row
 
 
 def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
