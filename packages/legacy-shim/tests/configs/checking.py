@@ -55,6 +55,7 @@ def _put(path: str, folder: Path, *, content: str, below: str = "") -> str:
     if "://" in path:
         return path
     place = re.sub(r"\$\{?[\w:.]*\}?|\.\.", "set", path).lstrip("/~") or "set"
+    place += "/file" * (not below and (folder / place).is_dir())
     target = folder / place / below
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(content)

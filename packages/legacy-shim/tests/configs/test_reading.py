@@ -11,7 +11,7 @@ pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, t
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.configs import Outcome, translate
 from temper_legacy_shim.configs.composition import old_config
 from temper_legacy_shim.configs.overrides import read_overrides
 from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
@@ -19,7 +19,7 @@ from temper_legacy_shim.configs.values import Plain
 from temper_legacy_shim.configs.written import yaml_of
 from temper_legacy_shim.errors import UsageError
 
-from .conftest import rules_found, translated, values
+from .conftest import BASE, rules_found, translated, values
 
 MISSING = ("tool_config", "inference.name")
 """Interpolations of a value that must be given (???), or of a block as a whole; no rule reads them."""
@@ -142,3 +142,11 @@ def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the
 def test_a_number_that_sizes_are_computed_from_is_asked_for() -> None:
     found = translated("v0.7.0", "data.train_batch_size=$BATCH")
     assert "value-unknown" in rules_found(found, "person")
+
+
+def test_a_number_from_the_environment_is_its_default() -> None:
+    base: dict[str, Plain] = {"data": {"max_prompt_length": "${oc.env:PROMPT,768}"}}
+    found = translate(BASE, entry="verl.trainer.main_ppo", version="v0.7.0", base=base)
+    assert values(found)["data.max_prompt_tokens"] == 768
+    assert "value-unknown" in rules_found(found, "note")
+    assert found.outcome is Outcome.PINNED

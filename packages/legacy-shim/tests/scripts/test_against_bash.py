@@ -1,7 +1,6 @@
 """The reader against bash itself, which runs the same scripts with stubs for every external command."""
 
 import logging
-import os
 import shutil
 import sys
 from collections import Counter
@@ -12,13 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from comparison import compare
+from corpus import public_scripts
 
 logger = logging.getLogger(__name__)
 
 SAMPLES = sorted((Path(__file__).parent / "samples").glob("*.sh"))
-NAMED = "TEMPER_LAUNCH_SCRIPTS"
-CORPUS = Path(os.environ.get(NAMED) or Path(__file__).resolve().parents[5] / "shared" / "legacy" / "scripts")
-"""A folder of public launch scripts: the one that the variable names, or one beside the repository; never in it."""
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has")
 
@@ -35,9 +32,7 @@ def test_our_samples_launch_what_bash_launches(path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_public_scripts_launch_what_bash_launches() -> None:
-    paths = sorted(CORPUS.rglob("*.sh")) if CORPUS.is_dir() else []
-    if not paths:
-        pytest.skip(f"needs public launch scripts in {CORPUS}, or in a folder that {NAMED} names: a machine that has some runs this")
+    paths = public_scripts()
     found: Counter[str] = Counter(scripts=len(paths))
     for path in paths:
         found += of_one(path)

@@ -135,6 +135,28 @@ def test_a_variable_given_from_outside_decides_the_branch() -> None:
     assert big.script.persons == []
 
 
+@pytest.mark.parametrize("extra", ["EXTRA=()|EXTRA+=(actor_rollout_ref.rollout.n=8)", 'EXTRA=|EXTRA="actor_rollout_ref.rollout.n=8"'])
+def test_overrides_of_a_branch_that_was_not_taken_stop_the_new_script_there(extra: str) -> None:
+    first, _, second = extra.partition("|")
+    text = GRPO.replace("mkdir -p logs", f'{first}\nif [ "${{DEBUG:-0}}" = 1 ]; then\n  {second}\nfi').replace('"$@"', "${EXTRA[@]}")
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert "  { echo 'temper-migrate: this branch was not translated" in migration.script.text
+    assert any("stand in a branch that was not taken" in note for note in migration.script.notes)
+    taken = migrate_script(text, settings={"DEBUG": "1"})
+    assert taken.script is not None
+    assert "algorithm.group_size=8" in taken.script.text
+    assert "this branch was not translated" not in taken.script.text
+
+
+def test_arrays_of_a_wrapper_stay() -> None:
+    text = GRPO.replace("mkdir -p logs", "HOW=(--nodes=1)").replace("nohup python3", 'srun "${HOW[@]}" python3')
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert "HOW=(--nodes=1)" in migration.script.text.splitlines()
+    assert 'srun "${HOW[@]}" temper-train' in migration.script.text
+
+
 def test_both_branches_of_an_undecided_condition_are_reported() -> None:
     text = GRPO.replace("lr=1e-6", "if [ -d /fast ]; then lr=2e-6; else lr=1e-6; fi")
     (alternative,) = migrate_script(text).reading.alternatives

@@ -1,5 +1,6 @@
 """A translation being made: builders read the old configuration through it and put new settings and findings into it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +11,7 @@ from temper_legacy_shim.configs.translation import Cluster, Finding, Setting
 from temper_legacy_shim.configs.trees import order
 from temper_legacy_shim.configs.values import SHELL_VARIABLE, Plain, parse_value
 
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*,\s*([^{}]*?)\s*\}")
 Numerics = Literal["legacy", "temper"]
 Level = Literal["person", "hazard", "refused", "note"]
 
@@ -103,7 +105,7 @@ class Draft:
         """A number of the old configuration; a value that is none is a finding, once, and None."""
         value = self.old.get(key)
         if isinstance(value, str):
-            value = parse_value(value)[0]
+            value = parse_value(self._without_environment(key, value))[0]
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             self.find(
                 "person",
@@ -114,6 +116,14 @@ class Draft:
             )
             return None
         return value
+
+    def _without_environment(self, key: str, value: str) -> str:
+        """The default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
+        match = _FROM_ENVIRONMENT.fullmatch(value.strip())
+        if match is None:
+            return value
+        self.find("note", "value-unknown", f"{key} is {value}: {match[2]} is taken, as where {match[1]} is not set.", key)
+        return match[2]
 
     def integer(self, key: str) -> int | None:
         """A whole number of the old configuration, or None; see ``number``."""

@@ -8,6 +8,8 @@ from temper_legacy_shim.scripts.values import Field, Text, Variable, literal
 
 def assign(shell: Shell, assignment: Assignment) -> None:
     """``x=...`` in all its forms."""
+    if shell.reading.inner is None:
+        shell.reading.executed.add(assignment.span.start)
     if isinstance(assignment.value, tuple):
         _assign_array(shell, assignment)
         return
@@ -36,8 +38,6 @@ def assignment_text(shell: Shell, assignment: Assignment) -> Text:
 
 def _assign_array(shell: Shell, assignment: Assignment) -> None:
     assert isinstance(assignment.value, tuple)
-    if shell.reading.inner is None:
-        shell.reading.executed.add(assignment.span.start)
     before = shell.find(assignment.name)
     is_associative = before is not None and before.is_associative
     elements: dict[int | str, Field] = {}

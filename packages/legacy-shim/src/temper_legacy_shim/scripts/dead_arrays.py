@@ -1,4 +1,4 @@
-"""Arrays of old overrides that nothing reads once the command is rewritten: they become comments, so that nobody edits them in vain."""
+"""Variables of old overrides that nothing reads once the command is rewritten: they become comments, so that nobody edits them in vain."""
 
 import re
 from collections.abc import Iterator
@@ -19,12 +19,15 @@ from temper_legacy_shim.scripts.tree import (
     Redirected,
     Simple,
     Span,
+    Word,
 )
+
+_OVERRIDES = re.compile(r"(?:^|[\s\"'])(?:\+\+?|~)?[A-Za-z_]\w*(?:\.\w+)+=")
 
 
 @dataclass(frozen=True, slots=True)
 class DeadArray:
-    """One assignment of an array that becomes a comment."""
+    """One assignment of an array, or of a text of overrides, that becomes a comment."""
 
     name: str
     span: Span
@@ -37,18 +40,23 @@ class DeadArray:
     elements: tuple[ArrayElement, ...]
 
 
-def find_dead_arrays(program: Program, text: str, *, rewritten: list[Span], tokens: set[int], executed: frozenset[int]) -> list[DeadArray]:
-    """Assignments of arrays that held the overrides of rewritten commands and are read nowhere else.
+def find_dead_arrays(
+    program: Program, text: str, *, rewritten: list[Span], tokens: set[int], executed: frozenset[int], kept: str
+) -> list[DeadArray]:
+    """Assignments that held overrides of rewritten commands, or would have in another branch, and are read nowhere else.
 
     Args:
         program: the tree of `text`.
         text: the script.
-        rewritten: commands that no longer stand as they were.
+        rewritten: what no longer stands as it was: from the program that started Python to the end of its arguments.
         tokens: where the overrides of these commands were written.
-        executed: where the assignments of arrays stand that were carried out.
+        executed: where the assignments stand that were carried out.
+        kept: what stands there instead.
     """
     found = list(_assignments(program, is_top=True))
     used = {each.name for each in found if any(element.word.span.start in tokens for element in each.elements)}
+    used |= {each.name for each in found if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)}
+    used = {name for name in used if not _is_read(name, kept, [])}
     dead = {name for name in used if not _is_read(name, text, rewritten + [each.span for each in found if each.name == name])}
     return [
         DeadArray(each.name, each.span, not each.is_top, _is_own_line(text, each.span), each.start in executed, each.elements)
@@ -71,6 +79,15 @@ def _is_read(name: str, text: str, but: list[Span]) -> bool:
     return any(not any(span.start <= match.start() < span.end for span in but) for match in pattern.finditer(text))
 
 
+def _elements(assignment: Assignment) -> tuple[ArrayElement, ...] | None:
+    """The words of an array, or a text that holds overrides; None for other values."""
+    if isinstance(assignment.value, tuple):
+        return assignment.value
+    if isinstance(assignment.value, Word) and _OVERRIDES.search(assignment.value.source):
+        return (ArrayElement(assignment.value),)
+    return None
+
+
 def _is_own_line(text: str, span: Span) -> bool:
     before = text[text.rfind("\n", 0, span.start) + 1 : span.start]
     end = text.find("\n", span.end)
@@ -90,8 +107,8 @@ def _of_command(command: Command, *, is_top: bool) -> Iterator[_Found]:
         alone = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
         declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
         for assignment in (alone, declared):
-            if isinstance(assignment, Assignment) and isinstance(assignment.value, tuple):
-                yield _Found(assignment.name, command.span, assignment.span.start, is_top, assignment.value)
+            if isinstance(assignment, Assignment) and (elements := _elements(assignment)) is not None:
+                yield _Found(assignment.name, command.span, assignment.span.start, is_top, elements)
     elif isinstance(command, Redirected):
         yield from _of_command(command.command, is_top=is_top)
     elif isinstance(command, Function):

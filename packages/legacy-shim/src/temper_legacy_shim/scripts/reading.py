@@ -41,7 +41,7 @@ class ScriptReading:
     free: dict[str, bool]
     """Variables that the script reads and never assigns; whether one is read without a default."""
     executed: frozenset[int]
-    """Where the assignments of arrays stand that were carried out."""
+    """Where the assignments stand that were carried out."""
     num_arguments: int
     """Positional parameters that it reads."""
 

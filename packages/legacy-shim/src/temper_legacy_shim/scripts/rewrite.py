@@ -41,6 +41,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     out = NewScript(reading.text)
     edits: list[_Edit] = []
     rewritten: list[Span] = []
+    kept: list[str] = []
     names = _array_names(reading.text)
     for span, launches in _by_site(translated).items():
         problem = _problem(launches)
@@ -49,11 +50,14 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
             out.persons.append(f"line {line}: {problem}")
             edits.append(_Edit(Span(span.start, span.start), _left_alone(reading.text, launches[0], problem)))
             continue
-        edits += _replacement(reading.text, launches[0], name=next(names))
-        rewritten.append(launches[0].launch.arguments)
+        edits += (replacement := _replacement(reading.text, launches[0], name=next(names)))
+        rewritten.append(_from_starter(launches[0].launch))
+        kept += [edit.text for edit in replacement]
     tokens = {override.at for each in translated for override in each.launch.overrides if override.at >= 0}
     dead = (
-        find_dead_arrays(parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed)
+        find_dead_arrays(
+            parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed, kept=_without_comments(kept)
+        )
         if rewritten
         else []
     )
@@ -130,6 +134,18 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
     if launch.arguments.start <= start <= launch.arguments.end:
         return [text[launch.arguments.start : start].rstrip().removesuffix("\\").rstrip()]
     return [field.source for field in launch.command[: launch.starter]]
+
+
+def _from_starter(launch: Launch) -> Span:
+    """From the program that starts Python to the last argument; a wrapper before it stays."""
+    start = launch.command[launch.starter].at
+    is_inside = launch.arguments.start <= start <= launch.arguments.end
+    return Span(start, launch.arguments.end) if is_inside else launch.arguments
+
+
+def _without_comments(texts: list[str]) -> str:
+    """What stands in the new commands, without what they say of the old ones."""
+    return "\n".join(line.partition("  # ")[0] for text in texts for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
 def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:

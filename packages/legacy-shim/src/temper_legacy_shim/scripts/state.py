@@ -98,7 +98,7 @@ class Reading:
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are read and never assigned; whether one is read without a default."""
     executed: set[int] = field(default_factory=set)
-    """Where the assignments of arrays stand that were carried out."""
+    """Where the assignments stand that were carried out."""
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0
