@@ -1,12 +1,15 @@
 """A script as our reader reads it against the same script as bash runs it with stubs."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bash_itself import run_in_bash
 
 from temper_legacy_shim.scripts.launches import Launch, find_launches
+from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.reading import read_script
+from temper_legacy_shim.scripts.rewrite import COMMAND
 from temper_legacy_shim.scripts.state import Event
 from temper_legacy_shim.scripts.tree import Span
 from temper_legacy_shim.scripts.values import Field, Text, literal
@@ -46,33 +49,85 @@ class Comparison:
         return [f"{_shown(read)!r} was read, {run!r} ran" for read, run in self.values() if not fits(read, run)]
 
 
-def compare(text: str) -> Comparison:
-    """Read and run a script.
+def surroundings(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """The environment, the arguments, and both as settings of a reader.
 
-    Variables that it reads bare and never sets get a number each, in both; so do the positional parameters that it asks for.
+    Variables that a script reads bare and never sets get a number each; so do the positional parameters that it asks for.
     """
     first = read_script(text, settings=AMBIENT)
     bare = sorted(name for name, is_bare in first.free.items() if is_bare)
     environment = AMBIENT | {name: str(number) for number, name in enumerate(bare, 11)}
     arguments = [str(101 + number) for number in range(first.num_arguments)]
     settings = environment | {str(place): argument for place, argument in enumerate(arguments, 1)} | ({} if arguments else {"0": ""})
+    return environment, arguments, settings
+
+
+def wrong_in_new(text: str) -> list[str] | None:
+    """What bash does otherwise in the new script than was meant: other commands than before, other arguments of temper-train.
+
+    None where there is nothing to compare: no launch, a launch for a person, a script that stops or starts nothing under stubs.
+    """
+    environment, arguments, settings = surroundings(text)
+    migration = migrate_script(text, settings=settings)
+    if migration.script is None or migration.script.persons:
+        return None
+    old = run_in_bash(text, environment=environment, arguments=arguments)
+    new = run_in_bash(migration.script.text, environment=environment, arguments=arguments)
+    if old.was_stopped or not find_launches([_event(command) for command in old.commands]):
+        return None
+    launched = sorted(sorted(_overrides(command)) for command in new.commands if COMMAND in command)
+    meant = sorted((sorted((each.text for each in one.arguments), key=_shown) for one in migration.launches), key=_all_shown)
+    others = [sorted(_placeless(command) for command in run.commands if not _launches(command)) for run in (old, new)]
+    out = [] if others[0] == others[1] else [f"other commands {others[0]} became {others[1]}"]
+    if [len(texts) for texts in launched] != [len(texts) for texts in meant]:
+        return [*out, f"{_keys(meant)} were meant, {_keys(launched)} ran"]
+    pairs = [pair for texts, run in zip(meant, launched, strict=True) for pair in zip(texts, run, strict=True)]
+    return out + [f"{_shown(want)!r} was meant, {got!r} ran" for want, got in pairs if not fits(want, got)]
+
+
+def _overrides(command: list[str]) -> list[str]:
+    """What temper-train is given of its own keys: the arguments of the script itself are numbers here."""
+    return [word for word in command[command.index(COMMAND) + 1 :] if "=" in word]
+
+
+def _all_shown(texts: list[Text]) -> list[str]:
+    return [_shown(text) for text in texts]
+
+
+def _keys(launches: Sequence[Sequence[Text | str]]) -> list[list[str]]:
+    return [[(text if isinstance(text, str) else _shown(text)).partition("=")[0] for text in texts] for texts in launches]
+
+
+def _placeless(command: list[str]) -> list[str]:
+    """A command without the name of the folder that it ran in."""
+    return [re.sub(r"/tmp/stubs-\w+", "", word) for word in command]
+
+
+def _launches(command: list[str]) -> bool:
+    return COMMAND in command or bool(find_launches([_event(command)]))
+
+
+def compare(text: str) -> Comparison:
+    """Read and run a script, with the same surroundings."""
+    environment, arguments, settings = surroundings(text)
     reading = read_script(text, settings=settings)
     run = run_in_bash(text, environment=environment, arguments=arguments)
-    events = [
-        Event(
-            fields=tuple(Field(literal(word), word) for word in command),
-            environment=(),
-            span=Span(0, 0),
-            arguments=Span(0, 0),
-            item=Span(0, 0),
-            stdin=None,
-            is_inner=False,
-        )
-        for command in run.commands
-    ]
+    events = [_event(command) for command in run.commands]
     # Commands in the background come in any order.
     read_launches = sorted(reading.launches, key=_words)
     return Comparison(read_launches, sorted(find_launches(events), key=_words), run.was_stopped)
+
+
+def _event(command: list[str]) -> Event:
+    return Event(
+        fields=tuple(Field(literal(word), word) for word in command),
+        environment=(),
+        span=Span(0, 0),
+        arguments=Span(0, 0),
+        item=Span(0, 0),
+        stdin=None,
+        is_inner=False,
+    )
 
 
 def fits(read: Text, run: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from comparison import compare
+from comparison import compare, wrong_in_new
 from corpus import public_scripts
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,29 @@ def test_our_samples_launch_what_bash_launches(path: Path) -> None:
     assert comparison.run, "the sample launches nothing, so it shows nothing"
     assert comparison.wrong_keys() == []
     assert comparison.wrong_values() == []
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_the_new_script_of_a_sample_does_in_bash_what_was_meant(path: Path) -> None:
+    assert wrong_in_new(path.read_text()) in (None, [])
+
+
+def test_the_new_script_of_most_samples_is_compared() -> None:
+    assert sum(wrong_in_new(path.read_text()) is not None for path in SAMPLES[:5]) >= 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_new_scripts_of_public_ones_do_in_bash_what_was_meant() -> None:
+    found: Counter[str] = Counter()
+    for path in public_scripts():
+        wrong = wrong_in_new(path.read_text(errors="replace"))
+        found["not compared" if wrong is None else "wrong" if wrong else "right"] += 1
+        if wrong:
+            logger.warning("%s: %s", path.name, "; ".join(wrong)[:500])
+    logger.warning("%s", dict(found))
+    assert found["wrong"] == 0
+    assert found["right"] >= found["not compared"]
 
 
 @pytest.mark.nightly

@@ -149,6 +149,14 @@ def test_overrides_of_a_branch_that_was_not_taken_stop_the_new_script_there(extr
     assert "this branch was not translated" not in taken.script.text
 
 
+def test_a_command_substitution_before_the_command_stays_whole() -> None:
+    text = GRPO.replace("PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")')
+    migration = migrate_script(text)
+    assert migration.script is not None
+    assert 'CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}") nohup temper-train "${temper_overrides[@]}"' in migration.script.text
+    assert migrate_script(migration.script.text).launches == ()
+
+
 def test_arrays_of_a_wrapper_stay() -> None:
     text = GRPO.replace("mkdir -p logs", "HOW=(--nodes=1)").replace("nohup python3", 'srun "${HOW[@]}" python3')
     migration = migrate_script(text)

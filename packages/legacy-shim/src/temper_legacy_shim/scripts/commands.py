@@ -29,8 +29,6 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
             stdin_of(shell, (redirect,))
         return
     fields = expansion.expand_words(shell, words)
-    if shell.reading.inner is None:
-        shell.reading.arguments = Span(words[0].span.start, words[-1].span.end)
     stdin = stdin_of(shell, command.redirects)
     if not fields:
         shell.status = 0
@@ -40,6 +38,8 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         _run_function(shell, command, name, fields)
         return
     environment = tuple((each.name, assignment_text(shell, each)) for each in command.assignments)
+    if shell.reading.inner is None:  # after all that may run commands of its own: A=$(...), a heredoc
+        shell.reading.arguments = Span(words[0].span.start, words[-1].span.end)
     printed_before = shell.captured
     if name in builtins.BUILTINS:
         declared = [word for word in command.words if isinstance(word, Assignment)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.configs import Outcome
-from temper_legacy_shim.scripts.launches import Launch
+from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
 from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
@@ -50,6 +50,8 @@ def migrate_script(
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
+    if not script.persons and find_launches(reread(script.text, reading, settings or {})):
+        script.persons.append("the new script would still start an old trainer: write that command by hand.")
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
