@@ -1,8 +1,8 @@
 """What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default.
 
 A line that is gone or reads differently breaks somebody, and so does a new parameter, field or abstract method that must be given.
-Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it; what is gone needs `removed`, and
-must have been deprecated in the last release, whose deprecations stand in the file too. Anything else may be added freely;
+Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it in backticks; what is gone needs
+`removed`, and must have been deprecated in the last release, whose deprecations stand in the file too. Anything else may be added freely;
 `tools/release.py` writes the file anew, and `python tools/api.py --update PACKAGE` does so in between.
 
 Read from the sources by griffe; nothing is imported.
@@ -92,9 +92,9 @@ def complaints(package: Path) -> list[str]:
     lost, found = gone(package), []
     for name, sentence in breaks(lock.read_text().splitlines(), api(package)).items():
         kinds = ("removed",) if name in lost else ("changed", "removed")
-        if not any(re.search(rf"\b{re.escape(_last_word(name))}\b", told[kind]) for kind in kinds):
+        if not any(_is_named(_last_word(name), told[kind]) for kind in kinds):
             files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
-            found.append(f"{package.name}: {sentence}. Bring it back, or tell users: name it in {files}")
+            found.append(f"{package.name}: {sentence}. Bring it back, or tell users: name it, in backticks, in {files}")
         elif name in lost and not lost[name]:
             found.append(
                 f"{package.name}: {sentence}, and no release has deprecated it: bring it back and deprecate it, for two minor versions "
@@ -173,6 +173,11 @@ def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bo
 
 def _by_name(lines: Sequence[str]) -> dict[str, str]:
     return {line.partition(": ")[0]: line for line in lines if line and not DEPRECATED.fullmatch(line)}
+
+
+def _is_named(word: str, text: str) -> bool:
+    """Whether a text has a word in a span of code: `run` says more than a run."""
+    return any(re.search(rf"\b{re.escape(word)}\b", span) for span in re.findall(r"`([^`]+)`", text))
 
 
 def _speaks_of(what: str, name: str) -> bool:

@@ -126,7 +126,7 @@ def test_what_is_only_added_breaks_nobody(package: Path, old: str, new: str) -> 
 
 def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None:
     _change(package, "cap: int,", "cap: float,")
-    (package / "changes" / "cap.changed.md").write_text("`plan` counts its capital otherwise.\n")
+    (package / "changes" / "cap.changed.md").write_text("There is a cap on what `plan` takes.\n")
     assert len(complaints(package)) == 1
     (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
     assert complaints(package) == []
@@ -144,7 +144,7 @@ def test_a_name_goes_only_after_a_release_has_deprecated_it(package: Path) -> No
     _change(package, "LIMIT = 3", "")
     (package / "changes" / "limit.changed.md").write_text("`LIMIT` is gone.\n")
     assert complaints(package) == [
-        "example: temper_example.LIMIT is gone. Bring it back, or tell users: name it in example/changes/<slug>.removed.md"
+        "example: temper_example.LIMIT is gone. Bring it back, or tell users: name it, in backticks, in example/changes/<slug>.removed.md"
     ]
     (package / "changes" / "limit.removed.md").write_text("`LIMIT` is gone.\n")
     (told,) = complaints(package)

@@ -1,5 +1,6 @@
 """The engine as a whole, at one rank: the RFC's loop, residency, export, and what it refuses. The laws are the kit's."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
 from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import Query
-from temper_engine_api.specs import ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_api.training_specs import Compute
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.engine import FSDPEngine
@@ -197,6 +198,13 @@ def test_an_unknown_architecture_is_named(start: Start) -> None:
 def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"):
         start(wrap_modules=("Qwen9Layer",))
+
+
+def test_an_adapter_without_peft_says_what_to_install(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "temper_engine_fsdp.adapter", raising=False)
+    monkeypatch.setitem(sys.modules, "peft", None)  # what is None there can't be imported, as if it were not installed
+    with pytest.raises(ConfigError, match=r"peft is not installed: pip install 'temper-engine-fsdp\[lora\]'\."):
+        start(lora=LoraSpec(rank=2, alpha=4.0))
 
 
 def test_nothing_works_after_close(start: Start) -> None:
