@@ -1,7 +1,7 @@
 """`python -m tools.golden PACKAGE`: let the last release of a package write its golden files, once.
 
-They go to packages/PACKAGE/tests/golden/VERSION, and are written by the released sources of that package and of its siblings,
-not by those of the checkout. An existing folder is left alone.
+They go to packages/PACKAGE/tests/golden/VERSION, a run of the trainer to golden_runs/VERSION beside it, and are written by the released
+sources of that package and of its siblings, not by those of the checkout. What exists is left alone.
 """
 
 from __future__ import annotations
@@ -18,28 +18,39 @@ from tools.releases import ReleaseTrouble, last_release, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
-WRITERS = {"engine-fsdp": "engine_fsdp.py", "trainer": "trainer.py"}
-"""Programs that take a folder and write into it. The other packages write no files of their own that outlive a run."""
+WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "engine-fsdp": {"golden": ("engine.py", "temper_engine_fsdp.engine:FSDPEngine")},
+    "engine-megatron": {"golden": ("engine.py", "temper_engine_megatron.engine:MegatronEngine")},
+    "trainer": {"golden": ("trainer.py",), "golden_runs": ("trainer_run.py",)},
+}
+"""By package and folder below its tests: a program, and what follows the folder that it writes into.
+
+The contract's files lie inside the engines' checkpoints; what the shim writes are configurations of the trainer and checkpoints of the
+other packages.
+"""
 
 
-def write(package: str) -> Path:
-    """Write the golden files of a package's last release; returns their folder.
+def write(package: str) -> list[Path]:
+    """Write the golden files of a package's last release that are not there yet; returns their folders.
 
     Raises:
-        ReleaseTrouble: it was never released, or they exist.
+        ReleaseTrouble: it was never released, or all of them exist.
     """
     release = last_release(ROOT, package)
     if release is None:
         raise ReleaseTrouble(f"temper-{package} is not released yet: release it first.")
-    target = ROOT / "packages" / package / "tests" / "golden" / release.version
-    if target.exists():
-        raise ReleaseTrouble(f"{target.relative_to(ROOT)} exists: golden files are written once, by the version that they are named after.")
-    with tempfile.TemporaryDirectory(prefix="temper-golden-") as folder:
+    folders = {ROOT / "packages" / package / "tests" / name / release.version: each for name, each in WRITERS[package].items()}
+    missing = {folder: command for folder, command in folders.items() if not folder.exists()}
+    if not missing:
+        shown = " and ".join(str(folder.relative_to(ROOT)) for folder in folders)
+        raise ReleaseTrouble(f"{shown} exists: golden files are written once, by the version that they are named after.")
+    with tempfile.TemporaryDirectory(prefix="temper-golden-") as scratch:
         released = (last_release(ROOT, each) for each in PACKAGES)
-        sources = [unpack(ROOT, each.treeish, Path(folder) / each.package) / "src" for each in released if each is not None]
-        command = [sys.executable, str(Path(__file__).parent / WRITERS[package]), str(target)]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))})
-    return target
+        sources = [unpack(ROOT, each.treeish, Path(scratch) / each.package) / "src" for each in released if each is not None]
+        for folder, (program, *arguments) in missing.items():
+            command = [sys.executable, str(Path(__file__).parent / program), str(folder), *arguments]
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))})
+    return list(missing)
 
 
 def main() -> int:
@@ -47,7 +58,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.golden", description=__doc__)
     parser.add_argument("package", choices=WRITERS)
     try:
-        print(write(parser.parse_args().package).relative_to(ROOT))
+        for folder in write(parser.parse_args().package):
+            print(folder.relative_to(ROOT))
     except ReleaseTrouble as trouble:
         print(f"golden: {trouble}", file=sys.stderr)
         return 1

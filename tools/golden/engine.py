@@ -1,4 +1,4 @@
-"""A checkpoint of a tiny model after two updates, its configuration, and what is inside, as hashes: `engine_fsdp.py FOLDER`.
+"""A checkpoint of a tiny model after two updates, its configuration, and what is inside, as hashes: `engine.py FOLDER MODULE:CLASS`.
 
 Runs with the released sources alone, so it uses nothing but the public interface of the version that it runs with.
 """
@@ -6,15 +6,15 @@ Runs with the released sources alone, so it uses nothing but the public interfac
 import hashlib
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
-from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.engine import FSDPEngine
 
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {
@@ -39,15 +39,17 @@ CONFIG: dict[str, dict[str, Any]] = {
 SEQUENCES = [[1, 5, 9, 2, 30], [7, 7, 4], [11, 3, 8, 29]]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, name: str) -> None:
     """Train, save, and write down what was saved."""
-    config = FSDPConfig(
-        model=ModelSpec(**CONFIG["model"]),
-        optimizer=OptimizerSpec(**CONFIG["optimizer"]),
-        precision=PrecisionSpec(**CONFIG["precision"]),
-        device="cpu",
-    )
-    engine = FSDPEngine(config)
+    module, _, attribute = name.partition(":")
+    engine_class: type[BaseEngine] = getattr(import_module(module), attribute)
+    settings: dict[str, Any] = {
+        "model": ModelSpec(**CONFIG["model"]),
+        "optimizer": OptimizerSpec(**CONFIG["optimizer"]),
+        "precision": PrecisionSpec(**CONFIG["precision"]),
+        "device": "cpu",
+    }
+    engine = engine_class(engine_class.config_class(**settings))
     engine.init_model()
     engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
     batch = from_sequences(
@@ -75,7 +77,7 @@ def main(folder: Path) -> None:
     engine.close()
 
 
-def _update(engine: FSDPEngine, batch: SequenceBatch) -> float:
+def _update(engine: BaseEngine, batch: SequenceBatch) -> float:
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_step(batch)
@@ -87,4 +89,4 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
