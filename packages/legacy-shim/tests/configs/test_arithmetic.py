@@ -1,6 +1,6 @@
 """Batch arithmetic, recomputed by hand."""
 
-from temper_legacy_shim.configs import Cluster
+from temper_legacy_shim.configs import Cluster, Outcome
 
 from .conftest import rules_found, translated, values
 
@@ -53,6 +53,14 @@ def test_mini_batches_that_leave_a_rest_are_said() -> None:
     found = translated("v0.7.0", "data.train_batch_size=40")
     assert values(found)["batching.num_mini_batches"] == 3  # 16, 16 and 8 prompts
     assert "mini-batches" in rules_found(found, "hazard")
+
+
+def test_a_critics_global_micro_batch_counts_although_the_other_key_followed_it() -> None:
+    critic = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=4")
+    found = translated("v0.7.1", *critic)
+    assert found.outcome is not Outcome.PERSON
+    assert "micro-batch-both" in rules_found(found, "refused")
+    assert {token.disposition for token in found.tokens} & {"conflict", "needs a person"} == set()
 
 
 def test_both_sizes_of_a_micro_batch_are_a_conflict() -> None:

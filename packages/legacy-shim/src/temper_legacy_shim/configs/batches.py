@@ -102,7 +102,13 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
     if whole is None:
         return own
-    if own is not None and draft.old.is_set(both) and draft.old.is_set(key):
+    follows = both not in draft.old.origin
+    if own is not None and draft.old.is_set(key) and follows:
+        release = draft.old.version
+        draft.find(
+            "refused", "micro-batch-both", f"{key} alone is set; {both} followed it, and {release} refused both: the first counts.", key
+        )
+    elif own is not None and draft.old.is_set(key):
         draft.find(
             "person", "micro-batch-both", f"{key} and {both} are both set, which {draft.old.version} refused: remove one.", key, both
         )
