@@ -64,7 +64,7 @@ def config(
 def _translate_all(
     given: list[str], *, from_version: str | None, entry: str, name: str | None, cluster: object, numerics: str
 ) -> list[tuple[str, "Translation"]]:
-    from temper_legacy_shim.configs.files import entry_of, find_files, is_old, read_old_file
+    from temper_legacy_shim.configs.files import entry_of, find_files, read_if_old, read_old_file
     from temper_legacy_shim.configs.translate import translate
 
     files = [text for text in given if _is_path(text)]
@@ -78,15 +78,15 @@ def _translate_all(
     for file in files:
         found = find_files(Path(file))
         for path in found:
-            old = read_old_file(path)
-            if len(found) > 1 and not is_old(old.values):
+            old = read_old_file(path) if path == Path(file) else read_if_old(path)
+            if old is None:
                 continue
             groups = [f"{group}={choice}" for group, choice in old.groups.items()]
             results.append(
                 (
                     str(path),
                     translate(
-                        [*groups, *overrides],
+                        [*groups, *old.overrides, *overrides],
                         entry=entry or entry_of(old.entry),
                         config_name=name or old.entry or None,
                         base=old.values,

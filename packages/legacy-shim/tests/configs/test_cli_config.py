@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
-from temper_legacy_shim.errors import OutputError, UsageError
+from temper_legacy_shim.errors import DamagedFileError, OutputError, UsageError
 
 OLD = """\
 defaults:
@@ -87,6 +87,20 @@ def test_a_folder_is_translated_file_by_file_and_what_is_no_old_configuration_is
     assert code == 10
     assert text.startswith(f"{old}: pinned")
     assert "compose.yaml" not in text
+
+
+def test_hydras_list_of_overrides_is_read_and_what_is_no_configuration_is_left(old: Path, tmp_path: Path) -> None:
+    (tmp_path / "chart.yaml").write_text("name: {{ .Values.name }}\n")
+    (tmp_path / "hosts.yaml").write_text("- one\n- two\n")
+    listed = tmp_path / "overrides.yaml"
+    listed.write_text("- algorithm.adv_estimator=grpo\n- actor_rollout_ref.rollout.n=16\n- +trainer.mine=1\n")
+    code, text = invoke("config", tmp_path, "--check")
+    assert (code, text.count("overrides.yaml"), text.count("chart.yaml"), text.count("hosts.yaml")) == (10, 1, 0, 0)
+    _, report = invoke("config", listed, "--from-version", "v0.7.0", "--json")
+    (found,) = json.loads(report)
+    assert [token["text"] for token in found["tokens"]] == yaml.safe_load(listed.read_text())
+    with pytest.raises(DamagedFileError):
+        invoke("config", tmp_path / "hosts.yaml")
 
 
 def test_a_table_in_a_pipe_has_every_token_whole(old: Path) -> None:

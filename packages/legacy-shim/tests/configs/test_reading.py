@@ -150,3 +150,44 @@ def test_a_number_from_the_environment_is_its_default() -> None:
     assert values(found)["data.max_prompt_tokens"] == 768
     assert "value-unknown" in rules_found(found, "note")
     assert found.outcome is Outcome.PINNED
+
+
+def nested(flat: dict[str, Plain]) -> dict[str, Plain]:
+    """Blocks from dotted keys."""
+    tree: dict[str, Plain] = {}
+    for key, value in flat.items():
+        *blocks, name = key.split(".")
+        place = tree
+        for block in blocks:
+            inner = place.setdefault(block, {})
+            assert isinstance(inner, dict)
+            place = inner
+        place[name] = value
+    return tree
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("form", ["flat", "resolved"])
+def test_a_dump_of_a_release_means_what_the_release_meant(version: str, form: str, facts: Path) -> None:
+    for family in families_of(version):
+        dump = json.loads((facts / "defaults" / version / f"{FILES[family]}.json").read_text())[form]
+        entry = {"generation": "verl.trainer.main_generation", "evaluation": "verl.trainer.main_eval"}.get(family, "")
+        entry = entry or ("verl.trainer.main_ppo" if "ppo" in family else "verl.trainer.fsdp_sft_trainer")
+        entry = "verl.trainer.sft_trainer" if family in ("sft_fsdp", "sft_megatron") else entry
+        groups = ["engine=megatron"] if family == "sft_megatron" else []
+        name = "ppo_megatron_trainer" if family == "ppo_megatron" else None
+        plain = translate(groups, entry=entry, config_name=name, version=version)
+        dumped = translate(groups, entry=entry, config_name=name, version=version, base=nested(dump))
+        assert values(dumped) == values(plain), family
+        assert {finding.rule for finding in dumped.findings} == {finding.rule for finding in plain.findings}, family
+
+
+def test_a_dump_keeps_what_its_run_had_changed(facts: Path) -> None:
+    dump = json.loads((facts / "defaults/v0.5.0/main_ppo_fsdp.json").read_text())["resolved"]
+    lengths = dict.fromkeys(("data.max_response_length", "actor_rollout_ref.rollout.response_length"), 2048)
+    changed = dump | lengths | {"actor_rollout_ref.rollout.n": 8, "data.image_key": "pictures"}
+    found = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed))
+    assert "images" in rules_found(found, "person")
+    text = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed | {"data.image_key": "images"}))
+    assert "images" not in rules_found(text, "person")
+    assert (values(text)["algorithm.group_size"], values(text)["sampling.max_tokens"]) == (8, 2048)

@@ -1,10 +1,10 @@
 """Overrides laid on their own release's default tree, under Hydra's rules: what took effect, from which token, and what was refused."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from temper_legacy_shim.configs.interpolation import resolve
+from temper_legacy_shim.configs.interpolation import UNRESOLVED, Unresolved, resolve
 from temper_legacy_shim.configs.overrides import Override
 from temper_legacy_shim.configs.values import Plain, flatten
 
@@ -132,6 +132,33 @@ def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:
         if ".".join(parts[:count]) in old.tree:
             old.remove(".".join(parts[:count]))
     old.write(key, value, index)
+
+
+def forget_defaults(old: OldConfig) -> None:
+    """Values of a file that are the release's own: a dump of a whole configuration says nothing by them.
+
+    They stay what they are, so that a value which the dump had resolved does not follow another key again; but nobody asked for them.
+    """
+    for key in [key for key, index in old.origin.items() if index < 0]:
+        if any(_is_same(old.tree[key], default) for default in _defaults_of(old, key)):
+            del old.origin[key]
+
+
+def _defaults_of(old: OldConfig, key: str) -> Iterator[Plain | Unresolved]:
+    """What the release had for a key: as written, resolved, or within a block that as a whole follows another one."""
+    if key in old.defaults:
+        yield old.defaults[key]
+        yield resolve(old.defaults[key], key, old.tree)
+    outer = key
+    while "." in outer:
+        outer = outer.rpartition(".")[0]
+        block = resolve(old.defaults[outer], outer, old.tree) if outer in old.defaults else None
+        if isinstance(block, dict):
+            yield flatten(block).get(key[len(outer) + 1 :], UNRESOLVED)
+
+
+def _is_same(one: Plain, other: Plain | Unresolved) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def count_leaf(blocks: dict[str, int], key: str, change: int) -> None:

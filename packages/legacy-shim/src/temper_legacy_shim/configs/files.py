@@ -1,5 +1,6 @@
 """Old YAML files: a user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in a folder."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from temper_legacy_shim.configs.values import Plain, flatten
 from temper_legacy_shim.errors import DamagedFileError, UsageError
 
+_OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.]*=|~[A-Za-z_]")
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -22,6 +24,8 @@ class OldFile:
     """The program that its defaults list names, as far as it says so."""
     groups: dict[str, str] = field(default_factory=dict)
     """Engine groups that its defaults list chooses."""
+    overrides: tuple[str, ...] = ()
+    """Of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
 
 
 _BASES = {
@@ -68,7 +72,10 @@ def read_old_file(path: Path, *, seen: tuple[Path, ...] = ()) -> OldFile:
     """
     if path.resolve() in seen:
         raise DamagedFileError(f"{path} builds on itself through its defaults list: take one of the entries out.")
-    tree = _load(path)
+    loaded = _load(path)
+    if isinstance(loaded, list):
+        return OldFile(path=path, values={}, overrides=tuple(loaded))
+    tree = loaded
     defaults = tree.pop("defaults", None)
     tree.pop("hydra", None)
     values: dict[str, Plain] = {}
@@ -87,12 +94,27 @@ def read_old_file(path: Path, *, seen: tuple[Path, ...] = ()) -> OldFile:
     return OldFile(path=path, values=_merged(values, tree), entry=entry or own, groups=groups)
 
 
+def read_if_old(path: Path) -> OldFile | None:
+    """A file of a folder: None where it is no old configuration.
+
+    Raises:
+        DamagedFileError: it speaks of an old configuration, and can't be read.
+    """
+    try:
+        old = read_old_file(path)
+    except DamagedFileError:
+        if "actor_rollout_ref" in path.read_text(encoding="utf-8", errors="replace"):
+            raise
+        return None
+    return old if old.overrides or is_old(old.values) else None
+
+
 def entry_of(base: str) -> str:
     """The program whose default file that is."""
     return _BASES.get(base, "")
 
 
-def _load(path: Path) -> dict[str, Plain]:
+def _load(path: Path) -> dict[str, Plain] | list[str]:
     import yaml
 
     try:
@@ -104,6 +126,8 @@ def _load(path: Path) -> dict[str, Plain]:
         raise DamagedFileError(f"{path} can't be read ({type(error).__name__}: {error}): a YAML text file is expected.") from error
     if tree is None:
         return {}
+    if isinstance(tree, list) and tree and all(isinstance(item, str) and _OVERRIDE.match(item) for item in tree):
+        return tree
     if not isinstance(tree, dict):
         raise DamagedFileError(f"{path} is a {type(tree).__name__}, but an old configuration is a mapping of keys.")
     return {str(key): _plain(value) for key, value in tree.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from temper_legacy_shim.configs.accounts import report_tokens
-from temper_legacy_shim.configs.composition import OldConfig, assign, compose, old_config
+from temper_legacy_shim.configs.composition import OldConfig, assign, compose, forget_defaults, old_config
 from temper_legacy_shim.configs.draft import Draft, Numerics
 from temper_legacy_shim.configs.evaluation import build_evaluation
 from temper_legacy_shim.configs.generation import build_generation
@@ -108,6 +108,7 @@ def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given:
     old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults, extra=launch.recipe)
     for key, value in given.items():
         assign(old, key, value, -1)
+    forget_defaults(old)
     compose(old, [token for token in tokens if token.key not in GROUPS])
     return old
 

@@ -107,19 +107,17 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
 
 def _config(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     from temper_legacy_shim.configs import translate
-    from temper_legacy_shim.configs.files import entry_of, is_old, read_old_file
+    from temper_legacy_shim.configs.files import entry_of, read_if_old
 
     shown = path.relative_to(folder)
     command = f"temper-migrate config {shown}{_option(version)}"
     try:
-        old = read_old_file(path)
-        if not is_old(old.values):
+        old = read_if_old(path)
+        if old is None or old.overrides:
             return []
         groups = [f"{group}={choice}" for group, choice in old.groups.items()]
         translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, version=version, base=old.values)
     except ShimError as error:
-        if "actor_rollout_ref" not in path.read_text(errors="replace"):
-            return []
         return [Step(kind=Kind.CONFIG, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)]
     effort, blockers = effort_of(translation)
     what = f"{translation.source.program} of {translation.source.version}"
