@@ -8,7 +8,7 @@ import torch
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import find_roles, fsdp
+from temper_legacy_shim.checkpoints import find_roles, fsdp, open_checkpoint
 from temper_legacy_shim.checkpoints.moments import _by_layer
 from temper_legacy_shim.checkpoints.staging import Staging
 from temper_legacy_shim.cli import app
@@ -54,6 +54,34 @@ def test_a_step_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert find_roles(actor, step=2)[0].step == 2
     with pytest.raises(LayoutError, match="step 7 can't be chosen"):
         find_roles(actor, step=7)
+
+
+def test_a_run_of_the_first_version_has_steps_below_its_roles(tmp_path: Path) -> None:
+    for name, steps in {"actor": (10, 20, 30), "critic": (10, 20)}.items():
+        for step in steps:
+            _converted(tmp_path / name / f"global_step_{step}")
+    assert [(role.name, role.step) for role in find_roles(tmp_path)] == [("actor", 20), ("critic", 20)]
+    assert [(role.name, role.step) for role in find_roles(tmp_path, step=10, role="critic")] == [("critic", 10)]
+    assert find_roles(tmp_path / "actor")[0].step == 30
+    with pytest.raises(LayoutError, match=r"no step 30 of all its roles: actor has 10, 20, 30; critic has 10, 20\. Give the folder of one"):
+        find_roles(tmp_path, step=30)
+
+
+def test_the_current_folder_is_known_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _role(tmp_path / "run/global_step_7")
+    monkeypatch.chdir(step)
+    (role,) = find_roles(".")
+    assert (role.name, role.step, role.step_directory) == ("model", 7, Path())
+
+
+def test_an_alpha_beside_the_roles_is_found_from_within_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {f"base_model.model.a.lora_{side}.default.weight": torch.ones(shape) for side, shape in (("A", (2, 4)), ("B", (4, 2)))}
+    _role(tmp_path / "global_step_7/actor", **half)
+    (tmp_path / "global_step_7/lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 16}))
+    monkeypatch.chdir(tmp_path / "global_step_7")
+    adapter = open_checkpoint("actor").adapter
+    assert adapter is not None
+    assert (adapter.alpha, adapter.alpha_from) == (16.0, "lora_train_meta.json")
 
 
 def test_a_buffer_that_differs_between_ranks_is_of_another_save(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.checkpoints.moments import OldOptimizer, read_trained_leaves
+from temper_legacy_shim.checkpoints.optimizer_files import check_is_beside_weights
 from temper_legacy_shim.errors import LayoutError, UsageError
 
 _SIDES = {".lora_A": "lora_A", ".lora_B": "lora_B"}
@@ -44,6 +45,7 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
     role = model.role
     if "optim" not in role.fsdp_files:
         raise LayoutError("only FSDP's optimizer files tell what belongs to an adapter")
+    check_is_beside_weights(role)
     raw = fsdp.read_weights(role.fsdp_files["model"], where=role.path)
     leaves = [key for key in raw if any(side in key for side in _SIDES)]
     read = read_trained_leaves(role, raw, leaves=leaves)

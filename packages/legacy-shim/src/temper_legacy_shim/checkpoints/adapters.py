@@ -1,6 +1,7 @@
 """Low-rank adapters inside, beside or without their base model: found by their keys, scaled by an alpha that is never guessed."""
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
         return replace(adapter, alpha=given, alpha_from="--lora-alpha", config=found[2] if found else {})
     if found is None:
         return adapter
-    return replace(adapter, alpha=found[0], alpha_from=str(found[1].relative_to(role.path.parent)), config=found[2])
+    return replace(adapter, alpha=found[0], alpha_from=os.path.relpath(found[1], role.path.absolute().parent), config=found[2])
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:

@@ -1,11 +1,12 @@
 """Which old layout a directory holds, found by its files and never by its name alone.
 
-A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model; supervised runs have no role level.
+A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model; supervised runs have no role level, and in
+runs of 0.1 each role has its steps.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,6 +19,8 @@ _STEP = re.compile(r"global_step_(\d{1,18})")
 _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _ADAPTER_FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?_adapter\.pt")
+_FIRST_ROLES = ("actor", "critic")
+"""What 0.1 saved, each in a folder of its own with steps in it."""
 _DESCRIPTIONS = ("huggingface", "hf_config_and_tokenizer", "model/huggingface", ".")
 """Where a role's Hugging Face files may lie."""
 
@@ -100,7 +103,8 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
     if not path.is_dir():
         raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
     # A run may also hold converted models; its steps come first.
-    found = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None] or _roles_of_step(path)
+    found = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None]
+    found = found or _roles_of_first_run(path, step) or _roles_of_step(path)
     if step is not None and any(each.step != step for each in found):
         raise LayoutError(f"{path} is no run, so that step {step} can't be chosen in it: leave --step out, or give the run's directory.")
     if not found:
@@ -121,8 +125,27 @@ def _roles_of_step(path: Path) -> list[Role]:
     return [role for role in found if not (role.path / RECEIPT).is_file()] or found
 
 
+def _steps(path: Path) -> dict[int, Path]:
+    return {int(match[1]): child for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+
+
+def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
+    """Roles of 0.1, which have their steps below them (``actor/global_step_N``) and no tracker: the newest step that all of them have."""
+    of_role = {name: _steps(path / name) for name in _FIRST_ROLES if (path / name).is_dir()}
+    of_role = {name: steps for name, steps in of_role.items() if steps}
+    if not of_role:
+        return []
+    common = set.intersection(*(set(steps) for steps in of_role.values()))
+    if (step is not None and step not in common) or not common:
+        have = "; ".join(f"{name} has {', '.join(map(str, sorted(steps)))}" for name, steps in of_role.items())
+        raise LayoutError(f"{path} has no step {'' if step is None else f'{step} '}of all its roles: {have}. Give the folder of one role.")
+    chosen = max(common) if step is None else step
+    found = {name: _role_at(steps[chosen]) for name, steps in of_role.items()}
+    return [replace(role, name=name) for name, role in found.items() if role is not None]
+
+
 def _roles_of_run(path: Path, step: int | None) -> list[Role]:
-    steps = {int(match[1]): child for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    steps = _steps(path)
     if not steps:
         return []
     chosen = step if step is not None else _tracked(path, steps)
@@ -166,7 +189,7 @@ def _role_at(path: Path) -> Role | None:
         kind, world = Kind.MEGATRON_ADAPTER, len(adapters)
     else:
         return None
-    named = _STEP.fullmatch(path.name)
+    named = _STEP.fullmatch(path.name) or _STEP.fullmatch(path.resolve().name)
     above = _STEP.fullmatch(path.resolve().parent.name)
     version, reasons = _version(path, kind)
     return Role(

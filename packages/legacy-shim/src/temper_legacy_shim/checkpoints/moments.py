@@ -2,27 +2,35 @@
 
 FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root and one for each decoder layer (and,
 with an adapter, one for each trained leaf), every parameter of the unit end to end in the order of its modules, padded to a multiple of
-the ranks. Which parameters a unit holds is rebuilt from names and accepted only if every length fits.
+the ranks. Which parameters a unit holds is rebuilt from names and accepted only if every length fits. With ``use_orig_params`` FSDP1
+numbers parameters, and each rank keeps the stretches that lie in its shard.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.layouts import Role
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, Shape, Unflattened, concatenated, read_all
-from temper_legacy_shim.checkpoints.pickles import Inert, in_short
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, Shape, Unflattened
+from temper_legacy_shim.checkpoints.optimizer_files import (
+    RankState,
+    check_same_numbers,
+    flat_parts,
+    is_distributed,
+    joined,
+    numbers_of,
+    read_ranks,
+    shard_order,
+    step_of,
+)
 from temper_legacy_shim.checkpoints.sharded import assemble
-from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, Sharded, TensorReader
+from temper_legacy_shim.checkpoints.tensors import Distributed, Sharded
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _LAYER = re.compile(r"(?:.+?\.)?(?:layers|h|blocks)\.\d+\.(?=.)")
 _TRAINED_LEAF = re.compile(r".+\.lora_(?:embedding_)?[AB]\..+")
 _BUFFER = re.compile(r".+\.(?:e_score_correction_bias|expert_bias|inv_freq|original_inv_freq|num_batches_tracked|running_mean|running_var)")
-_SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +57,6 @@ class OldOptimizer:
     """float32 parameters by the same names, where the optimiser keeps its own beside weights of fewer bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankState:
-    states: Mapping[int, Mapping[str, Entry | int]]
-    """By number: first, second (tensors) and step."""
-    num_parameters: int
-    settings: Mapping[str, object]
-
-
 def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters: Sequence[str]) -> OldOptimizer:
     """Moments of an FSDP role.
 
@@ -69,11 +69,14 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
         LayoutError: they can't be told apart; says why, for the receipt.
         DamagedFileError: a file is damaged, or one is missing.
     """
-    ranks = _read_ranks(role)
+    ranks = read_ranks(role)
     first = ranks[min(ranks)]
     parameters = [name for name in parameters if not is_buffer(name)]
-    is_flat = _is_flat(ranks, weights, parameters)
-    found = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
+    found = _from_pieces(role, ranks, weights, parameters)
+    if found is None:
+        check_same_numbers(role, ranks)
+        is_flat = _is_flat(ranks, weights, parameters)
+        found = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
     return OldOptimizer(moments=found, settings=first.settings)
 
 
@@ -89,87 +92,38 @@ def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves
         LayoutError: the optimiser keeps another number of states, or states of other lengths.
         DamagedFileError: a file is damaged, or one is missing.
     """
-    ranks = _read_ranks(role)
-    first = ranks[min(ranks)]
-    if len(first.states) != len(leaves):
-        raise LayoutError(f"the optimizer keeps states of {len(first.states)} parameters, but {len(leaves)} belong to the adapter")
-    numbers = dict(zip(sorted(first.states), leaves, strict=True))
-    is_flat = not any(isinstance(state["first"], Distributed) for state in first.states.values())
+    ranks = read_ranks(role)
+    numbers = numbers_of(ranks)
+    if len(numbers) != len(leaves):
+        raise LayoutError(f"the optimizer keeps states of {len(numbers)} parameters, but {len(leaves)} belong to the adapter")
+    is_flat = not is_distributed(ranks)
+    if not is_flat:
+        check_same_numbers(role, ranks)
     order = shard_order(role)
     found: dict[str, OldMoments] = {}
-    for number, name in numbers.items():
+    for number, name in zip(numbers, leaves, strict=True):
+        shape = weights[name].shape
         sides = {}
         for side in ("first", "second"):
-            whole = _joined_flat(role, ranks, order, number, side) if is_flat else _whole(role, ranks, number, side, name=name)
-            sides[side] = _unpadded(whole, weights[name].shape, num_shards=len(order), name=name) if is_flat else whole
-            if sides[side].shape != weights[name].shape:
-                raise LayoutError(f"the {side} moment number {number} has shape {sides[side].shape}, but {name} has {weights[name].shape}")
-        found[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=_step(first.states[number]))
-    return OldOptimizer(moments=found, settings=first.settings)
+            if is_flat:
+                whole = joined(role, ranks, order, number=number, side=side)
+                sides[side] = _unpadded(whole, shape, num_shards=len(order), name=name)
+            else:
+                sides[side] = _whole(role, ranks, number, side, name=name)
+            if sides[side].shape != shape:
+                raise LayoutError(f"the {side} moment number {number} has shape {sides[side].shape}, but {name} has {shape}")
+        found[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=step_of(ranks, number))
+    return OldOptimizer(moments=found, settings=ranks[min(ranks)].settings)
 
 
 def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> LazyTensor:
     count = math.prod(shape)
-    if flat.shape != (-(-count // num_shards) * num_shards,):
+    if flat.shape[0] not in (count, -(-count // num_shards) * num_shards):
         raise LayoutError(f"the moments that should belong to {name} have {flat.shape[0]} elements in {num_shards} shards, not {count}")
     return Unflattened(Rows(flat, ((0, count),)), shape)
 
 
-def _read_ranks(role: Role) -> dict[int, _RankState]:
-    files = role.fsdp_files["optim"]
-    if set(files) != set(role.fsdp_files["model"]):
-        raise DamagedFileError(
-            f"{role.path} has optim files of ranks {sorted(files)}, but model files of ranks {sorted(role.fsdp_files['model'])}: copy "
-            "every rank's file here, or move the optim files away to carry weights alone."
-        )
-    ranks = {rank: _read(path, rank=rank) for rank, path in files.items()}
-    numbers = {frozenset(state.states) for state in ranks.values()}
-    if len(numbers) != 1:
-        raise DamagedFileError(f"{role.path}: ranks have optimizer states of different parameters: the files are not of one save.")
-    if not ranks[min(ranks)].states:
-        raise LayoutError("the optimizer had made no update, so there are no moments")
-    return ranks
-
-
-def _read(path: Path, *, rank: int) -> _RankState:
-    archive = Archive(path)
-    value = archive.value()
-    if not isinstance(value, dict) or not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
-        raise DamagedFileError(f"{path} is no state of an optimizer: it lacks state or param_groups.")
-    reader = TensorReader(archive, rank=rank)
-    groups = value["param_groups"]
-    if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("params"), list):
-        raise LayoutError(f"{path.name} has {len(groups)} parameter groups, but one is expected")
-    states: dict[int, Mapping[str, Entry | int]] = {}
-    for number, state in value["state"].items():
-        if not isinstance(number, int) or not isinstance(state, dict):
-            raise DamagedFileError(f"{path}: the state of {in_short(number)} is none of a numbered parameter.")
-        if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(in_short, state))}, not Adam's moments")
-        states[number] = {
-            "first": reader.entry(state["exp_avg"], key=f"exp_avg of {number}"),
-            "second": reader.entry(state["exp_avg_sq"], key=f"exp_avg_sq of {number}"),
-            "step": _count(reader, state["step"], key=f"step of {number}"),
-        }
-    settings = {name: groups[0][name] for name in _SETTINGS if isinstance(groups[0].get(name), int | float | tuple | list)}
-    return _RankState(states=states, num_parameters=len(groups[0]["params"]), settings=settings)
-
-
-def _count(reader: TensorReader, node: object, *, key: str) -> int:
-    if isinstance(node, int | float):
-        value = float(node)
-    else:
-        entry = reader.entry(node, key=key)
-        tensor = entry.local if isinstance(entry, Distributed) else entry
-        if isinstance(tensor, Sharded) or math.prod(tensor.shape) != 1:
-            raise DamagedFileError(f"{reader.archive.path}: {key} is no number.")
-        value = float(read_all(tensor).reshape(-1)[0])
-    if not 0 <= value < 2**53:
-        raise DamagedFileError(f"{reader.archive.path}: {key} is {value}, which is no count of updates.")
-    return int(value)
-
-
-def _is_flat(ranks: Mapping[int, _RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]) -> bool:
+def _is_flat(ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]) -> bool:
     """FSDP1's states are ordinary vectors; those of a plain optimiser have the parameters' shapes."""
     first = ranks[min(ranks)]
     entries = {number: state["first"] for number, state in first.states.items()}
@@ -180,65 +134,78 @@ def _is_flat(ranks: Mapping[int, _RankState], weights: Mapping[str, LazyTensor],
     return any(isinstance(e, int | Distributed) or e.shape != weights[parameters[n]].shape for n, e in entries.items())
 
 
+def _from_pieces(
+    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+) -> dict[str, OldMoments] | None:
+    """Of FSDP1 with ``use_orig_params``: of every parameter a rank keeps the stretch that lies in its shard, or nothing; None if not so."""
+    if is_distributed(ranks) or ranks[min(ranks)].num_parameters != len(parameters):
+        return None
+    order = shard_order(role)
+    replica = {rank: ranks[rank] for rank in order}
+    entries = [state["first"] for of_rank in replica.values() for state in of_rank.states.values()]
+    numbers = numbers_of(replica)
+    is_flat = not any(isinstance(entry, int | Sharded | Distributed) or len(entry.shape) != 1 for entry in entries)
+    if not is_flat or not numbers or numbers[0] < 0 or numbers[-1] >= len(parameters):
+        return None
+    found: dict[str, OldMoments] = {}
+    for number in numbers:
+        shape = weights[parameters[number]].shape
+        first, second = (joined(role, ranks, order, number=number, side=side) for side in ("first", "second"))
+        if first.shape != (math.prod(shape),) or second.shape != first.shape:
+            return None
+        found[parameters[number]] = OldMoments(
+            first=Unflattened(first, shape), second=Unflattened(second, shape), update_count=step_of(ranks, number)
+        )
+    return found
+
+
 def _from_numbers(
-    role: Role, ranks: Mapping[int, _RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
 ) -> dict[str, OldMoments]:
     first = ranks[min(ranks)]
     if first.num_parameters != len(parameters) or max(first.states) >= len(parameters):
         raise LayoutError(f"the optimizer has {first.num_parameters} parameters, the model files {len(parameters)}")
     found: dict[str, OldMoments] = {}
-    for number, state in first.states.items():
+    for number in first.states:
         name = parameters[number]
         whole = {side: _whole(role, ranks, number, side, name=name) for side in ("first", "second")}
         for side, tensor in whole.items():
             if tensor.shape != weights[name].shape:
                 raise LayoutError(f"the {side} moment of parameter {number} has shape {tensor.shape}, but {name} has {weights[name].shape}")
-        found[name] = OldMoments(first=whole["first"], second=whole["second"], update_count=_step(state))
+        found[name] = OldMoments(first=whole["first"], second=whole["second"], update_count=step_of(ranks, number))
     return found
 
 
-def _whole(role: Role, ranks: Mapping[int, _RankState], number: int, side: str, *, name: str) -> LazyTensor:
+def _whole(role: Role, ranks: Mapping[int, RankState], number: int, side: str, *, name: str) -> LazyTensor:
     entries = {rank: entry for rank, state in ranks.items() if not isinstance(entry := state.states[number][side], int)}
     return assemble(f"the {side} moment of {name}", entries, where=str(role.path))
 
 
-def _step(state: Mapping[str, Entry | int]) -> int:
-    step = state["step"]
-    assert isinstance(step, int)
-    return step
-
-
 def _from_units(
-    role: Role, ranks: Mapping[int, _RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
 ) -> dict[str, OldMoments]:
     order = shard_order(role)
     units = _matching_units(ranks[order[0]], weights, parameters, num_shards=len(order))
     found: dict[str, OldMoments] = {}
-    for number, state in ranks[order[0]].states.items():
-        flat = {side: _joined_flat(role, ranks, order, number, side) for side in ("first", "second")}
+    for number in ranks[order[0]].states:
+        flat = {side: _joined_unit(role, ranks, order, number, side) for side in ("first", "second")}
         at = 0
         for name in units[number]:
             shape = weights[name].shape
             count = math.prod(shape)
             parts = {side: Unflattened(Rows(vector, ((at, at + count),)), shape) for side, vector in flat.items()}
-            found[name] = OldMoments(first=parts["first"], second=parts["second"], update_count=_step(state))
+            found[name] = OldMoments(first=parts["first"], second=parts["second"], update_count=step_of(ranks, number))
             at += count
     return found
 
 
-def _joined_flat(role: Role, ranks: Mapping[int, _RankState], order: Sequence[int], number: int, side: str) -> LazyTensor:
-    parts: list[LazyTensor] = []
-    for rank in order:
-        entry = ranks[rank].states[number][side]
-        if isinstance(entry, int | Distributed | Sharded) or len(entry.shape) != 1:
-            raise DamagedFileError(f"{role.fsdp_files['optim'][rank]}: the state of unit {number} is no flat vector, but others are.")
-        parts.append(entry)
-    if len({(part.shape, part.dtype) for part in parts}) != 1:
-        raise DamagedFileError(f"{role.path}: the shards of unit {number} differ in length or dtype: the files are not of one save.")
-    return concatenated(parts, dim=0)
+def _joined_unit(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], number: int, side: str) -> LazyTensor:
+    if len({part.shape for part in flat_parts(role, ranks, order, number=number, side=side)}) != 1:
+        raise DamagedFileError(f"{role.path}: the shards of unit {number} differ in length: the files are not of one save.")
+    return joined(role, ranks, order, number=number, side=side)
 
 
-def _matching_units(state: _RankState, weights: Mapping[str, LazyTensor], parameters: Sequence[str], *, num_shards: int) -> list[list[str]]:
+def _matching_units(state: RankState, weights: Mapping[str, LazyTensor], parameters: Sequence[str], *, num_shards: int) -> list[list[str]]:
     """The first way of wrapping under which the number of units and every unit's length fit."""
     lengths = {n: entry.shape[0] for n, s in state.states.items() if not isinstance(entry := s["first"], int) and entry.shape}
     for candidate in _wrappings(parameters):
@@ -280,22 +247,3 @@ def _by_layer(names: Sequence[str]) -> list[list[str]]:
     for layer, unit in units.items():
         found += [unit, *leaves.get(layer, [])]
     return found
-
-
-def shard_order(role: Role) -> list[int]:
-    """Ranks of one replica in the order of their shards, from the mesh of the model files; all ranks where no tensor has one."""
-    places: dict[int, tuple[Shape, Shape]] = {}
-    for rank, path in role.fsdp_files["model"].items():
-        archive = Archive(path)
-        value = archive.value()
-        reader = TensorReader(archive, rank=rank)
-        for node in value.values() if isinstance(value, dict) else ():
-            if isinstance(node, Inert) and reader.is_tensor(node):
-                entry = reader.entry(node, key="a weight")
-                if isinstance(entry, Distributed) and entry.coordinate is not None and entry.mesh_shape is not None:
-                    places[rank] = (entry.coordinate, entry.mesh_shape)
-                    break
-    if len(places) != len(role.fsdp_files["model"]):
-        return sorted(role.fsdp_files["model"])
-    replica = {rank: place for rank, (place, _) in places.items() if not any(place[:-1])}
-    return sorted(replica, key=lambda rank: replica[rank][-1])

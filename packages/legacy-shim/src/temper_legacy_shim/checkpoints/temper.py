@@ -24,6 +24,7 @@ from temper_legacy_shim.checkpoints.megatron_flat import has_flat_optimizer, rea
 from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_optimizer
 from temper_legacy_shim.checkpoints.model import LANGUAGE_HEAD, OldModel
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer
+from temper_legacy_shim.checkpoints.optimizer_files import check_is_beside_weights
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import LayoutError, UsageError
 
@@ -148,6 +149,7 @@ def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
     role = model.role
     try:
         if "optim" in role.fsdp_files:
+            check_is_beside_weights(role)
             return read_optimizer(role, model.weights, parameters=list(model.weights)), ()
         if role.dist_folders:
             return read_megatron_optimizer(model), ()
