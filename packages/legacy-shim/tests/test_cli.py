@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from temper_legacy_shim.cli import app
-from temper_legacy_shim.errors import LayoutError, OutputError
+from temper_legacy_shim.checkpoints import layouts
+from temper_legacy_shim.cli import app, main
+from temper_legacy_shim.errors import LayoutError, OutputError, UsageError
 
 
 def test_the_command_starts_without_anything_heavy() -> None:
@@ -54,3 +55,23 @@ def test_a_directory_without_a_checkpoint_says_what_it_holds(tmp_path: Path) -> 
     (tmp_path / "notes.txt").touch()
     with pytest.raises(LayoutError, match=r"notes\.txt"):
         CliRunner().invoke(app, ["checkpoint", str(tmp_path), "--out", str(tmp_path / "out")], catch_exceptions=False)
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def stopped(*_: object, **__: object) -> list[object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layouts, "find_roles", stopped)
+    monkeypatch.setattr(sys, "argv", ["temper-migrate", "checkpoint", str(tmp_path), "--check"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert "interrupted; run the same command again to go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["hdfs://host/run", "--check"], ["{folder}", "--out", "s3://bucket/out"]])
+def test_a_url_is_no_folder(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"(hdfs|s3):/.* is a URL, but "):
+        CliRunner().invoke(app, ["checkpoint", *(word.format(folder=tmp_path) for word in arguments)], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []

@@ -40,9 +40,10 @@ def main() -> None:
     except ShimError as error:
         _say(f"{type(error).__name__}: {error}", style="red")
         sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        _say("interrupted; run the same command again to go on", style="")
-        sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as end:  # typer makes it of Ctrl-C, without a word
+        if end.code == EXIT_INTERRUPTED:
+            _say("interrupted; run the same command again to go on", style="")
+        raise
 
 
 def _say(sentence: str, *, style: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from temper_legacy_shim.checkpoints.plan import Options
     from temper_legacy_shim.checkpoints.receipt import Receipt
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""As a path, in which the second slash is lost."""
 _NEEDS = "pip install 'temper-legacy-shim[checkpoint]'"
 
 
@@ -71,7 +74,7 @@ def checkpoint(
     _require_numpy()
     from rich.console import Console
 
-    from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+    from temper_legacy_shim.checkpoints.convert import convert, finished, plan_jobs
     from temper_legacy_shim.checkpoints.model import Sources
     from temper_legacy_shim.checkpoints.plan import Options
 
@@ -92,6 +95,9 @@ def checkpoint(
         hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter, num_updates=num_updates
     )
     console = Console(stderr=as_json, highlight=False)
+    _check_is_local(directory, "old checkpoints are read from a disk: download it first, or mount the store.")
+    if out is not None:
+        _check_is_local(out, "an --out is written to a disk: give a folder, and upload that.")
     if check:
         _check(directory, step=step, role=role, options=options, sources=sources, as_json=as_json, console=console)
         return
@@ -102,8 +108,13 @@ def checkpoint(
     _check_together(jobs, options, sources)
     for job in jobs:
         _show_role(console, job.role)
-        receipts.append(_with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress)))  # type: ignore[misc]
-        _show_receipt(console, job, receipts[-1])
+        made = finished(job, options, sources) if len(jobs) > 1 else None
+        if made is None:
+            made = _with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress))  # type: ignore[misc]
+        else:
+            console.print(f"{job.out} is there already: an earlier run of this command wrote it", markup=False)
+        receipts.append(made)
+        _show_receipt(console, job, made)
     if as_json:
         typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
 
@@ -133,6 +144,11 @@ def verify(
         typer.echo(json.dumps(results, indent=1))
 
 
+def _check_is_local(path: Path, expected: str) -> None:
+    if _URL.match(str(path)):
+        raise UsageError(f"{path} is a URL, but {expected}")
+
+
 def _require_numpy() -> None:
     try:
         import numpy  # noqa: F401
@@ -142,11 +158,13 @@ def _require_numpy() -> None:
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:
     """Of several roles all or none: what the last one lacks is said before the first one is written."""
+    from temper_legacy_shim.checkpoints.convert import finished
     from temper_legacy_shim.checkpoints.model import read_model
     from temper_legacy_shim.checkpoints.staging import check_absent
 
     for job in jobs if len(jobs) > 1 else ():
-        check_absent(job.out)
+        if finished(job, options, sources) is None:
+            check_absent(job.out)
         try:
             _account(read_model(job.role, sources), options)
         except ShimError as error:

@@ -1,6 +1,7 @@
 """Which directory is what: runs, steps and roles beside things that are neither."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,20 @@ def test_of_two_roles_none_is_written_where_one_lacks_something(tmp_path: Path) 
     with pytest.raises(UsageError, match=r"critic: .*--hf-config.* --role converts one of actor, critic alone"):
         CliRunner().invoke(app, ["checkpoint", str(tmp_path / "global_step_2"), "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_of_two_roles_a_second_run_writes_what_the_first_one_did_not(tmp_path: Path) -> None:
+    for name in ("actor", "critic"):
+        _role(tmp_path / "global_step_2" / name)
+    command = ["checkpoint", str(tmp_path / "global_step_2"), "--out", str(tmp_path / "out"), "--no-verify-names"]
+    assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+    shutil.rmtree(tmp_path / "out/critic")  # as if it had been stopped before the second
+    first = (tmp_path / "out/actor/model.safetensors").stat().st_mtime_ns
+    done = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
+    assert [made["source"]["role"] for made in json.loads(done.stdout)] == ["actor", "critic"]
+    assert (tmp_path / "out/actor/model.safetensors").stat().st_mtime_ns == first
+    with pytest.raises(OutputError, match="out/actor exists already"):
+        CliRunner().invoke(app, [*command, "--dtype", "bfloat16"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

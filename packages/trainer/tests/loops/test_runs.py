@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
 from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
@@ -236,3 +237,43 @@ def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(run: 
 def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir .* can't be made"):
         run(Path("/proc/nowhere/run"))
+
+
+def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
+    """What a run saved, in the layout of ``temper-migrate checkpoint --to temper``: each engine alone, and nothing of the trainer."""
+    for role in roles:
+        transaction = begin(folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_")))
+        part = transaction.part("engine")
+        shutil.copytree(step / role, part, dirs_exist_ok=True)
+        files = [str(path.relative_to(part)) for path in sorted(part.rglob("*")) if path.is_file()]
+        transaction.commit({"engine": [report_part(part, files)]}, info=ManifestInfo(topology={"world_size": 1}, config_hash="converted"))
+
+
+def test_policy_and_critic_that_were_converted_go_on_as_if_they_had_been_trained_here(run: Run, rows: Rows, tmp_path: Path) -> None:
+    ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "data.eval=null", "warm_start=null", "run.save_model=false")
+    ppo = (*ppo, "run.total_steps=3", "run.save_every=2")
+    run(tmp_path / "whole", *ppo)
+    as_converted(tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor", "critic"])
+    run(tmp_path / "second", *ppo, f"run.resume={tmp_path / 'converted'}")
+    (found,), (*_, expected) = rows(tmp_path / "second"), rows(tmp_path / "whole")
+    assert found == expected | {"weight_sync/version": 2.0}
+    state = json.loads((tmp_path / "second/checkpoints/step_00000003/trainer/state.json").read_text())
+    assert (state["step"], state["cursor"]) == (3, {"epoch": 0, "index": 12})
+
+
+def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(run: Run, tmp_path: Path) -> None:
+    lean = ("data.eval=null", "warm_start=null", "run.save_model=false", "run.save_every=1", "run.total_steps=2")
+    run(tmp_path / "run", *lean)
+    for step, role in enumerate(("actor", "critic"), start=1):
+        as_converted(tmp_path / f"run/checkpoints/step_0000000{step}", tmp_path / f"mixed/{role}", roles=["actor"])
+    with pytest.raises(CheckpointError, match="mixed holds actor of step 1, critic of step 2: convert all roles of one step"):
+        run(tmp_path / "of_mixed", *lean, f"run.resume={tmp_path / 'mixed'}")
+    with pytest.raises(CheckpointError, match="holds no critic, which this configuration has"):
+        run(tmp_path / "lacking", *lean, "algorithm=ppo", "run.total_steps=3", f"run.resume={tmp_path / 'mixed/actor'}")
+
+
+def test_supervised_steps_go_on_from_a_converted_engine(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "whole", *SFT, "run.total_steps=4", "run.save_every=2", "run.save_model=false", base=TINY)
+    as_converted(tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor"])
+    run(tmp_path / "second", *SFT, "run.total_steps=4", f"run.resume={tmp_path / 'converted'}", "run.save_model=false", base=TINY)
+    assert rows(tmp_path / "second", phase="sft") == rows(tmp_path / "whole", phase="sft")[2:]

@@ -50,9 +50,27 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
     if options.target == "temper":
         from temper_legacy_shim.checkpoints.step_directory import write_temper  # needs torch
 
-        return write_temper(job, model, options, progress=progress or _silent)
+        return write_temper(job, model, options, sources, progress=progress or _silent)
     plan = plan_conversion(model, options)
     return _write_plan(job, model, plan, options, sources, progress=progress or _silent)
+
+
+def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
+    """The receipt of an earlier run that wrote this output from the same files with the same options; None where there is none."""
+    if not (job.out / receipts.NAME).is_file():
+        return None
+    made = receipts.read_receipt(job.out)
+    is_same = (made.source, made.target, made.options) == (source_record(job.role), options.target, recorded(options, sources))
+    newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
+    if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
+        return None
+    receipts.check_files(job.out, made.files, with_content=False)
+    return made
+
+
+def recorded(options: Options, sources: Sources) -> dict[str, object]:
+    """Options and what was given beside the checkpoint, as the receipt has them."""
+    return {**asdict(options), **sources.recorded()}
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -85,7 +103,7 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
         verified = _verify(staging.folder, plan, files, options)
-        made = _receipt(job, model, plan, options, files, verified=verified, with_nan=with_nan)
+        made = _receipt(job, plan, options, sources, files, verified=verified, with_nan=with_nan)
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
@@ -156,9 +174,9 @@ def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Opt
 
 def _receipt(
     job: Job,
-    model: OldModel,
     plan: Plan,
     options: Options,
+    sources: Sources,
     files: Sequence[WrittenFile],
     *,
     verified: tuple[str, ...],
@@ -171,9 +189,9 @@ def _receipt(
     return Receipt(
         source=source_record(job.role),
         target=options.target,
-        options=asdict(options),
+        options=recorded(options, sources),
         files=tuple(files),
-        head=model.head,
+        head=plan.model.head,
         num_tensors=len(tensors),
         num_bytes=plan.num_bytes,
         dtypes=tuple(sorted({tensor.dtype.name for tensor in tensors.values()})),

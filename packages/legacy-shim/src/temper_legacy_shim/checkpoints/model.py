@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface, megatron_adapters, megatron_names, megatron_ranks
@@ -37,6 +37,11 @@ class Sources:
     def __post_init__(self) -> None:
         if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
             raise UsageError(f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of the run's configuration.")
+
+    def recorded(self) -> dict[str, object]:
+        """What of it was given, for the receipt."""
+        given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
+        return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class Receipt:
     target: str
     """hf, peft or temper."""
     options: dict[str, object]
-    """As given."""
+    """As given, with what was given beside the checkpoint."""
     files: tuple[WrittenFile, ...]
     """Every file of the output but this one."""
     head: str

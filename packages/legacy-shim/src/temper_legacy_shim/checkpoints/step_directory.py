@@ -11,13 +11,22 @@ import torch
 from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin, report_part, write_json
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
-from temper_legacy_shim.checkpoints.convert import Job, check_nan, check_space, nan_note, source_files, source_record, tool_version
+from temper_legacy_shim.checkpoints.convert import (
+    Job,
+    check_nan,
+    check_space,
+    nan_note,
+    recorded,
+    source_files,
+    source_record,
+    tool_version,
+)
 from temper_legacy_shim.checkpoints.dcp import DATA, grouped, join, write_group
 from temper_legacy_shim.checkpoints.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.extra_state import OldExtra
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes
-from temper_legacy_shim.checkpoints.model import OldModel, described
+from temper_legacy_shim.checkpoints.model import OldModel, Sources, described
 from temper_legacy_shim.checkpoints.names import check_names
 from temper_legacy_shim.checkpoints.plan import Options, companions
 from temper_legacy_shim.checkpoints.receipt import Receipt
@@ -64,7 +73,7 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     return StepPlan(state=state, config=described(state.model, dtype="float32"), tensors=state.tensors())
 
 
-def write_temper(job: Job, model: OldModel, options: Options, *, progress: Callable[[str, int, int], None]) -> Receipt:
+def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
     """Write a step directory below the output, with its manifest, and the receipt beside it.
 
     Raises:
@@ -83,7 +92,7 @@ def write_temper(job: Job, model: OldModel, options: Options, *, progress: Calla
         if options.checks_names and model.adapter is None:
             written = plan.state.model
             verified.append(check_names(directory / ENGINE_PART / _DESCRIPTION, written.weights, head=written.head))
-        made = replace(_receipt(job, plan, options, files), verified=tuple(verified))
+        made = replace(_receipt(job, plan, recorded(options, sources), files), verified=tuple(verified))
         made = replace(made, notes=(*made.notes, *nan_note(with_nan)))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
@@ -186,7 +195,7 @@ def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> str:
     return f"{len(tensors)} tensors found again in the step directory with their shapes; its manifest has every checksum"
 
 
-def _receipt(job: Job, plan: StepPlan, options: Options, files: list[WrittenFile]) -> Receipt:
+def _receipt(job: Job, plan: StepPlan, options: dict[str, object], files: list[WrittenFile]) -> Receipt:
     state = plan.state
     model_type = "language_model" if state.model.head == "language_model" else "value_model"
     notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the converted or the base model"]
@@ -195,8 +204,8 @@ def _receipt(job: Job, plan: StepPlan, options: Options, files: list[WrittenFile
         notes.append(f"the old optimizer had {kept}, and decayed vectors too: set these in the new configuration")
     return Receipt(
         source=source_record(job.role),
-        target=options.target,
-        options=asdict(options),
+        target="temper",
+        options=options,
         files=tuple(files),
         head=state.model.head,
         num_tensors=len(plan.tensors),

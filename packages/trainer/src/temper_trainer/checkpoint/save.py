@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.checkpoint import (
+    ENGINE_PART,
     ManifestInfo,
     PartReport,
     Transaction,
@@ -18,6 +19,7 @@ from temper_engine_api.checkpoint import (
     verify,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
+from temper_trainer.checkpoint.alone import step_of, steps_alone
 from temper_trainer.checkpoint.state import TrainerState
 
 STATE_FILE = "state.json"
@@ -88,7 +90,7 @@ class Checkpointer:
         return committed
 
     def find(self, resume: str) -> Path | None:
-        """The step directory that ``run.resume`` means: none, the last complete one, or the one it names, verified.
+        """What ``run.resume`` means: nothing, the last complete step directory, or the one it names (or engines' own), verified.
 
         Raises:
             CheckpointError: it names no complete step directory, or one of this run that later steps follow.
@@ -105,7 +107,8 @@ class Checkpointer:
             found = Path(resume)
             self._check_is_last(found)
         try:
-            verify(found)
+            for directory in steps_alone(found).values() or [found]:
+                verify(directory)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
                 f"{error} To go on from an earlier complete step, name its directory: run.resume={self.root}/step_..."
@@ -119,6 +122,15 @@ class Checkpointer:
                 f"{found} is followed by {step_directory(self.root, last)}, which going on from it would have to overwrite: move the "
                 "later steps away, or choose another run.dir."
             )
+
+    def step_alone(self, directory: Path) -> int | None:
+        """The step of engines that were saved alone; None where the trainer has its part in the checkpoint.
+
+        Raises:
+            CheckpointError: roles are of different steps.
+        """
+        steps = steps_alone(directory)
+        return step_of(steps) if steps else None
 
     def read_state(self, directory: Path, *, phase: str) -> TrainerState:
         """The trainer's part of a step directory.
@@ -135,13 +147,16 @@ class Checkpointer:
         return state
 
     def read_roles(self, directory: Path, *, roles: Mapping[str, ReadPart]) -> None:
-        """Restore every role.
+        """Restore every role; of engines alone the reference is left as it begins, for it was never trained.
 
         Raises:
             CheckpointError: the checkpoint lacks a role that this run has.
         """
+        alone = steps_alone(directory)
         for name, read in roles.items():
-            part = directory / name
+            if alone and name == "ref":
+                continue
+            part = alone[name] / ENGINE_PART if name in alone else directory / name
             if not part.is_dir():
                 raise CheckpointError(
                     f"{directory} holds no {name}, which this configuration has: resume with the run's own configuration."

@@ -33,7 +33,8 @@ class RunConfig:
     total_epochs: int | None = None
     """Passes over the training problems, in place of total_steps: as many whole steps as each holds, counted when they have been read."""
     resume: str = "never"
-    """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory."""
+    """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory, or of what
+    an old run was converted to."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
     save_in_background: bool = False

@@ -53,7 +53,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     folder = open_folder(config.run)
     checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
     found = checkpointer.find(config.run.resume)
-    done = 0 if found is None else checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step
+    done = 0 if found is None else _steps_done(checkpointer, found, config)
     if config.run.total_epochs is None:
         _check_done(done, config=config, found=found)
     problems = load_problems(config)
@@ -235,6 +235,11 @@ class _Run:
             limit = self.config.data.max_prompt_tokens
             self.log.say(f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}")
             self.log.log(0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase)
+
+
+def _steps_done(checkpointer: Checkpointer, found: Path, config: TrainerConfig) -> int:
+    alone = checkpointer.step_alone(found)
+    return checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step if alone is None else alone
 
 
 def _check_done(done: int, *, config: TrainerConfig, found: Path | None) -> None:

@@ -73,7 +73,14 @@ def run_rl(
         kl_coef=config.algorithm.kl_reward_coef,
         entropy_coef=config.algorithm.entropy_coef,
     )
-    if resume_from is not None:
+    alone = None if resume_from is None else checkpointer.step_alone(resume_from)
+    if alone is not None:
+        epoch, index = divmod(alone * config.batching.prompts_per_step, len(prompts))
+        state = replace(state, step=alone, cursor=DataCursor(epoch=epoch, index=index))
+        log.say(
+            f"{resume_from} holds engines without a trainer: the data go on at prompt {index} of epoch {epoch}, where {alone} steps end"
+        )
+    elif resume_from is not None:
         state = checkpointer.read_state(resume_from, phase="rl")
         if state.config_digest != digest:
             log.say(f"the configuration differs from the one that made {resume_from}: compare config.yaml with config.superseded-*.yaml")

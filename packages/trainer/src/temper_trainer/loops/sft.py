@@ -112,10 +112,14 @@ def run_sft(
         done = 0
         found = stage.resume_from
         if found is not None:
-            state = checkpointer.read_state(found, phase=stage.phase)
+            alone = checkpointer.step_alone(found)
             checkpointer.read_roles(found, roles={"actor": group.read_part})
-            stream = stage.open_stream(state.cursor)
-            done = state.step
+            if alone is None:
+                state = checkpointer.read_state(found, phase=stage.phase)
+                stream, done = stage.open_stream(state.cursor), state.step
+            else:
+                done = _pass_over(stage, stream, num_steps=alone)
+                log.say(f"{found} holds an engine without a trainer: the examples of {done} steps are passed over")
             log.say(f"{stage.phase}: going on from step {done} ({found})")
         if done < stage.total_steps:
             stage.folder.set_model_aside()
@@ -157,12 +161,23 @@ def num_tokens(example: Example) -> int:
     return sum(len(member.prompt.tokens) + len(member.tokens) for member in members)
 
 
+def _pass_over(stage: SftStage, stream: ExampleStream, *, num_steps: int) -> int:
+    for _ in range(num_steps):
+        _next_examples(stage, stream)
+    return num_steps
+
+
+def _next_examples(stage: SftStage, stream: ExampleStream) -> Sequence[Example]:
+    """Of one update."""
+    limit = stage.tokens_per_update
+    return stream.take(stage.batch_size) if limit is None else stream.take_within(limit, size_of=num_tokens)
+
+
 def _sft_update(
     config: TrainerConfig, stage: SftStage, *, groups: Mapping[str, WorkerGroup], stream: ExampleStream, step: int
 ) -> dict[str, float]:
     begin = time.perf_counter()
-    limit = stage.tokens_per_update
-    examples = stream.take(stage.batch_size) if limit is None else stream.take_within(limit, size_of=num_tokens)
+    examples = _next_examples(stage, stream)
     samples = samples_of(examples)
     batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
     seed = derive_seed(config.run.seed, stage.phase, step)
