@@ -59,6 +59,7 @@ _ALLOWED: dict[str, str] = {
     "numpy.core.numeric": "_frombuffer",
     "numpy._core.numeric": "_frombuffer",
     "numpy.dtypes": "UInt32DType Int64DType Float64DType Float32DType",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     "megatron.core.enums": "ModelType",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
     "megatron.core.transformer.enums": "AttnBackend AttnMaskType ModelType",

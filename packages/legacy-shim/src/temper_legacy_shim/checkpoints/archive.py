@@ -4,12 +4,12 @@ Storages are read with ``pread`` at their place in the file, not mapped: a mappe
 and mapped pages count as this process's memory.
 """
 
-import contextlib
 import io
 import os
 import struct
 import threading
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +85,10 @@ class FileBytes:
                 os.close(self._handle)
                 self._handle = None
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        """Close, also at the interpreter's end, when this module's own names are gone."""
+        if self._handle is not None:
+            close(self._handle)
 
 
 class _Window(io.RawIOBase):

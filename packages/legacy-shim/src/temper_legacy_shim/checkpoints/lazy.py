@@ -234,6 +234,9 @@ class Element:
         if isinstance(source, Stored):
             stride = math.prod(source.shape[1:]) * source.dtype.num_bytes
             return Stored(file=source.file, offset=source.offset + self.index * stride, shape=self.shape, dtype=source.dtype)
+        if isinstance(source, Unflattened):
+            inner = math.prod(source.shape[1:])
+            return Unflattened(Rows(source.source, ((self.index * inner, (self.index + 1) * inner),)), self.shape)
         if isinstance(source, Assembled) and source.shape:
             pieces = tuple(
                 Piece(offsets=piece.offsets[1:], tensor=Element(piece.tensor, self.index - piece.offsets[0]))

@@ -1,7 +1,7 @@
 """Moments of Megatron's distributed checkpoints in model space: ``optimizer.state.<kind>.<name>``, like the weights themselves."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from temper_legacy_shim.checkpoints import megatron_names
 from temper_legacy_shim.checkpoints.archive import Archive
@@ -32,7 +32,7 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
     if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
         raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
     groups = list(_groups(model))
-    counts = {step for group in groups if isinstance(step := group.get("step"), int)}
+    counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
     if len(counts) != 1:
         raise LayoutError(f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without which moments mislead")
     assert model.config is not None, "Megatron's weights were read with it"
@@ -43,9 +43,24 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
     has_all = masters.keys() == kinds["exp_avg"].keys()
     return OldOptimizer(
         moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
-        settings={name: groups[0][name] for name in _SETTINGS if isinstance(groups[0].get(name), int | float | tuple | list)},
+        settings=_settings(groups),
+        decays_vectors=False,
         masters=megatron_names.to_hf(masters, geometry, where=model.role.path) if has_all else {},
     )
+
+
+def _count(step: object) -> int | None:
+    """A number of updates, which is a float where torch's own Adam counted."""
+    if isinstance(step, int) or (isinstance(step, float) and step.is_integer()):
+        return int(step)
+    return None
+
+
+def _settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Of the group that decays: Megatron keeps vectors in another, with a decay of 0."""
+    decays = [float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0 for group in groups]
+    group = groups[decays.index(max(decays))]
+    return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
 
 
 def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:

@@ -53,6 +53,8 @@ class OldOptimizer:
     """By the name that the parameter has in the model files."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """lr, betas, eps, weight_decay of its (only) group."""
+    decays_vectors: bool = True
+    """Whether the decay took vectors too, as torch's optimisers do with one group."""
     masters: Mapping[str, LazyTensor] = field(default_factory=dict)
     """float32 parameters by the same names, where the optimiser keeps its own beside weights of fewer bits."""
 

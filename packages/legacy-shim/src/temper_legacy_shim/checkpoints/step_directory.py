@@ -201,7 +201,8 @@ def _receipt(job: Job, plan: StepPlan, options: dict[str, object], files: list[W
     notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the converted or the base model"]
     if state.settings:
         kept = ", ".join(f"{name} {value}" for name, value in state.settings.items())
-        notes.append(f"the old optimizer had {kept}, and decayed vectors too: set these in the new configuration")
+        vectors = "decayed vectors too" if state.decays_vectors else "did not decay vectors"
+        notes.append(f"the old optimizer had {kept}, and {vectors}: set these in the new configuration")
     return Receipt(
         source=source_record(job.role),
         target="temper",

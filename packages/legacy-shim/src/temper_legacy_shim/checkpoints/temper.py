@@ -41,6 +41,8 @@ class ResumableState:
     """By the same names; empty where the old checkpoint has none that can be carried."""
     settings: Mapping[str, object]
     """Of the old optimiser's group."""
+    decays_vectors: bool = True
+    """Whether that optimiser decayed vectors too."""
     extra: OldExtra
     """Schedule and random-number states."""
     carried: tuple[str, ...]
@@ -111,6 +113,7 @@ def resumable(model: OldModel) -> ResumableState:
         model=replace(model, weights=weights, head="value_model" if model.head == "trl_value_model" else model.head),
         moments=moments,
         settings=optimizer.settings,
+        decays_vectors=optimizer.decays_vectors,
         extra=extra,
         carried=(*carried, *extra.carried),
         not_carried=(*why_not, *extra.not_carried),

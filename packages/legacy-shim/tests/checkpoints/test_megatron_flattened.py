@@ -1,0 +1,124 @@
+"""The optimizer of Megatron 0.11 to 0.15 in a distributed checkpoint: flat shards, cut over the data-parallel ranks."""
+
+import math
+import pickle
+import sys
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from test_megatron import LAYERS, _assert_equal, _model, _stacked, _write_config
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from temper_legacy_shim.checkpoints import open_checkpoint
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.lazy import blocks
+from temper_legacy_shim.checkpoints.temper import resumable
+from temper_legacy_shim.errors import DamagedFileError
+
+TP = 2
+COUNTS = {  # shards along each dimension, as tensor-parallel ranks hold them; gate and up are shards of their own
+    "linear_qkv.weight": (LAYERS, TP, 1),
+    "linear_fc1.weight": (LAYERS, 2 * TP, 1),
+    "linear_proj.weight": (LAYERS, 1, TP),
+    "linear_fc2.weight": (LAYERS, 1, TP),
+    "layer_norm_weight": (LAYERS, 1),
+    "word_embeddings.weight": (TP, 1),
+    "output_layer.weight": (TP, 1),
+    "final_layernorm.weight": (1,),
+}
+
+
+def _counts(name: str) -> tuple[int, ...]:
+    return next(counts for end, counts in COUNTS.items() if name.endswith(end))
+
+
+def _shards(name: str, tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
+    """Flat, by place."""
+    counts = _counts(name)
+    sizes = [size // count for size, count in zip(tensor.shape, counts, strict=True)]
+    return {
+        place: tensor[tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, sizes, strict=True))].reshape(-1)
+        for place in product(*map(range, counts))
+    }
+
+
+def write_flattened(folder: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as they are; every shard of the optimizer's in two chunks, of two ranks, with Megatron's own entries in the description."""
+    chunks = {}
+    for name, tensor in state.items():
+        for place, flat in _shards(name, tensor).items():
+            cut = max(1, flat.numel() * 2 // 5)
+            for start, part in ((0, flat[:cut]), (cut, flat[cut:])):
+                if part.numel():
+                    chunks[name, (*place, start)] = part.clone().reshape((1,) * len(place) + (-1,))
+    parts = {f"{i}": part for i, part in enumerate(chunks.values())}
+    save({**weights, **parts}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    path = folder / ".metadata"
+    made: Metadata = pickle.loads(path.read_bytes())
+    place_of = {index.fqn: info for index, info in made.storage_data.items()}
+    for i in parts:
+        del made.state_dict_metadata[i]
+    made.storage_data = {index: info for index, info in made.storage_data.items() if index.fqn not in parts}
+    for name, tensor in state.items():
+        mine = {place: part for (other, place), part in chunks.items() if other == name}
+        listed = [ChunkStorageMetadata(offsets=torch.Size(place), sizes=part.shape) for place, part in mine.items()]
+        numel = math.prod(tensor.shape) // math.prod(_counts(name))
+        size = torch.Size((*_counts(name), numel))
+        made.state_dict_metadata[name] = TensorStorageMetadata(properties=TensorProperties(dtype=tensor.dtype), size=size, chunks=listed)
+    for i, (name, place) in enumerate(chunks):
+        made.storage_data[MetadataIndex(name, torch.Size(place))] = place_of[str(i)]
+    made.mcore_data = {name: {"nd_reformulated_orig_global_shape": tuple(t.shape)} for name, t in state.items()}  # type: ignore[attr-defined]
+    made.all_local_plans = [_save_plan(monkeypatch)]  # type: ignore[attr-defined]
+    path.write_bytes(pickle.dumps(made))
+
+
+def _save_plan(monkeypatch: pytest.MonkeyPatch) -> object:
+    """An object of Megatron's class of that name, which its descriptions hold until 0.15."""
+    module = "megatron.core.dist_checkpointing.strategies.torch"
+    kind = type("MCoreSavePlan", (), {"__module__": module})
+    fake = ModuleType(module)
+    fake.MCoreSavePlan = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, fake)
+    return kind()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = _model()
+    kinds = {"fp32_param": 1.25, "exp_avg": 0.5, "exp_avg_sq": 2.0}
+    state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(hf).items()}
+    folder = tmp_path / "actor/dist_ckpt"
+    write_flattened(folder, _stacked(hf), state, monkeypatch=monkeypatch)
+    groups = [{"step": 3.0, "lr": 1e-5, "weight_decay": decay} for decay in (0.0, 0.1)]
+    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "lr_scheduler": {"num_steps": 3}}, folder / "common.pt")
+    _write_config(tmp_path / "actor/huggingface")
+    kept = resumable(open_checkpoint(tmp_path / "actor"))
+    _assert_equal(kept.model.weights, {name: 1.25 * tensor for name, tensor in hf.items()})
+    _assert_equal({name: moments.first for name, moments in kept.moments.items()}, {name: 0.5 * tensor for name, tensor in hf.items()})
+    _assert_equal({name: moments.second for name, moments in kept.moments.items()}, {name: 2.0 * tensor for name, tensor in hf.items()})
+    assert (kept.num_updates, kept.extra.num_schedule_steps, kept.decays_vectors, kept.settings["weight_decay"]) == (3, 3, False, 0.1)
+    for name, tensor in DistCheckpoint(folder).tensors.items():  # rows in small blocks are those of the whole
+        whole = torch.cat([torch.from_numpy(block.copy()).reshape(-1) for block in blocks(tensor, block_bytes=64)])
+        assert torch.equal(whole, (state | _stacked(hf))[name].reshape(-1)), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("shape", "said"), [((5, 3), "no grid of shards"), ((8, 16, 2), "no grid of shards"), ((8, 8), "lies outside")])
+def test_a_shape_that_the_shards_do_not_make_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], said: str
+) -> None:
+    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    write_flattened(tmp_path, {}, {name: torch.ones(LAYERS, 16)}, monkeypatch=monkeypatch)
+    path = tmp_path / ".metadata"
+    made = pickle.loads(path.read_bytes())
+    made.mcore_data = {name: {"nd_reformulated_orig_global_shape": shape}}
+    path.write_bytes(pickle.dumps(made))
+    with pytest.raises(DamagedFileError, match=said):
+        _ = DistCheckpoint(tmp_path).tensors
