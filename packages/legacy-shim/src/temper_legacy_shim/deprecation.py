@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from typing_extensions import deprecated
-
 ClassT = TypeVar("ClassT", bound=type)
 
 PACKAGE = "temper-legacy-shim"
@@ -66,9 +64,11 @@ RECORDS: dict[str, Deprecation] = {}
 
 
 def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> Callable[[ClassT], ClassT]:
-    """Class decorator: registers a record, marks the class for type checkers and editors, and warns where it is constructed.
+    """Class decorator: registers a record, and warns where the class is constructed.
 
-    Subclasses warn too, once for each place that constructs them.
+    Subclasses warn too, once for each place that constructs them. Type checkers and editors read no records: for them the class also has
+    ``typing_extensions.deprecated`` around this, with the sentence in so many words and without a category, so that it says nothing at run
+    time. A test holds the two equal.
     """
 
     def mark(cls: ClassT) -> ClassT:
@@ -85,8 +85,7 @@ def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> 
         __init__.__wrapped__ = construct  # type: ignore[attr-defined]
         cls.__init__ = __init__  # type: ignore[misc]
         cls.__deprecation__ = record  # type: ignore[attr-defined]
-        # Without a category this is for type checkers and editors alone: the run-time warning above knows the caller.
-        return deprecated(record.sentence(), category=None)(cls)
+        return cls
 
     return mark
 

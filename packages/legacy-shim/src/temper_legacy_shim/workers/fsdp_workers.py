@@ -1,6 +1,7 @@
 """The old FSDP worker classes: roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, alone or as Ray actors."""
 
 from torch import Tensor
+from typing_extensions import deprecated
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.specs import EngineConfig
@@ -14,6 +15,12 @@ from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldSchedule
 
 
+@deprecated(
+    "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will be "
+    "removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with model_engine=fsdp; "
+    "sampling is temper_trainer.rollout.hf.HfSampler's.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -75,6 +82,12 @@ class ActorRolloutRefWorker(PolicyWorker):
         )
 
 
+@deprecated(
+    "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will "
+    "be removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; "
+    "temper_trainer.weight_sync.publish.Publisher moves weights to the sampler.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -85,6 +98,11 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     """The old worker whose sampler is given weights by call."""
 
 
+@deprecated(
+    "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.1 and will be removed in "
+    "0.3: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",

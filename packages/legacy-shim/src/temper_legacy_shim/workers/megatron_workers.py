@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import deprecated
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError
@@ -21,6 +22,12 @@ _WORKER = "temper_trainer.runtime.worker:TrainingWorker"
 _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
 
+@deprecated(
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.1 and will be "
+    "removed in 0.3: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
+    "and call forward_backward_batch() and optimizer_step().",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -59,6 +66,12 @@ class MegatronPPOActor(MegatronActor):
         super().__init__(config, actor_module, actor_optimizer, numerics=numerics)
 
 
+@deprecated(
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since temper-legacy-shim 0.1 and will be "
+    "removed in 0.3: use temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type value_model, give"
+    " it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -83,6 +96,12 @@ class MegatronPPOCritic(MegatronCritic):
         super().__init__(config, critic_module, critic_optimizer, numerics=numerics)
 
 
+@deprecated(
+    "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will be"
+    " removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with "
+    "model_engine=megatron; sampling is temper_trainer.rollout.hf.HfSampler's.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -148,6 +167,12 @@ class ActorRolloutRefWorker(PolicyWorker):
         )
 
 
+@deprecated(
+    "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and "
+    "will be removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; "
+    "temper_trainer.weight_sync.publish.Publisher moves weights to the sampler.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
@@ -158,6 +183,11 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     """The old worker whose sampler is given weights by call."""
 
 
+@deprecated(
+    "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.1 and will be removed "
+    "in 0.3: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=megatron and model_type value_model.",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
@@ -229,6 +230,12 @@ class PPOActor(OnEngine):
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 
 
+@deprecated(
+    "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since temper-legacy-shim 0.1 and will be removed"
+    " in 0.3: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with set_loss_fn() and call "
+    "forward_backward_batch() and optimizer_step().",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
@@ -122,6 +123,12 @@ class PPOCritic(OnEngine):
         return losses[-1]
 
 
+@deprecated(
+    "temper_legacy_shim.workers.ppo_critic.DataParallelPPOCritic is deprecated since temper-legacy-shim 0.1 and will be "
+    "removed in 0.3: use temper_engine_fsdp.engine.FSDPEngine instead; configure it with model_type value_model, give it a "
+    "ValueObjective with set_loss_fn(), and call forward_backward_batch().",
+    category=None,
+)
 @deprecated_class(
     since="0.1",
     removed_in="0.3",
