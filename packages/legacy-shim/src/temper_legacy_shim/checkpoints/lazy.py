@@ -202,6 +202,32 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Some columns of a matrix."""
+
+    source: LazyTensor
+    """[R, C]."""
+    start: int
+    """First column."""
+    stop: int
+    """Behind the last."""
+
+    @property
+    def shape(self) -> Shape:
+        """[R, stop - start]."""
+        return (self.source.shape[0], self.stop - self.start)
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, cut."""
+        return np.ascontiguousarray(self.source.read(start, stop)[:, self.start : self.stop])
+
+
+@dataclass(frozen=True)
 class Element:
     """One entry of a tensor along its first dimension, such as one layer of stacked layers."""
 

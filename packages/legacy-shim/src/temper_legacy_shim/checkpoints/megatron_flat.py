@@ -23,8 +23,8 @@ from temper_legacy_shim.checkpoints.tensors import TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _FILE = re.compile(r"distrib_optim_pp(\d{1,4})_tp(\d{1,4})(?:_cp(\d{1,4})_dp(\d{1,4}))?\.pt")
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
-_ALIGNMENT = 64
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+ALIGNMENT = 64
 """Elements, of which each parameter begins at a multiple in its bucket."""
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tied over two stages, each is a bucket of its own."""
@@ -72,7 +72,7 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
     named = {place: _named(files[place[0], place[2]], of_rank) for place, of_rank in chunks.items()}
     assert model.config is not None, "Megatron's weights were read with it"
     geometry = Geometry.of(model.config, source="config.json")
-    master, first, second = (_whole(named, kind, geometry, where=model.role.path) for kind in _KINDS)
+    master, first, second = (_whole(named, kind, geometry, where=model.role.path) for kind in KINDS)
     moments = {name: OldMoments(first=first[name], second=second[name], update_count=num_updates) for name in first}
     return OldOptimizer(moments=moments, masters=master)
 
@@ -120,9 +120,9 @@ def _buffers(path: Path) -> list[_Buffer]:
 
 
 def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _Buffer:
-    if not isinstance(node, dict) or not set(_KINDS) <= node.keys():
-        raise DamagedFileError(f"{path}: buffer {number} lacks one of {', '.join(_KINDS)}.")
-    vectors = {kind: reader.plain(node[kind], key=f"{kind} of buffer {number}") for kind in _KINDS}
+    if not isinstance(node, dict) or not set(KINDS) <= node.keys():
+        raise DamagedFileError(f"{path}: buffer {number} lacks one of {', '.join(KINDS)}.")
+    vectors = {kind: reader.plain(node[kind], key=f"{kind} of buffer {number}") for kind in KINDS}
     if any(len(vector.shape) != 1 or vector.shape != vectors["param"].shape for vector in vectors.values()):
         raise DamagedFileError(f"{path}: the vectors of buffer {number} are not flat, or differ in length: copy the file again.")
     return _Buffer(vectors=vectors, path=path)
@@ -136,7 +136,7 @@ def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str
         if length != buffer.length:
             continue
         found = {name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()}
-        if all(_is_master(kinds["param"], parameters[name]) for name, kinds in found.items()):
+        if all(is_master(kinds["param"], parameters[name]) for name, kinds in found.items()):
             return found
     raise LayoutError(
         f"{buffer.path.name} holds {buffer.length} elements in an order that is not known: no way of laying out the "
@@ -149,7 +149,7 @@ def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> t
     starts: dict[str, int] = {}
     begin = at = 0
     for name in reversed(list(parameters)):
-        at += -at % _ALIGNMENT
+        at += -at % ALIGNMENT
         is_alone = has_own_buckets and name in _SHARED
         if is_alone:
             begin, at = begin + at, 0
@@ -165,7 +165,7 @@ def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, Lazy
     return {kind: Unflattened(Rows(vector, ((start, stop),)), tensor.shape) for kind, vector in buffer.vectors.items()}
 
 
-def _is_master(master: LazyTensor, weight: LazyTensor) -> bool:
+def is_master(master: LazyTensor, weight: LazyTensor) -> bool:
     """Whether the first and the last row agree, rounded to the weight's dtype: a shift by one element shows in either."""
     rounded = Cast(master, weight.dtype) if master.dtype != weight.dtype else master
     last = weight.shape[0]

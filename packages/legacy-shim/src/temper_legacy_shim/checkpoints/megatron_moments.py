@@ -1,4 +1,4 @@
-"""Moments of Megatron's distributed checkpoints in model space: ``optimizer.state.<kind>.<name>``, like the weights themselves."""
+"""Moments of Megatron's distributed checkpoints: in model space (``optimizer.state.<kind>.<name>``), or in buckets."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,8 @@ from temper_legacy_shim.checkpoints import megatron_names
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.megatron_buckets import bucket_settings, read_buckets
+from temper_legacy_shim.checkpoints.megatron_flat import KINDS
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer
@@ -29,23 +31,25 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
             match = _STATE.fullmatch(name)
             if match:
                 kinds.setdefault(match[1], {})[match[2]] = tensor
+    assert model.config is not None, "Megatron's weights were read with it"
+    geometry = Geometry.of(model.config, source="config.json")
     if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
-        raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
-    groups = list(_groups(model))
+        named = read_buckets(model)
+    else:
+        kinds["param"] = kinds.get("fp32_param") or kinds.get("param") or {}
+        if kinds["param"].keys() != kinds["exp_avg"].keys():
+            kinds["param"] = {}
+        named = {kind: megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+    groups = [*_groups(model), *(group for value in bucket_settings(model) for group in _nested_groups(value))]
     counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
     if len(counts) != 1:
         raise LayoutError(f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without which moments mislead")
-    assert model.config is not None, "Megatron's weights were read with it"
-    geometry = Geometry.of(model.config, source="config.json")
-    first, second = (megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in ("exp_avg", "exp_avg_sq"))
-    count = counts.pop()
-    masters = kinds.get("fp32_param") or kinds.get("param") or {}
-    has_all = masters.keys() == kinds["exp_avg"].keys()
+    first, second, count = named["exp_avg"], named["exp_avg_sq"], counts.pop()
     return OldOptimizer(
         moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
         settings=_settings(groups),
         decays_vectors=False,
-        masters=megatron_names.to_hf(masters, geometry, where=model.role.path) if has_all else {},
+        masters=named["param"],
     )
 
 
@@ -72,13 +76,16 @@ def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
 
 
 def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
-    """Each mapping is visited once, however often it is referred to."""
+    """Each mapping or list is visited once, however often it is referred to."""
     waiting, seen = [value], set[int]()
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, dict) or id(node) in seen:
+        if not isinstance(node, dict | list) or id(node) in seen:
             continue
         seen.add(id(node))
+        if isinstance(node, list):
+            waiting += node
+            continue
         groups = node.get("param_groups")
         if isinstance(groups, list):
             yield from (group for group in groups if isinstance(group, dict))

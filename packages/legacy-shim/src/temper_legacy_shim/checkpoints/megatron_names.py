@@ -95,7 +95,7 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
         DamagedFileError: a shape does not fit the config.
     """
     converted: dict[str, LazyTensor] = {}
-    for name, tensor in _unstacked(tensors, geometry, where=where):
+    for name, tensor in unstacked(tensors, geometry, where=where):
         for hf_name, hf_tensor in _convert(name, tensor, geometry, where=where, is_value_model=is_value_model):
             if hf_name in converted:
                 raise DamagedFileError(f"{where}: {name} becomes {hf_name}, which is there already: both layer-norm namings in one model.")
@@ -103,8 +103,12 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
     return converted
 
 
-def _unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
-    """Layers one by one; a stacked name has no number after ``layers``."""
+def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """Layers one by one; a stacked name has no number after ``layers``.
+
+    Raises:
+        DamagedFileError: a stack has another number of layers than the config.
+    """
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name):
             if not tensor.shape or tensor.shape[0] != geometry.num_layers:

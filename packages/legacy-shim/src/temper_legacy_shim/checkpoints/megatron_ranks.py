@@ -10,7 +10,7 @@ from pathlib import Path
 
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.layouts import RankFile
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, concatenated
+from temper_legacy_shim.checkpoints.lazy import Columns, LazyTensor, Rows, concatenated
 from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.checkpoints.tensors import TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
@@ -216,6 +216,25 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
     if len({part.shape for part in parts}) != 1:
         raise DamagedFileError(f"{where}: {name} should be the same on every tensor rank, but has shapes {[p.shape for p in parts]}.")
     return parts[0]
+
+
+def part_of(name: str, whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
+    """What a tensor rank holds of a whole tensor: the inverse of ``merge_tensor_ranks``; None where the ranks do not divide it."""
+    if num_ranks == 1:
+        return whole
+    rows = whole.shape[0]
+    if _GATED.fullmatch(name):
+        if rows % (2 * num_ranks):
+            return None
+        half, size = rows // 2, rows // (2 * num_ranks)
+        return Rows(whole, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size)))
+    if _ROWS.fullmatch(name):
+        size, rest = divmod(whole.shape[1], num_ranks)
+        return None if rest else Columns(whole, rank * size, (rank + 1) * size)
+    if name.endswith(_COLUMNS) and not (name == "output_layer.weight" and rows == 1):
+        size, rest = divmod(rows, num_ranks)
+        return None if rest else Rows(whole, ((rank * size, (rank + 1) * size),))
+    return whole
 
 
 def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) -> LazyTensor:

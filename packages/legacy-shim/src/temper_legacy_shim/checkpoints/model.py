@@ -170,7 +170,7 @@ def _megatron_tensors(role: Role) -> dict[str, LazyTensor]:
         tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")
     elif role.dist_folders:
         found = DistCheckpoint(role.dist_folders[0]).tensors
-        tensors |= _model_names(found)
+        tensors |= model_names(found)
     if role.adapter_files:
         adapter = megatron_ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
         tensors |= {name: tensor for name, tensor in adapter.items() if megatron_adapters.MARK in name}
@@ -181,7 +181,7 @@ _NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_ma
 """Names of what a distributed checkpoint holds beside weights."""
 
 
-def _model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The model's among everything a distributed checkpoint mixes; each name once.
 
     Raises:

@@ -1,0 +1,86 @@
+"""The optimizer of a distributed checkpoint in buckets, laid out here for several ranks; ``test_megatron_genuine`` has Megatron's own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from test_megatron import _stacked, _write_config, _write_dist, _write_ranks
+from test_megatron_flat import FACTORS, HF, same
+from torch import Tensor
+
+from temper_legacy_shim.checkpoints import open_checkpoint
+from temper_legacy_shim.checkpoints.temper import ResumableState, resumable
+
+ORDER = ("word_embeddings", "linear_proj", "layer_norm_weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2", "final", "output")
+"""Of Megatron's modules: in a layer the output projection is made before that of queries, keys and values."""
+
+
+def in_order(chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def place(name: str) -> tuple[int, bool, int]:
+        layer = int(name.split(".")[2]) if ".layers." in name else -1 if "embeddings" in name else 1000
+        return layer, ".mlp." in name, next(i for i, part in enumerate(ORDER) if part in name)
+
+    return {name: chunk[name] for name in sorted((name for name in chunk if not name.endswith("_extra_state")), key=place)}
+
+
+def buckets(chunk: Mapping[str, Tensor], *, least: int) -> list[Tensor]:
+    """From the last parameter to the first, a new bucket where one has so many elements; each begins at a multiple of 64."""
+    found: list[Tensor] = [torch.zeros(0)]
+    for _, tensor in reversed(chunk.items()):
+        if found[-1].numel() >= least:
+            found.append(torch.zeros(0))
+        found[-1] = torch.cat([found[-1], torch.zeros(-found[-1].numel() % 64), tensor.float().reshape(-1)])
+    return found
+
+
+def write(folder: Path, *, tp: int, pp: int = 1, vpp: int = 1, least: int = 1 << 30) -> Path:
+    state: dict[str, Tensor] = {}
+    for kind, factor in FACTORS.items():
+        _write_ranks(folder / kind, {name: factor * tensor for name, tensor in HF.items()}, tp=tp, pp=pp, vpp=vpp)
+        for stage in range(pp):
+            for rank in range(tp):
+                place = f"model/mp_rank_{rank:02d}{f'_{stage:03d}' if pp > 1 else ''}/model.pt"
+                for number, chunk in enumerate(torch.load(folder / kind / place)):
+                    for i, bucket in enumerate(buckets(in_order(chunk), least=least)):
+                        prefix = f"optimizer.distributed.dp_group_idx_{rank + tp * stage}.gbuf_idx_{number}"
+                        state[f"{prefix}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{i}.{kind}"] = bucket
+    weights = {name: tensor.bfloat16() for name, tensor in _stacked(HF).items()}
+    _write_dist(folder / "actor/dist_ckpt", weights | state, {"optimizer": {"param_groups": [{"step": 3}]}})
+    _write_config(folder / "actor/huggingface")
+    return folder / "actor"
+
+
+def state_of(folder: Path) -> ResumableState:
+    return resumable(open_checkpoint(folder))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("tp", "pp", "vpp", "least"), [(1, 1, 1, 2000), (2, 1, 1, 1 << 30), (2, 2, 1, 1000), (1, 2, 2, 1 << 30)])
+def test_masters_and_moments_of_every_layout_are_found(tmp_path: Path, tp: int, pp: int, vpp: int, least: int) -> None:
+    found = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, least=least))
+    assert same(found.model.weights, HF), "the float32 masters, not the rounded weights"
+    assert same({name: kept.first for name, kept in found.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
+    assert same({name: kept.second for name, kept in found.moments.items()}, {name: 2.0 * tensor for name, tensor in HF.items()})
+    assert (found.num_updates, found.decays_vectors) == (3, False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_order_that_does_not_fit_the_weights_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(reversed(chunk.items()))
+
+    monkeypatch.setitem(globals(), "in_order", backwards)
+    found = state_of(write(tmp_path, tp=2))
+    assert not found.moments
+    assert any("buckets of 2 model-parallel ranks, and no way of dividing" in reason for reason in found.not_carried)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_rank_whose_buckets_lack_a_kind_is_not_guessed(tmp_path: Path) -> None:
+    state = {
+        f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.{kind}": torch.zeros(5) for kind in ("param", "exp_avg")
+    }
+    _write_dist(tmp_path / "dist_ckpt", _stacked(HF) | state, {"optimizer": {"param_groups": [{"step": 3}]}})
+    _write_config(tmp_path / "huggingface")
+    assert not state_of(tmp_path).moments

@@ -1,0 +1,126 @@
+"""Distributed checkpoints that Megatron itself writes, of a dense model and of a mixture of experts, with its distributed optimizer."""
+
+import json
+import queue
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_megatron import CONFIG
+
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+from temper_engine_api.weights import TrainingState
+from temper_legacy_shim.checkpoints import open_checkpoint
+from temper_legacy_shim.checkpoints.temper import resumable, training_state
+from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+
+DENSE = {**CONFIG, "num_hidden_layers": 2}
+MIXTURE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron.core"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:full scope is deprecated"),
+]
+
+
+def write(folder: Path, architecture: dict[str, object], *, sharding: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, TrainingState]:
+    """A role directory as 0.8 left it, and what the optimizer held; the moments are drawn, and two updates are made of them."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from temper_engine_megatron.config import MegatronConfig
+    from temper_engine_megatron.engine import MegatronEngine
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # Megatron waits for a device that is not here,
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # gathers on it,
+    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # and would start a process for a queue
+    config = MegatronConfig(
+        model=ModelSpec(architecture=architecture),
+        optimizer=OptimizerSpec(lr=1e-2),
+        precision=PrecisionSpec(compute="bf16"),
+        device="cpu",
+        distributed_optimizer=True,
+    )
+    engine = MegatronEngine(config)
+    engine.init_model()
+    try:
+        draw = torch.Generator().manual_seed(0)
+        some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
+        expected = {
+            state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
+            for state in engine.export_state()
+        }
+        engine.load_state(iter(expected.values()))
+        parts = engine._built
+        assert parts is not None
+        assert parts.optimizer is not None
+        (chunk,) = parts.runner._chunks.bare
+        optimizers = parts.optimizer._optimizers
+        for each in optimizers:
+            each.data_parallel_group_gloo = each.data_parallel_group  # on a CPU the group is gloo's already
+        optimizer = optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
+        metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        model = chunk.sharded_state_dict(metadata=metadata)
+        state = {"model": model, "optimizer": optimizer.sharded_state_dict({"model": model}, metadata=metadata)}
+        (folder / "dist_ckpt").mkdir(parents=True)
+        dist_checkpointing.save(
+            state | {"lr_scheduler": {"num_steps": 1, "max_lr": 1e-2}}, str(folder / "dist_ckpt"), content_metadata=metadata
+        )
+    finally:
+        engine.close()
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface/config.json").write_text(json.dumps(architecture))
+    return expected
+
+
+SAVES = [
+    pytest.param(DENSE, "fully_reshardable", id="dense"),
+    pytest.param(MIXTURE, "fully_reshardable", id="mixture", marks=pytest.mark.nightly),
+    pytest.param(DENSE, "dp_reshardable", id="dense-in-buckets"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "sharding"), SAVES)
+def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had(
+    architecture: dict[str, object], sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = write(tmp_path / "actor", architecture, sharding=sharding, monkeypatch=monkeypatch)
+    model = open_checkpoint(tmp_path / "actor")
+    for name, tensor in model.weights.items():
+        assert torch.equal(as_torch(tensor), expected[name].master.bfloat16()), name
+    found = {state.name: state for state in training_state(model)}
+    assert found.keys() == expected.keys()
+    for name, state in expected.items():
+        for column in ("master", "first_moment", "second_moment"):
+            assert torch.equal(getattr(found[name], column), getattr(state, column)), (name, column)
+        assert found[name].update_count == 2
+    assert resumable(model).extra.num_schedule_steps == 1
+
+
+@pytest.mark.nightly
+def test_of_buckets_of_experts_the_weights_are_read_and_the_receipt_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = write(tmp_path / "actor", MIXTURE, sharding="dp_reshardable", monkeypatch=monkeypatch)
+    kept = resumable(open_checkpoint(tmp_path / "actor"))
+    assert {name: tuple(tensor.shape) for name, tensor in kept.model.weights.items()} == {
+        name: tuple(state.master.shape) for name, state in expected.items()
+    }
+    assert not kept.moments
+    assert any("buckets of experts" in sentence for sentence in kept.not_carried)
