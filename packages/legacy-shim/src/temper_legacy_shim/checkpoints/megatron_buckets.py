@@ -157,7 +157,7 @@ def _local(
     return parts
 
 
-def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+def _cut(buckets: Sequence[Bucket], chunk: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
     """Parameters from the last to the first, each at a multiple of ALIGNMENT in its bucket, a new bucket where one is full."""
     found: dict[str, dict[str, LazyTensor]] = {}
     number = at = 0
