@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from old_files import write_fsdp
+from test_megatron import LAYERS
+from test_megatron_flattened import write_flattened
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
@@ -26,7 +28,7 @@ from temper_legacy_shim.checkpoints.pickles import load_inert
 from temper_legacy_shim.errors import ShimError
 
 EVERYDAY, NIGHTLY = 150, 5000
-"""Inputs for each of the four kinds of file."""
+"""Inputs for each kind of file."""
 _TENSORS = {
     "model.embed_tokens.weight": torch.randn(5, 4),
     "model.layers.0.a.weight": torch.randn(4, 4),
@@ -73,6 +75,13 @@ def _write_dist(folder: Path) -> None:
     save(dict(_TENSORS), storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
+def _write_flattened(folder: Path) -> None:
+    names = ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.final_layernorm.weight")
+    shapes = ((LAYERS, 6), (6,))
+    state = {f"optimizer.state.exp_avg.{name}": torch.randn(shape) for name, shape in zip(names, shapes, strict=True)}
+    write_flattened(folder, dict(_TENSORS), state)
+
+
 def _write_safetensors(folder: Path) -> None:
     from safetensors.torch import save_file
 
@@ -85,6 +94,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], Read]] = {
     "fsdp": (lambda folder: write_fsdp(folder, _TENSORS), _fsdp),
     "optimizer": (_write_optimizer, _fsdp),
     "dist": (_write_dist, _dist),
+    "flattened": (_write_flattened, _dist),
     "safetensors": (_write_safetensors, _safetensors),
 }
 _MUTATION = st.tuples(

@@ -77,10 +77,14 @@ def test_an_order_that_does_not_fit_the_weights_is_not_guessed(tmp_path: Path, m
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_rank_whose_buckets_lack_a_kind_is_not_guessed(tmp_path: Path) -> None:
-    state = {
-        f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.{kind}": torch.zeros(5) for kind in ("param", "exp_avg")
-    }
+@pytest.mark.parametrize(
+    "shapes", [{"param": (5,), "exp_avg": (5,)}, {"exp_avg_sq": ()}, {"param": (5,), "exp_avg": (4,), "exp_avg_sq": (5,)}]
+)
+def test_buckets_that_are_none_are_said_not_to_be_carried(tmp_path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    prefix = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0"
+    state = {f"{prefix}.{kind}": torch.zeros(shape) for kind, shape in shapes.items()}
     _write_dist(tmp_path / "dist_ckpt", _stacked(HF) | state, {"optimizer": {"param_groups": [{"step": 3}]}})
     _write_config(tmp_path / "huggingface")
-    assert not state_of(tmp_path).moments
+    found = state_of(tmp_path)
+    assert not found.moments
+    assert any("buckets that lack" in reason for reason in found.not_carried)

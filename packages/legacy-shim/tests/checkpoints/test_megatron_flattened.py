@@ -49,7 +49,9 @@ def _shards(name: str, tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
     }
 
 
-def write_flattened(folder: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_flattened(
+    folder: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, monkeypatch: pytest.MonkeyPatch | None = None
+) -> None:
     """Weights as they are; every shard of the optimizer's in two chunks, of two ranks, with Megatron's own entries in the description."""
     chunks = {}
     for name, tensor in state.items():
@@ -75,7 +77,8 @@ def write_flattened(folder: Path, weights: Mapping[str, Tensor], state: Mapping[
     for i, (name, place) in enumerate(chunks):
         made.storage_data[MetadataIndex(name, torch.Size(place))] = place_of[str(i)]
     made.mcore_data = {name: {"nd_reformulated_orig_global_shape": tuple(t.shape)} for name, t in state.items()}  # type: ignore[attr-defined]
-    made.all_local_plans = [_save_plan(monkeypatch)]  # type: ignore[attr-defined]
+    if monkeypatch is not None:
+        made.all_local_plans = [_save_plan(monkeypatch)]  # type: ignore[attr-defined]
     path.write_bytes(pickle.dumps(made))
 
 

@@ -97,6 +97,10 @@ def _buckets(model: OldModel) -> dict[int, dict[int, dict[int, dict[str, LazyTen
             if match := _VECTOR.fullmatch(name):
                 of_buffer = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})
                 of_buffer.setdefault(int(match[3]), {})[match[4]] = tensor
+    for bucket in (bucket for of_rank in found.values() for of_buffer in of_rank.values() for bucket in of_buffer.values()):
+        shapes = {tensor.shape for tensor in bucket.values()}
+        if bucket.keys() != set(KINDS) or len(shapes) != 1 or len(shapes.pop()) != 1:
+            raise LayoutError("the distributed checkpoint holds buckets that lack a master or a moment, or in which they differ in length")
     return found
 
 
@@ -163,16 +167,16 @@ def _cut(buckets: Sequence[Bucket], chunk: dict[str, LazyTensor]) -> dict[str, d
     number = at = 0
     for name in reversed(chunk):
         weight, count = chunk[name], prod(chunk[name].shape)
-        if number < len(buckets) and at == buckets[number]["exp_avg"].shape[0]:
+        if number < len(buckets) and at == buckets[number]["param"].shape[0]:
             number, at = number + 1, 0
         start = at + -at % ALIGNMENT
-        if number >= len(buckets) or buckets[number].keys() < set(KINDS) or start + count > buckets[number]["exp_avg"].shape[0]:
+        if number >= len(buckets) or start + count > buckets[number]["param"].shape[0]:
             raise _DoesNotFitError
         found[name] = {kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape) for kind in KINDS}
         if not is_master(found[name]["param"], weight):
             raise _DoesNotFitError
         at = start + count
-    if number != len(buckets) - 1 or at != buckets[number]["exp_avg"].shape[0]:
+    if number != len(buckets) - 1 or at != buckets[number]["param"].shape[0]:
         raise _DoesNotFitError
     return found
 
