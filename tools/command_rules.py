@@ -39,6 +39,9 @@ PLACEHOLDERS = ("NAME", "mine", "acme_engine")
 NEEDS_PERSON = (0, 10, 20)
 """Exit statuses by which temper-migrate says how much is left to a person; any other one is a failure."""
 
+ABSENT = ("vLLM is not installed here", "Ray is not installed", "wandb, which is not installed")
+"""What `temper-train --check` says of libraries that a page tells its reader to install, and that this environment may lack."""
+
 WANTS_A_CHECKPOINT = ("checkpoint", "verify")
 """Sub-commands of temper-migrate of which the options are read and no more: packages/legacy-shim/tests/checkpoints runs them."""
 
@@ -56,7 +59,8 @@ def train(words: Sequence[str], folder: Path) -> str:
             status = int(left.code or 0)
         finally:
             sys.path[:] = path
-    return output.getvalue().strip() if status else ""
+    said = [line for line in output.getvalue().strip().splitlines() if not any(absent in line for absent in ABSENT)]
+    return "\n".join(said) if status and said != ["configuration error:"] else ""
 
 
 def migrate(words: Sequence[str], folder: Path) -> str:
