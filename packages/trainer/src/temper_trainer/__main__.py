@@ -14,7 +14,7 @@ from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config_loading import LoadedConfig, load, printed, write_resolved
 from temper_trainer.config_loading.composition import PRIMARY
 from temper_trainer.config_loading.help_text import USAGE, help_text
-from temper_trainer.config_loading.outside import check_outside
+from temper_trainer.config_loading.outside import check_libraries, check_outside
 from temper_trainer.config_loading.sizes import derived_sizes
 
 EXIT_FAILED = 1
@@ -79,6 +79,7 @@ def _act(asked: argparse.Namespace) -> int:
     if asked.check:
         print("\n  ".join(["OK", *derived_sizes(loaded.config), f"digest: {loaded.digest}"]))
         return 0
+    check_libraries(loaded.config)
     return _train(loaded, asked)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.outside import check_outside
+from temper_trainer.config_loading.outside import check_libraries, check_outside
 
 
 @pytest.fixture
@@ -78,11 +78,18 @@ def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: p
     assert refusal([*there, "run.trackers=[wandb]"]).startswith("run.trackers names wandb, which is not installed: pip install")
 
 
-def test_library_of_an_extra_is_missed_before_the_run(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "Ray is not installed: pip install 'temper-trainer[ray]', or use inline." in refusal([*there, "runtime.kind=ray"])
-    assert "vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter" in refusal([*there, "rollout=vllm"])
-    check_outside(load([*there, "rollout=vllm", "runtime.rollout_python=/opt/servers/bin/python"]).config)
+    for setting, sentence in {
+        "runtime.kind=ray": "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.",
+        "rollout=vllm": "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name",
+    }.items():
+        config = load([*there, setting]).config
+        check_outside(config)
+        with pytest.raises(ConfigError) as caught:
+            check_libraries(config)
+        assert str(caught.value).startswith(sentence)
+    check_libraries(load([*there, "rollout=vllm", "runtime.rollout_python=/opt/servers/bin/python"]).config)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")
@@ -90,7 +97,8 @@ def test_folder_with_the_name_of_a_library_is_not_that_library(there: list[str],
     (tmp_path / "vllm").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert find_spec("vllm") is not None
-    assert "vLLM is not installed here" in refusal([*there, "rollout=vllm"])
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        check_libraries(load([*there, "rollout=vllm"]).config)
 
 
 def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str]) -> None:

@@ -22,7 +22,7 @@ def check_outside(config: TrainerConfig) -> None:
     Raises:
         ConfigError: one line per file, directory or library that is missing, or in the way; or the reward's own sentence.
     """
-    if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run), *_missing_libraries(config)]:
+    if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
     if config.samples:
         for part in reward_parts(config.reward):
@@ -32,6 +32,24 @@ def check_outside(config: TrainerConfig) -> None:
         environment_class(config.environment)
     if config.task == "rl":
         _check_own_algorithm(config.algorithm)
+
+
+def check_libraries(config: TrainerConfig) -> None:
+    """Refuse a run that would ask for an extra late, after its warm start; a check may be made on a machine without it.
+
+    Raises:
+        ConfigError: Ray or vLLM is not installed.
+    """
+    if config.runtime.kind == "ray":
+        if not _is_installed("ray"):
+            raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.")
+        return  # its servers may be on other machines
+    # Another interpreter is asked when its servers start.
+    if config.samples and config.rollout.sampler == "vllm" and config.runtime.rollout_python is None and not _is_installed("vllm"):
+        raise ConfigError(
+            "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
+            "environment that has it in runtime.rollout_python."
+        )
 
 
 def _check_own_algorithm(config: AlgorithmConfig) -> None:
@@ -94,21 +112,8 @@ def _problems_of_run(run: RunConfig) -> Iterator[str]:
         yield f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield f"run.resume is {run.resume}, but must be never, auto, or the path of a step directory, and no directory lies there."
-
-
-def _missing_libraries(config: TrainerConfig) -> Iterator[str]:
-    """Those of extras that a run would ask for late, after a warm start."""
-    if "wandb" in config.run.trackers and not _is_installed("wandb"):
+    if "wandb" in run.trackers and not _is_installed("wandb"):
         yield "run.trackers names wandb, which is not installed: pip install 'temper-trainer[wandb]', or take it out of run.trackers."
-    if config.runtime.kind == "ray" and not _is_installed("ray"):
-        yield "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline."
-    # The servers of the Ray runtime may be on other machines, and those of another interpreter are asked when they start.
-    is_here = config.runtime.kind == "inline" and config.runtime.rollout_python is None
-    if config.samples and config.rollout.sampler == "vllm" and is_here and not _is_installed("vllm"):
-        yield (
-            "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
-            "environment that has it in runtime.rollout_python."
-        )
 
 
 def _is_installed(module: str) -> bool:
