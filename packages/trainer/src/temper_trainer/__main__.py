@@ -16,6 +16,7 @@ from temper_trainer.config_loading.composition import PRIMARY
 from temper_trainer.config_loading.help_text import USAGE, help_text
 from temper_trainer.config_loading.outside import check_libraries, check_outside
 from temper_trainer.config_loading.sizes import derived_sizes
+from temper_trainer.runtime.planned import planned
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -77,7 +78,8 @@ def _act(asked: argparse.Namespace) -> int:
         return 0
     check_outside(loaded.config)
     if asked.check:
-        print("\n  ".join(["OK", *derived_sizes(loaded.config), f"digest: {loaded.digest}"]))
+        placement = [f"  {line}" for line in planned(loaded.config)]
+        print("\n  ".join(["OK", *derived_sizes(loaded.config), "placement:", *placement, f"digest: {loaded.digest}"]))
         return 0
     check_libraries(loaded.config)
     return _train(loaded, asked)

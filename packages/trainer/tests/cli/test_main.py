@@ -20,6 +20,8 @@ def test_check_prints_ok_and_the_sizes(capsys: pytest.CaptureFixture[str]) -> No
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "OK"
     assert "  a step: 32 prompts x 8 = 256 completions, 1 update" in out.splitlines()
+    placement = out.splitlines().index("  placement:")
+    assert out.splitlines()[placement + 1] == "    this process: actor, rollout"
 
 
 def test_check_makes_no_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

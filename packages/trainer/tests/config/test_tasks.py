@@ -1,12 +1,17 @@
 """What a task needs and what contradicts it."""
 
+import re
+
 import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
+from temper_trainer.runtime.placement import role_requests
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
 TEACHER = "teachers.t.engine.model.path=teacher"
+SERVED = (TEACHER, "teachers.t.backend=vllm")
+ON_RAY = ("runtime.kind=ray",)
 SCRATCH = "reward.model.engine.model={architecture: {model_type: qwen2}, model_type: reward_model}"
 JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
 
@@ -19,6 +24,14 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
         ((TEACHER, "runtime.kind=ray", "teachers.t.pool=train"), "so there is no colocated mode. Give it a pool of its own"),
         ((TEACHER, "teachers.t.engine.residency.offload_parameters=true"), "a teacher on its own pool never sleeps"),
         ((TEACHER, "teachers.t.num_replicas=2"), "runtime.kind is inline"),
+        ((*SERVED, "teachers.t.num_replicas=2", "teachers.t.devices=['0']"), "names 1 sets of devices, but teachers.t.num_replicas is 2"),
+        ((*SERVED, "rollout.vllm.sleep_level=1"), "servers of teachers never sleep, and read only gpu_memory_utilization"),
+        ((*SERVED, "rollout.vllm.tensor_parallel_size=2"), "rollout.vllm.tensor_parallel_size (command line) has no effect"),
+        ((*SERVED, "teachers.t.engine.precision.reduce=bf16"), "has no effect with teachers.t.backend vllm"),
+        ((*SERVED, "sampling.temperature=0.5"), "at temperature 1 only, but sampling.temperature is 0.5"),
+        ((TEACHER, "teachers.t.devices=['0']"), "it is for backend vllm and runtime.kind inline"),
+        ((*ON_RAY, TEACHER, "teachers.t.engine.sequence_parallel=2"), "one copy of the model over 2 ranks"),
+        ((*ON_RAY, TEACHER, "reward.function=reward_model", JUDGE, "reward.model.pool=teacher"), "and so is reward.model.pool"),
         ((TEACHER, "teachers.u.engine.model.path=teacher", "teachers.u.route=t"), "have one route, 't'"),
         (("distillation.top_k=3",), "has no effect without teachers"),
         ((TEACHER, "distillation.top_k=3"), "has no effect with distillation.objective reverse_kl"),
@@ -35,13 +48,19 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
     ],
 )
 def test_contradictions_are_refused_with_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         load([*BASE, *overrides])
 
 
 def test_a_teacher_alone_on_its_pool_is_accepted_and_placed_apart() -> None:
-    from temper_trainer.runtime.opening import role_requests
-
     config = load([*BASE, "algorithm=distill", TEACHER, "teachers.t.num_replicas=2", "runtime.kind=ray"]).config
     pools = {name: request.pool for name, request in role_requests(config).items()}
     assert pools == {"actor": "train", "rollout": "train", "teacher.t.0": "teacher/teacher.t.0", "teacher.t.1": "teacher/teacher.t.1"}
+
+
+def test_servers_of_a_teacher_may_be_several_and_spread_over_devices() -> None:
+    config = load([*BASE, "algorithm=distill", *SERVED, "teachers.t.num_replicas=2", "teachers.t.num_workers=2", *ON_RAY]).config
+    requests = role_requests(config)
+    assert [(requests[f"teacher.t.{i}"].num_workers, requests[f"teacher.t.{i}"].devices_per_worker) for i in range(2)] == [(1, 2), (1, 2)]
+    read = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true", "teachers.t.engine.precision.compute=fp32")
+    load([*BASE, "algorithm=distill", *SERVED, *read, "teachers.t.num_replicas=2", "teachers.t.devices=['1','2,3']"])

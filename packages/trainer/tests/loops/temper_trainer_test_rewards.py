@@ -37,3 +37,13 @@ def always_one(prompt: Prompt, completion: str) -> float:
     """Nothing to learn."""
     del prompt, completion
     return 1.0
+
+
+def breaks_down(prompt: Prompt, completion: str) -> float:
+    """Fails after 32 calls, until a file beside the marker says that it was mended."""
+    marker = os.environ["TEMPER_TEST_MARKER"]
+    with open(marker, "a") as file:
+        file.write("x")
+    if os.path.getsize(marker) > 32 and not os.path.exists(f"{marker}.mended"):
+        raise ConnectionError("the service is gone")
+    return share_of_digits(prompt, completion)

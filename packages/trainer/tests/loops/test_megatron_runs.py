@@ -119,3 +119,33 @@ def test_sft_of_an_adapter_resumes_in_the_other_engine(run: Run, rows: Rows, tmp
     run(tmp_path / "megatron", *sft, *MEGATRON, "run.total_steps=4", f"run.resume={saved}", base=SFT)
     found = [row for name in ("fsdp", "megatron") for row in rows(tmp_path / name, phase="sft")]
     assert_same(found, rows(tmp_path / "whole", phase="sft"))
+
+
+TEACHER = (
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "max_position_embeddings: 256}"
+)
+TAUGHT = (
+    "algorithm=distill",
+    f"teachers.t.engine.model={{architecture: {TEACHER}, seed: 5}}",
+    "teachers.t.engine.precision.compute=fp32",
+    "teachers.t.engine.device=cpu",
+    "actor.engine.optimizer.lr=1e-2",
+    "run.total_steps=3",
+    "data.eval=null",
+    "run.save_model=false",
+    "warm_start=null",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("objective", ["{objective: forward_kl, top_k: 8}", "{objective: jensen_shannon, top_k: 8}", "{clamp: 2.0}"])
+def test_distillation_has_the_same_numbers_on_fsdp2_fsdp1_and_megatron(run: Run, rows: Rows, tmp_path: Path, objective: str) -> None:
+    taught = (*TAUGHT, f"distillation={objective}")
+    run(tmp_path / "fsdp2", *taught)
+    run(tmp_path / "fsdp1", *taught, "actor.engine.strategy=fsdp1", "teachers.t.engine.strategy=fsdp1")
+    run(tmp_path / "megatron", *taught, *MEGATRON)
+    expected = rows(tmp_path / "fsdp2")
+    assert expected[-1]["distill/divergence"] < expected[0]["distill/divergence"]
+    for engine in ("fsdp1", "megatron"):
+        assert_same(rows(tmp_path / engine), expected)

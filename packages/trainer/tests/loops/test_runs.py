@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
 from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from temper_trainer import progress
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
+from temper_trainer.progress import Part
 from temper_trainer.reward.scoring import RewardFailureError
 
 Run = Callable[..., RunResult]
@@ -53,6 +55,40 @@ def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tm
     whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("loop", ["sync", "one_step_off"])
+def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
+    run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
+    lean = ("warm_start=null", "data.eval=null", "run.save_model=false", f"loop={loop}")
+    service = "reward.function=temper_trainer_test_rewards:breaks_down"  # of 4 x 4 completions a step: in the third
+    with pytest.raises(RewardFailureError, match="the service is gone"):
+        run(tmp_path / "run", *lean, service)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    (tmp_path / "marker.mended").touch()
+    run(tmp_path / "run", *lean, service, "run.resume=auto")
+    if loop == "sync":  # one_step_off samples its first batch with the weights of the checkpoint
+        run(tmp_path / "whole", *lean)
+        assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_bars_are_fed_by_sampling_scoring_and_updating(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int | None, int]] = []
+
+    class Told(list[Part]):
+        def remove(self, done: Part) -> None:
+            told.append((done.name, done.total, done.done))
+            super().remove(done)
+
+    monkeypatch.setattr(progress, "_open", Told())
+    lean = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=1", "batching.num_mini_batches=2")
+    run(tmp_path / "run", *lean)
+    counted = [each for each in told if each[1] is not None]
+    assert counted == [("completions", 16, 16), ("rewards", 16, 16), ("actor mini-batches", 2, 2)]  # 4 prompts, 4 completions each
+    assert [name for name, total, _ in told if total is None] == ["reward", "rollout", "annotate", "update", "weight sync"]
 
 
 def cut_back_to(folder: Path, step: int) -> None:

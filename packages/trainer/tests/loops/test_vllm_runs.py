@@ -1,6 +1,7 @@
 """Whole runs on real vLLM servers, beside the same runs on the transformers sampler."""
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -9,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from temper_trainer.loops import RunResult
+from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.loops import RunResult, train
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.step import StepResult, rl_step
 from temper_trainer.rollout.vllm.client import ServerProcess
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.ray_replica import RayReplica
+from temper_trainer.runtime.vllm_teacher import VllmTeacher
+
+from .conftest import SMALL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -34,6 +39,12 @@ LEAN = (
 """Rewards that need no second completion of a prompt to differ: greedy ones are all equal."""
 GREEDY = ("sampling.top_k=1",)
 """Log-probs are of the whole distribution, tokens are the likeliest."""
+PPO = (*(setting for setting in LEAN if not setting.startswith("algorithm=")), "algorithm=ppo")
+CALCULATOR = (
+    "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', answer_end: '', max_observation_tokens: 8}",
+    "warm_start.total_steps=30",  # its demonstrations show calls
+    "sampling.max_tokens=16",
+)
 NUMBERS = ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens", "rollout/length_max")
 
 
@@ -53,9 +64,9 @@ def on_vllm() -> tuple[str, ...]:
     )
 
 
-def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]], *, more: tuple[str, ...] = ()) -> None:
     assert len(found) == len(expected) > 0
-    for name in NUMBERS:
+    for name in (*NUMBERS, *more):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
 
 
@@ -88,8 +99,9 @@ def test_weights_by_broadcast_give_the_same_losses(run: Run, rows: Rows, tmp_pat
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
-    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     restarts: list[int] = []
 
@@ -101,9 +113,90 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
 
     run(tmp_path / "whole", *LEAN, *on_vllm)
     monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
-    run(tmp_path / "killed", *LEAN, *on_vllm)
+    run(tmp_path / "killed", *LEAN, *on_vllm, f"weight_sync.transport={transport}")
     assert restarts == [0, 1, 1]
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
+def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
+    run(tmp_path / "hf", *PPO, *GREEDY)
+    run(tmp_path / "vllm", *PPO, *GREEDY, *on_vllm)
+    assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"), more=("critic/loss", "critic/grad_norm"))
+
+
+def test_turns_with_a_tool_give_the_losses_of_the_transformers_sampler(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
+    lean = (*(setting for setting in LEAN if setting != "warm_start=null"), *CALCULATOR, *GREEDY)
+    run(tmp_path / "hf", *lean)
+    run(tmp_path / "vllm", *lean, *on_vllm)
+    found = rows(tmp_path / "vllm")
+    assert sum(row["tool/calls"] for row in found) > 0
+    assert_close(found, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
+
+
+def test_the_reward_rises_on_servers(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+    grpo = ("algorithm=grpo", "run.total_steps=20", "batching.prompts_per_step=8")
+    run(tmp_path / "run", *LEAN, *grpo, *on_vllm, "rollout.canary_tolerance=1e-3")
+    rewards = [row["reward/mean"] for row in rows(tmp_path / "run")]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of two models with their tokenizer, which differ in their first weights."""
+    folders = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        for name, seed in {"adder": 5, "mixer": 6}.items():
+            folder = tmp_path_factory.mktemp("saved") / name
+            lean = (*SMALL, *LEAN, f"run.dir={folder}", f"actor.engine.model.seed={seed}", "run.save_model=true", "run.total_steps=1")
+            loaded = load(lean)
+            train(loaded.config, digest=loaded.digest, write_config=lambda directory, own=loaded: write_resolved(own, directory))
+            folders[name] = folder / "huggingface"
+    return folders
+
+
+def taught_by(saved: dict[str, Path], *more: str) -> tuple[str, ...]:
+    """Distillation from both, by the number of a problem's operations."""
+    routes = {"adder": "one", "mixer": "two"}
+    models = (f"teachers.{name}.engine.model.path={path}" for name, path in saved.items())
+    named = (f"teachers.{name}.route={routes[name]}" for name in saved)
+    exact = (f"teachers.{name}.engine.precision.compute=fp32" for name in saved)
+    lean = (setting for setting in LEAN if not setting.startswith("algorithm="))
+    top_k = ("distillation={objective: forward_kl, top_k: 8}",)
+    return (*lean, *GREEDY, "algorithm=distill", "data.train.route_key=operations", *models, *named, *exact, *top_k, *more)
+
+
+DISTILLED = ("actor/loss", "actor/grad_norm", "distill/divergence", "distill/top_k_mass", "teacher/adder/samples", "rollout/tokens")
+
+
+def test_two_teachers_on_servers_teach_as_two_on_engines(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
+) -> None:
+    run(tmp_path / "engines", *taught_by(saved))
+    run(tmp_path / "servers", *taught_by(saved, "teachers.adder.backend=vllm", "teachers.mixer.backend=vllm"), *on_vllm)
+    found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engines")
+    assert 0 < sum(row["teacher/adder/samples"] for row in found) < 16 * len(found)
+    for name in DISTILLED:
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+
+
+def test_completions_and_scores_of_a_saved_model_are_those_of_the_transformers_sampler(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
+) -> None:
+    data = ("data.train={kind: arithmetic, max_rows: 12}", "data.max_prompt_tokens=96", "run.num_threads=1")
+    lean = (*data, f"actor.engine.model.path={saved['adder']}", "reward.function=temper_trainer_test_rewards:share_of_digits")
+    served = tuple(setting for setting in on_vllm if not setting.startswith("rollout.canary"))
+    for name, more in {"hf": (), "vllm": served}.items():
+        greedy = ("sampling.temperature=0", "sampling.max_tokens=12")
+        run(tmp_path / f"generate-{name}", "task=generate", *lean, *greedy, *more, base=())
+        run(tmp_path / f"eval-{name}", "task=eval", *lean, "run.eval_sampling.max_tokens=12", *more, base=())
+    of_hf, of_vllm = ((tmp_path / f"generate-{name}" / "completions.jsonl").read_text().splitlines() for name in ("hf", "vllm"))
+    assert [json.loads(line)["tokens"] for line in of_vllm] == [json.loads(line)["tokens"] for line in of_hf]
+    assert rows(tmp_path / "eval-vllm", phase="eval") == rows(tmp_path / "eval-hf", phase="eval")
 
 
 def test_one_step_off_gives_the_losses_of_the_transformers_sampler(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
@@ -161,3 +254,41 @@ def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
     for name in NUMBERS:
         expected = [row[name] for row in rows(tmp_path / "one")]
         assert [row[name] for row in rows(tmp_path / "two")] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.ray
+def test_a_teachers_servers_on_ray_teach_as_an_engine_though_one_dies(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    restarts: list[int] = []
+
+    def step_that_loses_a_teacher(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        assert rooms.teachers is not None
+        teacher = rooms.teachers.teachers["adder"]
+        assert isinstance(teacher, VllmTeacher)
+        replica = teacher.servers.replicas[0]
+        assert isinstance(replica, RayReplica)
+        if step == 2:
+            assert replica.process_id is not None
+            os.killpg(replica.process_id, signal.SIGKILL)
+        result = rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        restarts.append(teacher.servers.num_restarts)
+        return result
+
+    one = {"adder": saved["adder"]}
+    run(tmp_path / "engine", *taught_by(one, "data.train.route_key=null"))
+    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_teacher)
+    two = ("teachers.adder.backend=vllm", "teachers.adder.num_replicas=2", "data.train.route_key=null")
+    served = tuple(setting for setting in on_vllm if setting.startswith(("runtime.", "rollout.vllm.kv", "rollout.vllm.enf")))
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        run(tmp_path / "servers", *taught_by(one, *two), *served, "runtime.kind=ray", "runtime.cpus_per_worker=0.5")
+    finally:
+        ray.shutdown()
+    assert restarts == [0, 1, 1]
+    found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engine")
+    for name in DISTILLED:
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name

@@ -51,6 +51,13 @@ def test_bars_are_drawn_on_a_terminal_only_when_asked(tmp_path: Path) -> None:
         assert ("3/4" in text.getvalue()) is progress
 
 
+def test_a_terminal_has_a_table_of_the_numbers_below_the_lines(tmp_path: Path) -> None:
+    log, text = open_log(tmp_path, terminal=True)
+    with log, log.bar("rl", total=4):
+        log.log(1, {"reward/mean": 0.25}, phase="rl")
+    assert "mean of 20" in text.getvalue()
+
+
 def test_resumed_run_sets_later_rows_aside(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path)
     with log:

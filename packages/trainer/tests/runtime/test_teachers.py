@@ -1,15 +1,23 @@
 """A teacher on an engine: its log-probs, its likeliest tokens, in the order of the questions."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.group import InlineWorkerGroup
 from temper_trainer.runtime.teachers import EngineTeacher
-from temper_trainer.teacher.answers import Question
+from temper_trainer.runtime.vllm_teacher import VllmTeacher
+from temper_trainer.teacher.answers import Question, TeacherError
+from temper_trainer.types import Completion, SamplingRequest
 
 VOCABULARY = 23
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -55,3 +63,45 @@ def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(teach
     for each, answer in zip(asked, together, strict=True):
         (alone,) = teacher.answer([each], top_k=0, timeout_s=60.0)
         torch.testing.assert_close(alone.logprobs, answer.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_that_hangs_is_told_after_its_time_and_not_waited_for(teacher: EngineTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,), awaited = teacher._replicas, threading.Event()
+    monkeypatch.setattr(group, "run", lambda *given: awaited.wait(60))
+    begin = time.monotonic()
+    with pytest.raises(TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"):
+        teacher.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
+    assert time.monotonic() - begin < 30
+    awaited.set()
+
+
+def test_servers_that_hang_as_a_teacher_are_ended_and_not_started_again() -> None:
+    class Hanging:
+        """A server that answers nothing until it is ended."""
+
+        name = "teacher t replica 0"
+
+        def __init__(self) -> None:
+            self.num_starts = 0
+            self.asked: list[Future[object]] = []
+
+        def start(self) -> None:
+            self.num_starts += 1
+
+        def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+            raise NotImplementedError
+
+        def call(self, method: str, *arguments: object) -> "Future[object]":
+            self.asked.append(Future())
+            return self.asked[-1]
+
+        def close(self) -> None:
+            for future in self.asked:
+                future.set_exception(ReplicaError("its end"))
+
+    server = Hanging()
+    spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=41)
+    found = VllmTeacher("t", servers=VllmSampler([server], spec=spec, max_restarts=3))
+    with pytest.raises(TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"):
+        found.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
+    assert server.num_starts == 1

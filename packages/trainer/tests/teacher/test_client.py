@@ -1,6 +1,8 @@
 """Routes, token maps and the client of the teachers; the spec is small."""
 
 import pickle
+import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -19,7 +21,7 @@ from temper_trainer.teacher.answers import Question, TeacherAnswer, TeacherError
 from temper_trainer.teacher.balance import share_out
 from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_TOP_LOGPROBS, TEACHER_WEIGHTS, TeacherClient
 from temper_trainer.teacher.spec import MAX_PICKLED_BYTES, TeacherSpec, teacher_spec
-from temper_trainer.teacher.tokens import compare_tokenizers
+from temper_trainer.teacher.tokens import TokenMap, compare_tokenizers
 
 
 class CountingTeacher:
@@ -99,8 +101,9 @@ def test_questions_go_longest_first_to_the_replica_with_the_fewest_tokens() -> N
     assert share_out(questions, num_replicas=2) == [[1], [2, 0, 3]]
 
 
-def tokenizer_of(*words: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])))
+def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast:
+    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=end)
 
 
 def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
@@ -115,3 +118,44 @@ def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
     ids, logs = found.to_policy(torch.tensor([[0, 2]]), torch.tensor([[-0.1, -0.2]]))
     assert ids.tolist() == [[2, 0]]
     assert logs.tolist() == [[pytest.approx(-0.1), -torch.inf]]
+
+
+def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
+    ours, theirs = tokenizer_of("a", "b", "<end>", end="<end>"), tokenizer_of("</s>", "b", "a", end="</s>")
+    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+    assert found is not None
+    assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
+    assert found.backward.tolist() == [2, 1, 0]
+
+
+def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> None:
+    ours, theirs = tokenizer_of("a", "<turn>", "</s>", end="<turn>"), tokenizer_of("</s>", "<turn>", "a", end="</s>")
+    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+    assert found is not None
+    assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
+    assert found.backward.tolist() == [2, 1, 0]
+
+
+def test_a_step_of_which_no_teacher_can_read_anything_is_an_error() -> None:
+    nothing = TokenMap(forward={}, backward=torch.tensor([-1]))
+    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()}, token_maps={"maths": nothing})
+    with pytest.raises(TeacherError, match="not one of 2 completions could be translated"):
+        client.columns(two_samples(), routes=["m", "m"])
+    _, metrics = client.columns(two_samples(), routes=["m", "c"])
+    assert (metrics["teacher/unmapped_samples"], metrics["teacher/code/samples"]) == (1.0, 1.0)
+
+
+def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
+    awaited = threading.Event()
+
+    class Hanging(CountingTeacher):
+        def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+            awaited.wait(60)
+            return super().answer(questions, top_k=top_k, timeout_s=timeout_s)
+
+    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": Hanging()})
+    begin = time.monotonic()
+    with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions"):
+        client.columns(two_samples(), routes=["m", "c"])
+    assert time.monotonic() - begin < 30
+    awaited.set()

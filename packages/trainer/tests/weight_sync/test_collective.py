@@ -11,6 +11,7 @@ from torch import Tensor
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, named_weights
+from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.collective import CollectiveTransport
 
@@ -20,7 +21,7 @@ WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": tor
 class Actor:
     """One rank, in this process."""
 
-    num_workers, is_first = 1, True
+    num_workers, is_first, num_updates = 1, True, 0
 
     def export_weights(self) -> WeightStream:
         """All of them."""
@@ -35,6 +36,7 @@ class Worker:
     """The other end, in a thread."""
 
     def __init__(self) -> None:
+        self.name = "rollout replica 0"
         self.replicas, self._thread = [self], ThreadPoolExecutor(1)
         self.received: dict[str, Tensor] = {}
         self.places: set[int] = set()
@@ -54,28 +56,61 @@ class Worker:
             self.places.add(data.data_ptr())
             self.received |= {name: tensor.clone() for name, tensor in named_weights(data, parcel)}
 
-    def load_while(self, receive: Callable[["Worker"], "Future[object]"], send: Callable[[], object], *, version: int) -> None:
+    def load_while(
+        self, receive: Callable[["Worker"], "Future[object]"], send: Callable[[], object], *, version: int, reload: object
+    ) -> None:
         """Both at once."""
+        self.reload = cast('Callable[[Worker], "Future[object]"]', reload)
         answer = receive(self)
         send()
         answer.result()
+
+
+def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64) -> CollectiveTransport:
+    return CollectiveTransport(
+        actor=actor,
+        sampler=cast("VllmSampler", worker),
+        backend="gloo",
+        workers_per_replica=1,
+        bucket_bytes=bucket_bytes,
+        with_digest=True,
+        may_send_again=True,
+    )
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_bucket(bucket_bytes: int) -> None:
     # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed afterwards.
     worker = Worker()
-    transport = CollectiveTransport(
-        actor=Actor(),
-        sampler=cast("VllmSampler", worker),
-        backend="gloo",
-        workers_per_replica=1,
-        bucket_bytes=bucket_bytes,
-        with_digest=True,
-    )
+    transport = transport_between(Actor(), worker, bucket_bytes=bucket_bytes)
     for version in (1, 2):
         transport.send(version)
         assert worker.received.keys() == WEIGHTS.keys()
         assert all(worker.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
     assert len(worker.places) == 1
+    transport.close()
+
+
+def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part_in_the_next_set() -> None:
+    actor, worker = Actor(), Worker()
+    transport = transport_between(actor, worker)
+    transport.send(1)
+    again = Worker()
+    worker.replicas = [again]
+    worker.reload(again).result()
+    assert again.received.keys() == WEIGHTS.keys()
+    again.received.clear()
+    worker.call = again.call  # type: ignore[method-assign]
+    transport.send(2)
+    assert all(again.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
+    transport.close()
+
+
+def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number() -> None:
+    actor, worker = Actor(), Worker()
+    transport = transport_between(actor, worker)
+    transport.send(1)
+    actor.num_updates += 1
+    with pytest.raises(ReplicaError, match="the actor's weights have changed since version 1"):
+        worker.reload(worker)
     transport.close()

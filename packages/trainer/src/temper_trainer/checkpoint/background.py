@@ -59,6 +59,8 @@ class Saves:
         self._roles = roles
         self._in_background = in_background
         self._pending: _Pending | None = None
+        self.last_step: int | None = None
+        """Of the last save that was begun here."""
         if in_background:
             for role in roles.values():
                 role.require(Capability.BACKGROUND_SAVE)
@@ -82,6 +84,7 @@ class Saves:
             CheckpointError: this save or the one before it failed; the other steps are untouched.
         """
         self.finish()
+        self.last_step = state.step
         if waits or not self._in_background:
             writers = {name: role.write_part for name, role in self._roles.items()}
             return self._checkpointer.save(state, roles=writers, topology=self._topology)

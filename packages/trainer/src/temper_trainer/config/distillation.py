@@ -19,7 +19,9 @@ class TeacherConfig:
     num_replicas: int = 1
     """Copies behind the load balancer."""
     num_workers: int = 1
-    """Processes of each replica; more than 1 needs the ray runtime."""
+    """Processes of each replica; more than 1 needs the ray runtime. Of backend vllm: GPUs, or CPU processes, that share one server."""
+    devices: tuple[str, ...] = ()
+    """runtime inline and backend vllm only: CUDA_VISIBLE_DEVICES of each replica in order; empty gives every server the driver's own."""
     pool: str = "teacher"
     """Resource pool of its own; that of the actor, critic, ref or rollout is refused."""
     route: str | None = None

@@ -30,8 +30,11 @@ def task_problems(config: "TrainerConfig") -> Iterator[str]:
         yield f"data.train.kind is arithmetic, which has no pairs of completions for task {config.task}: give files with both."
     if config.task == "dpo" and config.preference.reference == "disabled_adapter" and not config.actor.engine.lora.is_on:
         yield "preference.reference is disabled_adapter, but the actor has no adapter: set actor.engine.lora.rank and alpha, or use ref."
-    if config.task in ("eval", "generate") and config.rollout.sampler != "hf":
-        yield f"rollout.sampler is {config.rollout.sampler} in task {config.task}, which samples with hf in this release: use rollout=hf."
+    if config.task in ("eval", "generate") and config.rollout.sampler == "vllm" and config.actor.engine.model.path is None:
+        yield (
+            f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not set, so servers have no weights to read: "
+            "give a model directory."
+        )
     if config.task == "generate" and config.generate.num_completions > 1 and config.sampling.temperature == 0:
         yield "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all would be equal: raise the temperature."
     if config.algorithm.advantage == "gdpo" and not config.reward.components:
@@ -70,6 +73,8 @@ def _placement_problems(config: "TrainerConfig") -> Iterator[str]:
     """Teachers stand alone on their pools and stay awake."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     taken = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None} | {config.rollout.pool: "rollout.pool"}
+    if config.reward.model is not None:
+        taken[config.reward.model.pool] = "reward.model.pool"
     routes: dict[str, str] = {}
     for name, teacher in config.teachers.items():
         if config.runtime.kind == "ray" and teacher.pool in taken:
@@ -83,10 +88,29 @@ def _placement_problems(config: "TrainerConfig") -> Iterator[str]:
             yield f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter into its model and remove it."
         if teacher.engine.model.model_type != "language_model":
             yield f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}: a teacher is a language_model."
-        if config.runtime.kind == "inline" and (teacher.num_workers > 1 or teacher.num_replicas > 1):
+        if teacher.devices and len(teacher.devices) != teacher.num_replicas:
+            yield (
+                f"teachers.{name}.devices names {len(teacher.devices)} sets of devices, but teachers.{name}.num_replicas is "
+                f"{teacher.num_replicas}: name one for each replica."
+            )
+        is_one_process = config.runtime.kind == "inline" and teacher.backend == "engine"
+        if is_one_process and (teacher.num_workers > 1 or teacher.num_replicas > 1):
             yield (
                 f"teachers.{name}.num_workers is {teacher.num_workers} and num_replicas {teacher.num_replicas}, but runtime.kind is "
-                "inline, which runs one process: use ray."
+                "inline, which runs one process: use ray, or backend=vllm."
+            )
+        if teacher.backend == "vllm" and teacher.engine.model.path is None:
+            yield f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: give a model directory."
+        if teacher.backend == "vllm" and config.sampling.temperature != 1:
+            yield (
+                f"teachers.{name}.backend is vllm, which gives log-probs of given tokens at temperature 1 only, but sampling.temperature "
+                f"is {config.sampling.temperature}: set it to 1, or use teachers.{name}.backend=engine."
+            )
+        if teacher.backend == "engine" and teacher.num_workers % teacher.engine.replica_size:
+            size = teacher.engine.replica_size
+            yield (
+                f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of teachers.{name}.engine spreads one copy of the "
+                f"model over {size} ranks: set it to a multiple of {size}."
             )
         route = name if teacher.route is None else teacher.route
         if route in routes:

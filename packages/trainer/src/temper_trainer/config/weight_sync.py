@@ -13,9 +13,9 @@ class WeightSyncConfig:
     """One publish of a numbered set of weights."""
 
     transport: TransportName = "auto"
-    """auto takes the only one that fits: in_process (sampler hf, runtime inline), object_store (sampler hf, runtime ray), shared_memory
-    (sampler vllm). cuda_ipc (sampler and actor on the same GPU) and collective (NCCL, or gloo on CPUs, between actor and servers) are for
-    sampler vllm."""
+    """auto: in_process (sampler hf, runtime inline), object_store (sampler hf, runtime ray); with sampler vllm by where actor and servers
+    are: cuda_ipc on one GPU, collective (NCCL) to GPUs of their own, shared_memory on the CPUs of one host, collective (gloo) on those of
+    several. In loops that sample ahead, a server that dies is started again only with shared_memory."""
     content: Literal["full", "adapter"] = "full"
     """full sends every weight, an adapter merged; adapter sends the LoRA adapter alone, under a new version each time."""
     bucket_bytes: int = 256 << 20

@@ -24,7 +24,7 @@ temper-train: post-training of language models (SFT, PPO, GRPO and kin) on any T
 usage: temper-train [OVERRIDE ...] [--check] [--print] [--config-dir DIR] [--config-name NAME] [--help]
 
   OVERRIDE            key=value, for example run.seed=1; GROUP=CHOICE, for example algorithm=ppo; ~key goes back to the default
-  --check             compose and validate only, and show the sizes that follow; trains nothing
+  --check             compose and validate only, and show sizes and placement; trains nothing
   --print             print every value with its origin; trains nothing
   --config-dir DIR    a folder with YAML files of yours; a file there wins over ours of the same name
   --config-name NAME  begin with DIR/NAME.yaml, which begins with the line `defaults: [temper, _self_]`

@@ -18,6 +18,8 @@ class Rule:
 
     keys: tuple[str, ...]
     """Dotted keys and blocks."""
+    but: tuple[str, ...] = ()
+    """Those of them that do something all the same."""
     applies: Callable[[TrainerConfig], bool]
     """Whether they do nothing in this configuration."""
     reason: str
@@ -217,13 +219,35 @@ def check_effects(config: TrainerConfig, *, set_by_user: Mapping[str, str]) -> N
         ConfigError: one line per key, naming it and the key that makes it idle.
     """
     found: dict[str, str] = {}
-    for rule in (*RULES, *_role_rules(config), *_source_rules(config)):
+    for rule in (*RULES, *_role_rules(config), *_source_rules(config), *_teacher_rules(config)):
         if rule.applies(config):
             for key, origin in set_by_user.items():
-                if any(key == block or key.startswith(f"{block}.") for block in rule.keys):
+                if _is_in(key, rule.keys) and not _is_in(key, rule.but):
                     found.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
     if found:
         raise ConfigError("\n".join(found.values()))
+
+
+def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
+    return any(key == block or key.startswith(f"{block}.") for block in blocks)
+
+
+def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
+    """What a teacher's server, which reads its weights from disk and is never asleep, does not read."""
+    teachers, vllm = config.teachers, "rollout.vllm"
+    if config.rollout.sampler != "vllm" and any(teacher.backend == "vllm" for teacher in teachers.values()):
+        read = ("gpu_memory_utilization", "kv_cache_bytes", "enforce_eager", "start_timeout_s", "stall_timeout_s", "max_restarts")
+        reason = f"with rollout.sampler hf: servers of teachers never sleep, and read only {', '.join(read)} of {vllm}. Remove it"
+        yield Rule(keys=(vllm,), but=tuple(f"{vllm}.{key}" for key in read), applies=lambda _: True, reason=reason)
+    for name, teacher in teachers.items():
+        key = f"teachers.{name}"
+        if teacher.backend == "vllm":
+            kept = (f"{key}.engine.model.path", f"{key}.engine.model.trust_remote_code", f"{key}.engine.precision.compute")
+            reason = f"with {key}.backend vllm, which reads only {', '.join(kept)}: remove it"
+            yield Rule(keys=(f"{key}.engine",), but=kept, applies=lambda _: True, reason=reason)
+        if teacher.backend == "engine" or config.runtime.kind == "ray":
+            why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
+            yield _always((f"{key}.devices",), f"with {why}: it is for backend vllm and runtime.kind inline. Remove it")
 
 
 def _role_rules(config: TrainerConfig) -> Iterator[Rule]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from temper_trainer.progress import part
+
 
 @dataclass(slots=True)
 class StepClock:
@@ -17,6 +19,7 @@ class StepClock:
         """Add the body's wall time to a phase."""
         begin = time.perf_counter()
         try:
-            yield
+            with part(name.replace("_", " ")):
+                yield
         finally:
             self.seconds[f"time/{name}_s"] = self.seconds.get(f"time/{name}_s", 0.0) + time.perf_counter() - begin

@@ -9,6 +9,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete
 from temper_trainer.metrics.log import SampleRow
+from temper_trainer.progress import part
 from temper_trainer.types import Prompt, SamplingRequest
 
 
@@ -33,7 +34,8 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
         SamplingRequest(request_id=i, prompt_tokens=p.tokens, sampling=sampling, seed=derive_seed(run.seed, f"eval-{name}", i))
         for i, p in enumerate(prompts)
     ]
-    talks, _ = complete(rooms, requests, prompts=prompts)
+    with part(f"{name} evaluation"), part("completions", total=len(requests) if rooms.config.environment is None else None):
+        talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)), tokens=all_tokens(talks))
     rewards = [score.reward + talk.reward for score, talk in zip(scores, talks, strict=True) if score.reward is not None]

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import TemperError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
@@ -192,7 +193,9 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
         _open_watched(rooms, state, controllers) as steps,
     ):
         for step in range(state.step + 1, run.total_steps + 1):
-            result = steps.step(step=step, objectives=objectives, controllers=controllers)
+            before = _state_after(rooms, step=step - 1, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
+            with _saved_on_failure(before, first=state.step, rooms=rooms, saves=saves):
+                result = steps.step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
                 objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
                 rooms.roles["actor"].set_objective(objectives["actor"])
@@ -211,6 +214,33 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
                 saved = saves.save(made, waits=is_last or stop.is_set)
                 if stop.is_set and not is_last:
                     raise RunInterrupted(step=step, checkpoint=str(saved))
+
+
+@contextmanager
+def _saved_on_failure(before: TrainerState, *, first: int, rooms: Rooms, saves: Saves) -> Iterator[None]:
+    """A step that fails before it has changed a weight (its sampler, its rewards, a teacher) takes nothing of the steps before it along.
+
+    Args:
+        before: the state that the step begins with.
+        first: the step that this start of the run began after, whose state is on the disk or nothing.
+        rooms: of the run.
+        saves: of the run.
+    """
+    num_updates = _num_updates(rooms)
+    try:
+        yield
+    except TemperError:
+        is_whole = _num_updates(rooms) == num_updates and not any(role.is_broken for role in rooms.roles.values())
+        if is_whole and before.step not in (first, saves.last_step):
+            try:
+                rooms.log.say(f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}")
+            except TemperError as second:  # the first one is what the run ends with
+                rooms.log.say(f"step {before.step + 1} failed, and step {before.step} could not be saved: {second}")
+        raise
+
+
+def _num_updates(rooms: Rooms) -> int:
+    return sum(role.num_updates for role in rooms.roles.values())
 
 
 def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:

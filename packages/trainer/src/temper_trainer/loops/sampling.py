@@ -13,6 +13,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.loops.turns import Conversation, all_tokens, complete
+from temper_trainer.progress import part
 from temper_trainer.reward.shaping import RewardMoments, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
 
@@ -101,7 +102,8 @@ def sample_rollouts(
             for i, prompt in enumerate(prompts)
         ]
         asked += prompts
-    talks, turn_metrics = complete(rooms, requests, prompts=asked)
+    with part("completions", total=len(requests) if config.environment is None else None):
+        talks, turn_metrics = complete(rooms, requests, prompts=asked)
     completions = [completion for talk in talks for completion in talk.completions]
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     with clock.phase("reward"):

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +33,14 @@ from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.progress import advance, part
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.worker import UpdateResult
 from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
 from temper_trainer.types import Rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +285,7 @@ def update_roles(
     found: dict[str, float] = {}
     for role, objective in objectives.items():
         metrics: list[Mapping[str, Metric]] = []
-        for i, mini_batch in enumerate(plan.mini_batches):
+        for i, mini_batch in enumerate(_counted(plan.mini_batches, name=f"{role} mini-batches")):
             is_last = i == len(plan.mini_batches) - 1
             result = rooms.roles[role].update(pack(samples, mini_batch, role, objective=objective), is_last_of_step=is_last)
             if i == 0 and "policy/ratio_error_max" in result.metrics:
@@ -295,6 +299,14 @@ def update_roles(
         if isinstance(objective, ValueObjective):
             found["value/explained_variance"] = explained_variance(merged)
     return found
+
+
+def _counted(items: Sequence[T], *, name: str) -> Iterator[T]:
+    """The items, counted as they are done."""
+    with part(name, total=len(items)):
+        for item in items:
+            yield item
+            advance(name)
 
 
 def update_metrics(result: UpdateResult) -> dict[str, Metric]:

@@ -51,9 +51,10 @@ def step_line(step: int, metrics: Mapping[str, float], *, phase: str, total: int
         total: steps of the phase, where known.
     """
     place = f"{step}" if total is None else f"{step:>{len(str(total))}}/{total}"
-    shown = [f"{item.label} {_show(item, metrics[item.metric])}" for item in TELLING if item.metric in metrics]
-    return "  ".join([f"{phase} {place}", *shown])
+    told = [f"{item.label} {shown(item, metrics[item.metric])}" for item in TELLING if item.metric in metrics]
+    return "  ".join([f"{phase} {place}", *told])
 
 
-def _show(item: Telling, value: float) -> str:
+def shown(item: Telling, value: float) -> str:
+    """A value as the line writes it."""
     return item.show(value) if math.isfinite(value) else str(value)

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from temper_trainer.metrics.dashboard import Dashboard
 from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
 from temper_trainer.metrics.picture import draw_curves
@@ -38,14 +38,13 @@ class SampleRow:
 class Bar:
     """A progress bar, or nothing where the output is no terminal."""
 
-    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
-        self._progress = progress
-        self._task = task
+    def __init__(self, dashboard: Dashboard | None) -> None:
+        self._dashboard = dashboard
 
     def advance(self, num_steps: int = 1) -> None:
         """Move on."""
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, num_steps)
+        if self._dashboard is not None:
+            self._dashboard.advance(num_steps)
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -75,6 +74,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._console = Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
         self._has_bars = progress and self._console.is_terminal
         self._totals: dict[str, int] = {}
+        self._dashboard: Dashboard | None = None
         for name in ("metrics.jsonl", "samples.jsonl"):
             set_aside(directory / name, after_step=-1 if resume_step is None else resume_step)
         self._trackers = [_tracker(name, directory) for name in trackers]
@@ -92,11 +92,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Record the numbers of a step and print its line; names and meanings are in docs/metrics.md."""
         for tracker in self._trackers:
             tracker.log(step, metrics, phase=phase)
+        if self._dashboard is not None:
+            self._dashboard.update(metrics)
         self.say(step_line(step, metrics, phase=phase, total=self._totals.get(phase)))
 
     @contextmanager
     def bar(self, phase: str, total: int, start: int = 0) -> Iterator[Bar]:
-        """The steps of a phase: a progress bar, their number for the line of a step, and rows of steps done again moved aside.
+        """The steps of a phase: bars and a table of numbers on a terminal, their number for the line of a step, and rows of steps done
+        again moved aside.
 
         Args:
             phase: what its lines are logged under.
@@ -106,11 +109,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._totals[phase] = total
         set_aside(self._directory / "metrics.jsonl", after_step=start, phase=phase)
         if not self._has_bars:
-            yield Bar(None, None)
+            yield Bar(None)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            yield Bar(progress, progress.add_task(phase, total=total, completed=start))
+        with Dashboard(self._console, phase=phase, total=total, start=start) as self._dashboard:
+            try:
+                yield Bar(self._dashboard)
+            finally:
+                self._dashboard = None
 
     def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Print a table of completions, and append them to ``samples.jsonl``."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.progress import advance
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timed_out
 
 _SHARE = 16
@@ -79,6 +80,7 @@ class ProcessScoring:
                 assert isinstance(outcome, Outcome)
                 index, _ = worker.tasks.popleft()
                 outcomes[index] = outcome
+                advance("rewards")
                 worker.since = time.monotonic()
         except (EOFError, ConnectionError):
             worker.kill()

@@ -8,6 +8,7 @@ from typing import Protocol
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import RewardConfig
 from temper_trainer.config.reward_model import REWARD_MODEL
+from temper_trainer.progress import part
 from temper_trainer.reward.model_scoring import ScoresTokens, model_outcomes
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
 from temper_trainer.reward.process_scoring import ProcessScoring
@@ -42,8 +43,8 @@ class Scorer:
         self._config = config
         self._model = model
         self._calls = [
-            None if part.function == REWARD_MODEL else Call(function=resolve_reward(part), arguments=dict(part.arguments))
-            for part in reward_parts(config)
+            None if each.function == REWARD_MODEL else Call(function=resolve_reward(each), arguments=dict(each.arguments))
+            for each in reward_parts(config)
         ]
         self._weights = list(config.components.values())
         self._scorings: list[_Scoring | None] = []
@@ -77,7 +78,8 @@ class Scorer:
             RewardFailureError: a larger share of these failed than reward.max_failure_share.
         """
         assert self._scorings, "a Scorer scores inside its `with` only"
-        by_part = [self._by_model(items, tokens) if scoring is None else scoring.run(items) for scoring in self._scorings]
+        with part("rewards", total=len(items) * len(self._scorings)):
+            by_part = [self._by_model(items, tokens) if scoring is None else scoring.run(items) for scoring in self._scorings]
         # The first failure of an item speaks for it.
         outcomes = [next((each for each in of_item if each.kind is not None), of_item[0]) for of_item in zip(*by_part, strict=True)]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
@@ -108,8 +110,8 @@ class Scorer:
         """The weighted sum of an item's rewards, where none of them failed."""
         if score.reward is None:
             return score
-        parts = [part for outcome in outcomes if (part := outcome.as_score().reward) is not None]
-        return Score(reward=sum(w * part for w, part in zip(self._weights, parts, strict=True)), components=tuple(parts))
+        parts = [found for outcome in outcomes if (found := outcome.as_score().reward) is not None]
+        return Score(reward=sum(w * each for w, each in zip(self._weights, parts, strict=True)), components=tuple(parts))
 
     def metrics(self) -> dict[str, float]:
         """How many calls of the last ``score`` failed, by kind."""

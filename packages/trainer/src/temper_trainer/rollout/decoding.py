@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from temper_trainer.progress import advance
 from temper_trainer.rollout.drawing import DrawOptions, draw
 from temper_trainer.rollout.slot_memory import DecodeAttention, PrefillAttention, SlotMemory
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -135,6 +136,7 @@ class Decoding:
             if reason is not None:
                 self._completions[sequence.index] = self._completion(sequence, reason)
                 finished.append(slot)
+        advance("completions", len(finished))
         self._free(finished)
         return bool(finished)
 

@@ -25,12 +25,20 @@ class WorkerError(TemperError, RuntimeError):
     """A worker died or did not answer in time."""
 
 
+class FullStoreError(WorkerError):
+    """What was sent or answered has no room on its way; the worker itself goes on."""
+
+
 class WorkerGroup(ABC):
     """All ranks of one role. Implementations differ only in how ``run`` reaches them."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.topologies: tuple[Topology, ...] = ()
+        self.num_updates = 0
+        """Updates that were begun: while it stays the same, the weights do."""
+        self.is_broken = False
+        """Whether a rank has died or was given up: nothing more can be asked of the role."""
 
     @abstractmethod
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
@@ -96,6 +104,7 @@ class WorkerGroup(ABC):
 
     def update(self, parts: Sequence[PackedBatch], *, is_last_of_step: bool) -> UpdateResult:
         """One optimiser update of one mini-batch; metrics merged over replicas, times are the slowest rank's."""
+        self.num_updates += 1
         results = self.run(TrainingWorker.update, [(part, is_last_of_step) for part in self._by_rank(parts)])
         ids = tuple(sorted({i for result in results for i in result.report.sample_ids}))
         report = results[0].report

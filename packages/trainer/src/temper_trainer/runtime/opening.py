@@ -1,6 +1,7 @@
 """Which implementation of a role and of the sampler a configuration means."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,12 +12,14 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
-from temper_trainer.runtime.placement import RoleRequest
-from temper_trainer.runtime.reward_model import ROLE as REWARD_MODEL_ROLE
-from temper_trainer.runtime.teachers import teacher_roles
-from temper_trainer.runtime.vllm_opening import open_local_servers
+from temper_trainer.runtime.placement import role_requests
+from temper_trainer.runtime.planned import planned
+from temper_trainer.runtime.vllm_opening import local_teacher_servers, open_local_servers
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime(Protocol):
@@ -28,6 +31,10 @@ class Runtime(Protocol):
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
         """The sampler, without weights until the first publish."""
+        ...
+
+    def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
+        """The servers of a teacher of backend vllm, not yet started."""
         ...
 
 
@@ -48,6 +55,10 @@ class InlineRuntime:
             return open_local_servers(config, tokenizer=tokenizer)
         return HfSampler(model=config.actor.engine.model, tokenizer=tokenizer, config=config.rollout)
 
+    def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
+        """Beside this process."""
+        return local_teacher_servers(name, config)
+
 
 @contextmanager
 def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
@@ -59,6 +70,7 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     if config.runtime.kind == "inline":
+        logger.info("placement:\n%s", "\n".join(planned(config)))
         yield InlineRuntime(config.model_engine)
         return
     try:
@@ -69,19 +81,3 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.") from error
     with open_ray_runtime(config, roles=role_requests(config)) as runtime:
         yield runtime
-
-
-def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
-    """What every role of a run needs, the sampler as ``rollout``, replica R of a teacher as ``teacher.NAME.R``."""
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
-    if config.samples:
-        rollout = config.rollout
-        per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
-        requests["rollout"] = RoleRequest(num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica)
-    if config.samples and (model := config.reward.model) is not None:
-        requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
-    for name, teacher in teacher_roles(config.teachers).items():
-        # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
-        requests[name] = RoleRequest(num_workers=teacher.num_workers, pool=f"{teacher.pool}/{name}")
-    return requests

@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.run import RuntimeConfig, TrainerConfig
+
+REWARD_MODEL_ROLE = "reward_model"
+"""Its name among worker groups and in the placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,39 @@ class Placement:
         return "\n".join(f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU" for b in self.bundles)
 
 
+def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
+    """What every role of a run needs, the sampler as ``rollout``, replica R of a teacher as ``teacher.NAME.R``."""
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    if config.task in ("eval", "generate"):
+        roles = {}
+    requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
+    if config.samples:
+        rollout = config.rollout
+        per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
+        requests["rollout"] = RoleRequest(num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica)
+    if config.samples and (model := config.reward.model) is not None:
+        requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
+    for name, teacher in teacher_roles(config.teachers).items():
+        # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
+        is_server = teacher.backend == "vllm"
+        requests[name] = RoleRequest(
+            num_workers=1 if is_server else teacher.num_workers,
+            pool=f"{teacher.pool}/{name}",
+            devices_per_worker=teacher.num_workers if is_server else 1,
+        )
+    return requests
+
+
+def teacher_role(name: str, replica: int) -> str:
+    """The role of one replica of a teacher."""
+    return f"teacher.{name}.{replica}"
+
+
+def teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+    """The replicas of all teachers by role name."""
+    return {teacher_role(name, replica): teacher for name, teacher in teachers.items() for replica in range(teacher.num_replicas)}
+
+
 def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, cpus: float, gpus: float) -> Placement:
     """Bundles for every role.
 
@@ -68,10 +105,17 @@ def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, 
     Raises:
         ConfigError: the cluster is too small; says what is missing and which keys ask for it.
     """
+    bundles = bundles_of(roles, runtime)
+    _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
+    return Placement(bundles=bundles)
+
+
+def bundles_of(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
+    """Bundles for every role, whatever the cluster has; see plan_placement."""
     pools: dict[str, dict[str, RoleRequest]] = {}
     for name, request in roles.items():
         pools.setdefault(request.pool, {})[name] = request
-    bundles = [
+    return tuple(
         Bundle(
             pool=pool,
             rank=rank,
@@ -81,9 +125,7 @@ def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, 
         )
         for pool, members in pools.items()
         for rank in range(max(request.num_workers for request in members.values()))
-    ]
-    _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
-    return Placement(bundles=tuple(bundles))
+    )
 
 
 def _devices(pool: str, members: Mapping[str, RoleRequest]) -> int:

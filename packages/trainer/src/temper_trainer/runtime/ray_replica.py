@@ -8,10 +8,8 @@ from typing import Protocol, TypeVar, cast
 import ray
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.replica import ReplicaError
-from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.runtime.vllm_opening import make_server
+from temper_trainer.runtime.vllm_opening import ServerPlan
 from temper_trainer.types import Completion, SamplingRequest
 
 T = TypeVar("T")
@@ -34,8 +32,8 @@ class ReplicaHandle(Protocol):
 class ReplicaActor:
     """Holds one server process on its node; Ray gives it the server's resources."""
 
-    def __init__(self, config: TrainerConfig, spec: ServerSpec, number: int) -> None:
-        self._server = make_server(config, spec=spec, number=number)
+    def __init__(self, plan: ServerPlan) -> None:
+        self._server = plan.make()
 
     def start(self) -> int:
         """Start the server; its process id."""
@@ -107,6 +105,8 @@ class RayReplica:
                 future.set_result(ray.get(ref))
             except ray.exceptions.RayError as error:
                 future.set_exception(_translated(error, name=self._name))
+            except Exception as error:  # noqa: BLE001 - such as Ray's end: raised by whoever waits, who would wait for ever
+                future.set_exception(error)
 
         threading.Thread(target=wait, daemon=True, name=self._name).start()
         return future

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -18,9 +18,11 @@ from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.rollout.vllm.spec import server_spec
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
-from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement
+from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement, teacher_role
+from temper_trainer.runtime.planned import planned_weights
 from temper_trainer.runtime.ray_replica import CALLS_AT_ONCE, RayReplica, ReplicaActor, ReplicaHandle
 from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
+from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teacher_plans
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,14 @@ class RayRuntime:
             ray.init(address=runtime.address, include_dashboard=False, log_to_driver=False, configure_logging=False)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
-        logger.info("placement:\n%s", self.placement.describe())
+        logger.info("placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)]))
         bundles = [_resources(bundle.cpus, bundle.gpus) for bundle in self.placement.bundles]
         self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
             raise WorkerError(f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s.")
+        logger.info(
+            "granted:\n%s", "\n".join(f"{b.pool}[{b.rank}]: {node}" for b, node in zip(self.placement.bundles, self._nodes(), strict=True))
+        )
 
     def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
         """One actor a rank."""
@@ -65,25 +70,32 @@ class RayRuntime:
         actor = self._start(SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once)
         return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
 
+    def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
+        """Each in a bundle of its own."""
+        return [self._replica(plan, role=teacher_role(name, i), rank=0) for i, plan in enumerate(teacher_plans(name, config))]
+
     def _open_servers(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
         spec = server_spec(config, tokenizer=tokenizer)
-        vllm = config.rollout.vllm
+        replicas = [self._replica(plan, role="rollout", rank=i) for i, plan in enumerate(rollout_plans(config, spec=spec))]
+        return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
 
-        def replica(number: int) -> Replica:
-            def make_actor() -> ReplicaHandle:
-                actor = self._start(ReplicaActor, config, spec, number, role="rollout", rank=number, calls_at_once=CALLS_AT_ONCE)
-                return cast("ReplicaHandle", actor)
+    def _replica(self, plan: ServerPlan, *, role: str, rank: int) -> Replica:
+        def make_actor() -> ReplicaHandle:
+            return cast("ReplicaHandle", self._start(ReplicaActor, plan, role=role, rank=rank, calls_at_once=CALLS_AT_ONCE))
 
-            return RayReplica(make_actor, name=f"rollout replica {number}", start_timeout_s=vllm.start_timeout_s)
-
-        replicas = [replica(number) for number in range(config.rollout.num_replicas)]
-        return VllmSampler(replicas, spec=spec, max_restarts=vllm.max_restarts)
+        return RayReplica(make_actor, name=plan.name, start_timeout_s=plan.start_timeout_s)
 
     def close(self) -> None:
         """Give resources back, and stop Ray if this run started it."""
         remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
+
+    def _nodes(self) -> list[str]:
+        """The address of each bundle's node."""
+        addresses: dict[str, str] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        of_bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [addresses[of_bundles[i]] for i in range(len(self.placement.bundles))]
 
     def _start(self, actor_class: type[object], *arguments: object, role: str, rank: int, calls_at_once: int = 1) -> ActorHandle:
         """One actor in the bundle of its role and rank."""

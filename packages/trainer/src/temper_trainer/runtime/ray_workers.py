@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
 import ray
@@ -16,7 +17,7 @@ from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight, checksum
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf import HfSampler
-from temper_trainer.runtime.group import WorkerError, WorkerGroup
+from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import waiting
@@ -24,6 +25,7 @@ from temper_trainer.waits import waiting
 T = TypeVar("T")
 DEATH_NOTICE_S = 5.0
 """How long a failure waits for news of the other ranks."""
+_FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 BUCKET_TENSORS = 256
 """Tensors that travel to a sampler actor in one call."""
 
@@ -141,8 +143,16 @@ class RayWorkerGroup(WorkerGroup):
         """Call the function on every actor at once; the first failure ends the wait."""
         if not self._has_places:
             self._take_places()
-        refs = [actor.call.remote(call, given) for actor, given in zip(self._actors, arguments, strict=True)]
-        return cast("list[T]", _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: {call.__qualname__}"))
+        what = f"{self.role}: {call.__qualname__}"
+        with _told_when_full(what):
+            refs = [actor.call.remote(call, given) for actor, given in zip(self._actors, arguments, strict=True)]
+        try:
+            return cast("list[T]", _wait_all(refs, timeout_s=self._timeout_s, what=what))
+        except FullStoreError:
+            raise
+        except WorkerError:
+            self.is_broken = True
+            raise
 
     def close(self) -> None:
         """End the actors."""
@@ -192,11 +202,9 @@ class RaySampler:
         count = 0
         for part in _parts(stream):
             count += len(part)
-            _wait_all(
-                [self._actor.hold.remote(part, checksum(weight.tensor for weight in part))],
-                timeout_s=self._timeout_s,
-                what="rollout: receive weights",
-            )
+            with _told_when_full("rollout: receive weights"):
+                ref = self._actor.hold.remote(part, checksum(weight.tensor for weight in part))
+            _wait_all([ref], timeout_s=self._timeout_s, what="rollout: receive weights")
         ref = self._actor.commit.remote(count, version)
         (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load weights")
         self._version = cast("int", held)
@@ -206,9 +214,10 @@ class RaySampler:
         ray.kill(self._actor)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> object:
-        (result,) = _wait_all(
-            [self._actor.call.remote(function, arguments)], timeout_s=self._timeout_s, what=f"rollout: {function.__qualname__}"
-        )
+        what = f"rollout: {function.__qualname__}"
+        with _told_when_full(what):
+            ref = self._actor.call.remote(function, arguments)
+        (result,) = _wait_all([ref], timeout_s=self._timeout_s, what=what)
         return result
 
 
@@ -244,12 +253,35 @@ def _death_among(refs: "Sequence[ray.ObjectRef[object]]", pending: "list[ray.Obj
     return None
 
 
+@contextmanager
+def _told_when_full(what: str) -> Iterator[None]:
+    """The body puts a call's arguments into the object store.
+
+    Raises:
+        FullStoreError: they do not fit.
+    """
+    try:
+        yield
+    except _FULL as error:
+        raise _full(what, error) from error
+
+
+def _full(what: str, error: BaseException) -> FullStoreError:
+    return FullStoreError(
+        f"{what}: Ray's object store is full, and so is the disk that it spills to ({str(error).splitlines()[0]}). Give it more room "
+        "(object_store_memory of ray start, or free the disk of its temporary folder), or send less at once: lower "
+        "weight_sync.bucket_bytes or batching.prompts_per_step. Completed steps are safe: go on with run.resume=auto."
+    )
+
+
 def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception | None:
     """What an answer failed with; a WorkerError where its worker died."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else None
+        if isinstance(cause, _FULL):
+            return _full(f"{what}, answer of rank {rank}", cause)
         if cause is not None:
             cause.__cause__ = error
         return cause or error
@@ -259,6 +291,12 @@ def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception
         )
         died.__cause__ = error
         return died
+    except _FULL as error:
+        return _full(f"{what}, answer of rank {rank}", error)
+    except ray.exceptions.RayError as error:
+        lost = WorkerError(f"{what}: the answer of rank {rank} was lost ({str(error).splitlines()[0]}). Go on with run.resume=auto.")
+        lost.__cause__ = error
+        return lost
     return None
 
 

@@ -14,11 +14,9 @@ from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.runtime.group import WorkerGroup
+from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
 from temper_trainer.runtime.teachers import OpensGroups
 from temper_trainer.teacher.tokens import same_tokens
-
-ROLE = "reward_model"
-"""Its name among worker groups and in the placement."""
 
 
 class EngineRewardModel:
@@ -77,7 +75,7 @@ def open_reward_model(config: TrainerConfig, *, runtime: OpensGroups, tokenizer:
             f"the reward model in {path} has another tokenizer than the policy: {difference}. Take one that was trained with the policy's "
             "tokenizer (data.tokenizer.path), or write a reward function that decodes and asks it."
         )
-    group = runtime.open_group(ROLE, engine=replace(model.engine, optimizer=None), num_workers=model.num_workers)
+    group = runtime.open_group(REWARD_MODEL_ROLE, engine=replace(model.engine, optimizer=None), num_workers=model.num_workers)
     try:
         group.init()
     except BaseException:

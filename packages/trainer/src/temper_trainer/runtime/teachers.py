@@ -1,6 +1,7 @@
 """Teachers on engines: each replica a worker group of its own, asked at once; and how a run opens them."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
@@ -21,7 +22,9 @@ from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.rollout.replica import Replica
 from temper_trainer.runtime.group import WorkerGroup
+from temper_trainer.runtime.placement import teacher_role
 from temper_trainer.runtime.vllm_teacher import open_vllm_teacher
 from temper_trainer.runtime.worker import TrainingWorker
 from temper_trainer.teacher.answers import Question, Teacher, TeacherAnswer, TeacherError
@@ -73,20 +76,24 @@ class EngineTeacher:
         """One answer for each question; see Teacher."""
         answers: dict[int, TeacherAnswer] = {}
         shares = share_out(questions, num_replicas=self.num_replicas)
-        with ThreadPoolExecutor(max_workers=self.num_replicas) as pool:
+        deadline = time.monotonic() + timeout_s
+        pool = ThreadPoolExecutor(max_workers=self.num_replicas)
+        try:
             running = [
                 pool.submit(self._ask, group, [questions[i] for i in share], top_k=top_k)
                 for group, share in zip(self._replicas, shares, strict=True)
                 if share
             ]
             for future in running:
-                try:
-                    answers |= {answer.question_id: answer for answer in future.result(timeout=timeout_s)}
-                except FutureTimeoutError as error:
-                    raise TeacherError(
-                        f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: raise it, or "
-                        f"teachers.{self._name}.num_replicas."
-                    ) from error
+                answers |= {answer.question_id: answer for answer in future.result(timeout=max(0.0, deadline - time.monotonic()))}
+        except FutureTimeoutError as error:
+            raise TeacherError(
+                f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: raise it, or "
+                f"teachers.{self._name}.num_replicas."
+            ) from error
+        finally:
+            # Not waited for: a replica that hangs would keep its own time-out from being told.
+            pool.shutdown(wait=False, cancel_futures=True)
         return [answers[question.question_id] for question in questions]
 
     def close(self) -> None:
@@ -181,14 +188,22 @@ def _filled(rows: Tensor, *, width: int, filler: float) -> Tensor:
 
 
 class OpensGroups(Protocol):
-    """A runtime, as far as teachers are concerned."""
+    """A runtime, as far as models on engines are concerned."""
 
     def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
         """The ranks of one role, not yet initialised."""
         ...
 
 
-def open_teachers(config: TrainerConfig, *, runtime: OpensGroups, tokenizer: PreTrainedTokenizerBase) -> TeacherClient | None:
+class OpensTeachers(OpensGroups, Protocol):
+    """A runtime, as far as teachers are concerned."""
+
+    def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
+        """The servers of a teacher of backend vllm, not yet started."""
+        ...
+
+
+def open_teachers(config: TrainerConfig, *, runtime: OpensTeachers, tokenizer: PreTrainedTokenizerBase) -> TeacherClient | None:
     """Every teacher of a run with its token map; None where there is none. What was opened is closed again when one fails.
 
     Raises:
@@ -206,21 +221,12 @@ def open_teachers(config: TrainerConfig, *, runtime: OpensGroups, tokenizer: Pre
         for name, teacher in config.teachers.items():
             vocab_size = len(maps[name].backward) if name in maps else len(tokenizer)
             if teacher.backend == "vllm":
-                teachers[name] = open_vllm_teacher(name, teacher, config=config)
+                teachers[name] = open_vllm_teacher(name, config, replicas=runtime.teacher_servers(name, config))
             else:
                 teachers[name] = _open_engine_teacher(name, teacher, config=config, runtime=runtime, vocab_size=vocab_size)
             stack.callback(teachers[name].close)
         stack.pop_all()
     return TeacherClient(spec=teacher_spec(config.teachers, config.distillation), teachers=teachers, token_maps=maps)
-
-
-def teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
-    """The worker groups of all teachers by role name: one for each replica."""
-    return {_role(name, replica): teacher for name, teacher in teachers.items() for replica in range(teacher.num_replicas)}
-
-
-def _role(name: str, replica: int) -> str:
-    return f"teacher.{name}.{replica}"
 
 
 def _open_engine_teacher(
@@ -230,7 +236,7 @@ def _open_engine_teacher(
     with ExitStack() as stack:
         for replica in range(teacher.num_replicas):
             group = runtime.open_group(
-                _role(name, replica), engine=replace(teacher.engine, optimizer=None), num_workers=teacher.num_workers
+                teacher_role(name, replica), engine=replace(teacher.engine, optimizer=None), num_workers=teacher.num_workers
             )
             stack.callback(group.close)
             group.init()

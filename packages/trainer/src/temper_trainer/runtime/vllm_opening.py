@@ -1,7 +1,8 @@
 """The vLLM servers of a run: processes of the driver, or one Ray actor each that holds its process."""
 
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,28 +12,82 @@ from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.client import ServerProcess
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.rollout.vllm.spec import server_spec
+from temper_trainer.rollout.vllm.spec import server_spec, teacher_server_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One server, wherever it will run."""
+
+    spec: ServerSpec
+    """What it needs to start."""
+    name: str
+    """For sentences."""
+    python: str
+    """Its interpreter, on its own machine."""
+    log_file: str
+    """On its own machine."""
+    start_timeout_s: float
+    """Longest start."""
+    stall_timeout_s: float
+    """Longest silence."""
+
+    def make(self) -> ServerProcess:
+        """The server on this machine, not started yet."""
+        return ServerProcess(
+            self.spec,
+            name=self.name,
+            python=self.python,
+            log_file=Path(self.log_file),
+            start_timeout_s=self.start_timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+        )
+
+
+def rollout_plans(config: TrainerConfig, *, spec: ServerSpec) -> list[ServerPlan]:
+    """The sampler's servers; their logs lie in the run folder."""
+    numbers = range(config.rollout.num_replicas)
+    return [_plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log") for i in numbers]
+
+
+def teacher_plans(name: str, config: TrainerConfig) -> list[ServerPlan]:
+    """The servers of a teacher."""
+    teacher = config.teachers[name]
+    spec = teacher_server_spec(name, teacher, config=config)
+    numbers = range(teacher.num_replicas)
+    return [_plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log") for i in numbers]
 
 
 def open_local_servers(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
     """Servers beside the driver."""
     spec = server_spec(config, tokenizer=tokenizer)
-    specs = [spec] * config.rollout.num_replicas
-    if config.runtime.rollout_devices:
-        devices = config.runtime.rollout_devices
-        specs = [replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": names}) for names in devices]
-    replicas: list[Replica] = [make_server(config, spec=own, number=number) for number, own in enumerate(specs)]
+    replicas = _local(rollout_plans(config, spec=spec), devices=config.runtime.rollout_devices)
     return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
 
 
-def make_server(config: TrainerConfig, *, spec: ServerSpec, number: int) -> ServerProcess:
-    """One server on this machine, not started yet; its log lies in the run folder."""
+def local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica]:
+    """A teacher's servers beside the driver, not started yet."""
+    return _local(teacher_plans(name, config), devices=config.teachers[name].devices)
+
+
+def _local(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
+    """Each on devices of its own where they are named."""
+    if devices:
+        plans = [replace(plan, spec=_on_devices(plan.spec, names)) for plan, names in zip(plans, devices, strict=True)]
+    return [plan.make() for plan in plans]
+
+
+def _on_devices(spec: ServerSpec, names: str) -> ServerSpec:
+    return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": names})
+
+
+def _plan(config: TrainerConfig, spec: ServerSpec, *, name: str, log: str) -> ServerPlan:
     vllm = config.rollout.vllm
-    return ServerProcess(
-        spec,
-        name=f"rollout replica {number}",
+    return ServerPlan(
+        spec=spec,
+        name=name,
         python=config.runtime.rollout_python or sys.executable,
-        log_file=Path(config.run.dir).resolve() / "rollout" / f"replica-{number}.log",
+        log_file=str(Path(config.run.dir).resolve() / log),
         start_timeout_s=vllm.start_timeout_s,
         stall_timeout_s=vllm.stall_timeout_s,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS
-from temper_trainer.teacher.answers import Question, Teacher, TeacherAnswer, check_answer
+from temper_trainer.teacher.answers import Question, Teacher, TeacherAnswer, TeacherError, check_answer
 from temper_trainer.teacher.spec import TeacherSpec
 from temper_trainer.teacher.tokens import TokenMap
 
@@ -42,7 +42,7 @@ class TeacherClient:
 
         Raises:
             ConfigError: a route has no teacher.
-            TeacherError: see Teacher.answer.
+            TeacherError: see Teacher.answer; or not one sample could be translated into a teacher's tokens.
         """
         asked: dict[str, list[Question]] = {name: [] for name in self.teachers}
         num_unmapped = 0
@@ -56,12 +56,17 @@ class TeacherClient:
                 num_unmapped += 1
                 continue
             asked[name].append(Question(question_id=i, tokens=tokens, first=firsts[i] or 1, temperature=float(samples.temperature[i])))
+        self._check_taught(num_asked=sum(map(len, asked.values())), num_unmapped=num_unmapped)
         columns = self._empty(samples)
-        with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
+        pool = ThreadPoolExecutor(max_workers=max(1, len(asked)))
+        try:
             found = {name: pool.submit(self._ask, name, questions) for name, questions in asked.items() if questions}
             for name, answers in found.items():
                 for question, answer in zip(asked[name], answers.result(), strict=True):
                     self._fill(columns, answer, at=starts[question.question_id] + question.first, name=name)
+        finally:
+            # Not waited for: where one teacher fails, another may hang.
+            pool.shutdown(wait=False, cancel_futures=True)
         metrics = {f"teacher/{name}/samples": float(len(questions)) for name, questions in asked.items()}
         return columns, {**metrics, "teacher/unmapped_samples": float(num_unmapped)}
 
@@ -69,6 +74,13 @@ class TeacherClient:
         """Free every teacher."""
         for teacher in self.teachers.values():
             teacher.close()
+
+    def _check_taught(self, *, num_asked: int, num_unmapped: int) -> None:
+        if num_unmapped and not num_asked:
+            raise TeacherError(
+                f"not one of {num_unmapped} completions could be translated into a teacher's tokens, so that nothing would be learned: "
+                "the tokenizers share too little. Take a teacher with the policy's tokenizer."
+            )
 
     def _teacher_of(self, route: str) -> str:
         name = self.spec.teacher_of(route)

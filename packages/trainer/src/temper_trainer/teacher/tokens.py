@@ -33,6 +33,8 @@ class TokenMap:
 def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, may_map: bool) -> TokenMap | None:
     """None where the vocabularies are the same; else the map between them, if that is allowed.
 
+    Tokens are the same that are written the same; the end tokens are the same also where they are not.
+
     Raises:
         ConfigError: they differ and mapping was not asked for, or they share no token.
     """
@@ -48,10 +50,17 @@ def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedToken
     shared = ours.keys() & theirs.keys()
     if not shared:
         raise ConfigError(f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher.")
+    forward = {ours[token]: theirs[token] for token in shared}
     backward = torch.full((max(theirs.values()) + 1,), -1, dtype=torch.int64)
-    for token in shared:
-        backward[theirs[token]] = ours[token]
-    return TokenMap(forward={ours[token]: theirs[token] for token in shared}, backward=backward)
+    for policy_id, teacher_id in forward.items():
+        backward[teacher_id] = policy_id
+    our_end, their_end = policy.eos_token_id, teacher.eos_token_id
+    if our_end is not None and their_end is not None:
+        # Every whole completion ends in it, and two families hardly ever write it alike.
+        forward.setdefault(our_end, their_end)
+        if backward[their_end] < 0:
+            backward[their_end] = our_end
+    return TokenMap(forward=forward, backward=backward)
 
 
 def same_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:

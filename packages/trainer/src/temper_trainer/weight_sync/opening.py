@@ -1,15 +1,22 @@
 """Which transport a configuration means."""
 
+import logging
 from collections.abc import Callable
+from typing import cast
 
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.channel import Backend
+from temper_trainer.rollout.place import Place
+from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, export_buckets
-from temper_trainer.weight_sync.collective import CollectiveTransport, has_cuda
+from temper_trainer.weight_sync.choosing import choose_transport
+from temper_trainer.weight_sync.collective import CollectiveTransport, sender_place
 from temper_trainer.weight_sync.shared_memory import AdapterTransport, SharedMemoryTransport
 from temper_trainer.weight_sync.transport import RunsOnRanks, StreamTransport, Transport
+
+logger = logging.getLogger(__name__)
 
 
 def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sampler) -> Transport:
@@ -19,10 +26,15 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         return StreamTransport(export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler)
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
-    if sync.transport in ("auto", "shared_memory"):
+    transport = sync.transport
+    if transport == "auto":
+        choice = choose_transport(_sender(config, actor), [place for replica in sampler.replicas for place in _receivers(replica)])
+        logger.info("placement: weights get to the servers by %s, because %s", choice.transport, choice.reason)
+        transport = choice.transport
+    if transport == "shared_memory":
         return SharedMemoryTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
-    on_gpu = config.actor.engine.device != "cpu" and actor.run(has_cuda, [()] * actor.num_workers)[0]
-    backend: Backend = "cuda_ipc" if sync.transport == "cuda_ipc" else "nccl" if on_gpu else "gloo"
+    on_gpu = _sender(config, actor).gpu is not None
+    backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if on_gpu else "gloo"
     return CollectiveTransport(
         actor=actor,
         sampler=sampler,
@@ -30,7 +42,17 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         workers_per_replica=config.rollout.vllm.tensor_parallel_size,
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
+        may_send_again=config.loop == "sync",
     )
+
+
+def _sender(config: TrainerConfig, actor: RunsOnRanks) -> Place:
+    may_have_gpu = config.actor.engine.device != "cpu"
+    return actor.run(sender_place, [(may_have_gpu,)] * actor.num_workers)[0]
+
+
+def _receivers(replica: Replica) -> list[Place]:
+    return [Place(host=host, gpu=gpu) for host, gpu in cast("list[tuple[str, str | None]]", replica.call("places").result())]
 
 
 def _exporter(actor: RunsOnRanks, *, bucket_bytes: int) -> Callable[[], list[WeightBucket]]:

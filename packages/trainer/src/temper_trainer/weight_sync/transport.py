@@ -18,6 +18,11 @@ class RunsOnRanks(Protocol):
         """Ranks."""
         ...
 
+    @property
+    def num_updates(self) -> int:
+        """Updates that were begun: while it stays the same, the weights do."""
+        ...
+
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call a function of a worker on every rank at once."""
         ...

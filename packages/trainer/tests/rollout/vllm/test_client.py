@@ -12,6 +12,7 @@ from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.vllm import client
 from temper_trainer.rollout.vllm.client import ServerProcess
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.sampler import VllmSampler
@@ -93,6 +94,26 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
         server.start()
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        ("silent", r"r gave no sign of life for rollout\.vllm\.stall_timeout_s = 1 s"),
+        ("garbled", r"r sent what can't be read \(Unpickling"),
+    ],
+)
+def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
+    behaviour: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
+    server = ServerProcess(spec, name="r", python=sys.executable, log_file=tmp_path / "log", start_timeout_s=120, stall_timeout_s=1)
+    server.start()
+    with pytest.raises(ReplicaError, match=sentence):
+        server.call("anything").result(timeout=60)
+    assert server.process_id is None
+
+
 def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> None:
     fake = FakeReplica(0, dies_at=[1])
     sampler = sampler_of(fake)
@@ -127,6 +148,28 @@ def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
 def test_a_replica_that_breaks_its_promise_is_found_out(spoil: Callable[[Completion], Completion], sentence: str) -> None:
     with pytest.raises(WeightError, match=sentence):
         sampler_of(FakeReplica(0, spoil=spoil)).sample(REQUESTS)
+
+
+@pytest.mark.parametrize("second", [-2.0, float("nan")])
+def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second: float) -> None:
+    class Judge(FakeReplica):
+        """Says what it is told of every token."""
+
+        says = -1.0
+
+        def call(self, method: str, *arguments: object) -> "Future[object]":
+            if method != "logprobs":
+                return super().call(method, *arguments)
+            future: Future[object] = Future()
+            future.set_result([[self.says]])
+            return future
+
+    one, two = Judge(0), Judge(1)
+    sampler = sampler_of(one, two)
+    assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
+    two.says = second
+    with pytest.raises(WeightError, match="rollout replica 0 and rollout replica 1 give different log-probs"):
+        sampler.logprobs([(2, 3)], temperature=1.0)
 
 
 def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
+from temper_trainer.progress import advance
 from temper_trainer.rollout.replica import ReplicaError
-from temper_trainer.rollout.vllm.messages import Answer, Ask, Fault, Ready, ServerSpec
+from temper_trainer.rollout.vllm.messages import Alive, Answer, Ask, Fault, Ready, ServerSpec
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -166,11 +167,15 @@ class ServerProcess:
                 self._last_sign = time.monotonic()
                 if isinstance(message, Answer):
                     _settle(waiting.pop(message.number, None), value=message.value)
+                elif isinstance(message, Alive):
+                    advance("completions", message.num_finished)
                 elif isinstance(message, Fault):
                     kind = _KINDS.get(message.kind, ReplicaError)
                     _settle(waiting.pop(message.number, None), error=kind(f"{self._name}: {message.text}"))
         except (EOFError, OSError):
             logger.debug("%s: its connection is closed", self._name)
+        except Exception as unreadable:  # noqa: BLE001 - whatever it is: nobody may wait for the answer for ever
+            reason = f"sent what can't be read ({type(unreadable).__name__}: {unreadable})"
         with self._lock:
             is_current = self._connection is connection
         if is_current:

@@ -81,6 +81,11 @@ class VllmEngine:
             raise WeightError(f"vLLM's workers hold weights of different versions: {', '.join(map(str, sorted(versions)))}.")
         return versions.pop()
 
+    def places(self) -> list[tuple[str, str | None]]:
+        """Host and GPU of every worker, as Place has them."""
+        found: list[tuple[str, str | None]] = self._llm.collective_rpc("temper_place")
+        return found
+
     def add(self, key: Key, request: SamplingRequest) -> None:
         """Begin a request."""
         sampling = request.sampling

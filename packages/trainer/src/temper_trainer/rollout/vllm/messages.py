@@ -64,6 +64,9 @@ class Fault:
 class Alive:
     """The server has done something; sent at most once a second while it samples."""
 
+    num_finished: int = 0
+    """Completions since the last one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:

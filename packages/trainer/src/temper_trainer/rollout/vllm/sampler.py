@@ -43,6 +43,7 @@ class VllmSampler:
         self._version = 0
         self._reload: Load | None = None
         self._is_sent_once = False
+        self._is_closed = False
         self.num_restarts = 0
         """Replicas that were started again."""
         try:
@@ -89,7 +90,8 @@ class VllmSampler:
         assert isinstance(first, list)
         for replica, other in zip(self._replicas, answers, strict=True):
             assert isinstance(other, list)
-            if any(abs(a - b) > 1e-2 for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True)):
+            # Not ">", which a NaN on either side would pass.
+            if not all(abs(a - b) <= 1e-2 for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True)):
                 raise WeightError(f"{self._replicas[0].name} and {replica.name} give different log-probs: they hold different weights.")
         return first
 
@@ -101,21 +103,27 @@ class VllmSampler:
         """
         raise ConfigError("sampler vllm takes weights through weight_sync.transport, not as a stream.")
 
-    def load_while(self, receive: Load, send: Callable[[], object], *, version: int) -> None:
-        """As ``load``, for weights that are sent only once: a replica that dies meanwhile or later can't be given them again.
+    def load_while(self, receive: Load, send: Callable[[], object], *, version: int, reload: Load | None) -> None:
+        """As ``load``, for weights that every replica receives while they are sent: one that dies meanwhile ends the run.
+
+        Args:
+            receive: begins to receive.
+            send: returns when everything was sent.
+            version: of the set.
+            reload: gives the set to a replica that was started again later; None where that can't be.
 
         Raises:
             ReplicaError: a replica died.
             WeightError: one did not take the set.
         """
         with self._lock:
-            self._reload = None
+            self._reload, self._is_sent_once = None, True
             futures = [receive(replica) for replica in self._replicas]
             send()
             for number, future in enumerate(futures):
                 self._check_version(number, future.result(), version=version)
             self._version = version
-            self._is_sent_once = True
+            self._reload, self._is_sent_once = reload, reload is None
 
     def load(self, load: Load, *, version: int) -> None:
         """Give every replica the same set of weights; kept to give it to a replica that is started again.
@@ -174,7 +182,8 @@ class VllmSampler:
         return tuple(self._replicas)
 
     def close(self) -> None:
-        """End every server."""
+        """End every server; calls that are open fail, and no server is started again."""
+        self._is_closed = True
         for replica in self._replicas:
             replica.close()
 
@@ -216,6 +225,8 @@ class VllmSampler:
         with self._lock:
             if self._lives[number] != life:
                 return
+            if self._is_closed:
+                raise cause
             if self._is_sent_once:
                 raise ReplicaError(f"{cause}\nIts weights were sent once and are gone: go on with run.resume=auto.") from cause
             if self._restarts_left == 0:

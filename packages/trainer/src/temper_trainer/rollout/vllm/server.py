@@ -27,6 +27,7 @@ class Serving:
         self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._calls: dict[int, list[Completion | None]] = {}
         self._last_sign = time.monotonic()
+        self._num_untold = 0
 
     def run(self) -> None:
         """Until the client goes away."""
@@ -40,7 +41,8 @@ class Serving:
             for key, completion in self._engine.step():
                 self._finish(key, completion)
             if time.monotonic() - self._last_sign > _SIGN_OF_LIFE_S:
-                self._send(Alive())
+                self._send(Alive(num_finished=self._num_untold))
+                self._num_untold = 0
 
     def _read(self) -> None:
         try:
@@ -77,6 +79,7 @@ class Serving:
     def _finish(self, key: "Key", completion: Completion) -> None:
         number, place = key
         self._calls[number][place] = completion
+        self._num_untold += 1
         if None not in self._calls[number]:
             self._send(Answer(number=number, value=self._calls.pop(number)))
 

@@ -129,7 +129,7 @@ def _arguments(config: TrainerConfig, *, max_length: int, load_format: str) -> d
 def _longest(config: TrainerConfig) -> int:
     """Tokens of a prompt with its completion, and one more that the canary draws."""
     completion = config.longest_completion
-    if config.data.eval is not None:
+    if config.data.eval is not None or config.task == "eval":
         completion = max(completion, config.run.eval_sampling.max_tokens)
     return config.data.max_prompt_tokens + completion + 1
 

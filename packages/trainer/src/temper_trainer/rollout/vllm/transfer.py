@@ -5,12 +5,14 @@ Imported in every worker process, because vLLM is told to mix ``RegistersTransfe
 
 from dataclasses import dataclass, field
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
+from temper_trainer.rollout.place import place_of
 
 NAME = "temper"
 """Under which vLLM finds the engine."""
@@ -40,8 +42,9 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _channel: Channel | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's channel, where there is one."""
+        """Join the trainer's channel, where there is one, in place of an earlier one."""
         if init_info.channel:
+            self.shutdown()
             rank = self.parallel_config.rank
             self._channel = open_channel(init_info.channel, worker_rank=rank, device=self.device)
 
@@ -87,10 +90,17 @@ class RegistersTransfer:
     """
 
     _temper_weight_version = 0
+    device: torch.device
+    """vLLM's own."""
 
     def temper_weight_version(self) -> int:
         """Of the weights in this worker."""
         return self._temper_weight_version
+
+    def temper_place(self) -> tuple[str, str | None]:
+        """Host and GPU of this worker, as Place has them."""
+        place = place_of(self.device)
+        return place.host, place.gpu
 
     def set_temper_weight_version(self, version: int) -> None:
         """After an update."""

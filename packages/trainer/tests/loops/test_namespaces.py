@@ -1,0 +1,122 @@
+"""Two Ray nodes in network namespaces of their own: they share no loopback, so whatever reaches the other one went by its address."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from temper_trainer.loops import RunResult
+
+from .conftest import SMALL
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+Run = Callable[..., RunResult]
+Rows = Callable[..., list[dict[str, float]]]
+NAMES = (f"temper-{os.getpid()}-a", f"temper-{os.getpid()}-b")
+ADDRESSES = ("10.211.77.1", "10.211.77.2")
+PORT = 6391
+LEAN = (
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.total_steps=3",
+    "sampling.max_tokens=12",
+    "algorithm=reinforce_plus_plus",
+    "actor.engine.model.architecture.hidden_size=128",
+    "sampling.top_k=1",
+)
+APART = ("runtime.kind=ray", f"runtime.address={ADDRESSES[0]}:{PORT}", "rollout.pool=rollout", "run.progress=false")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def remove_namespaces() -> None:
+    """With every process in them, all of which were started here."""
+    for name in NAMES:
+        for word in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split():
+            subprocess.run(["kill", "-9", word], check=False, capture_output=True)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def node(place: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
+    """One Ray node of one core in its namespace."""
+    command = ["ip", "netns", "exec", NAMES[place], sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
+    with Path(folder, f"node-{place}.log").open("wb") as log:
+        return subprocess.Popen([*command, f"--node-ip-address={ADDRESSES[place]}", *arguments], env=environment, stdout=log, stderr=log)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[None]:
+    """A head and another node."""
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        remove_namespaces()
+        pytest.skip(f"network namespaces can't be made here ({error}): run as root on Linux with iproute2")
+    ends = [f"tmp{os.getpid() % 100000}{side}" for side in "ab"]
+    ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    for name, end, address in zip(NAMES, ends, ADDRESSES, strict=True):
+        ip("link", "set", end, "netns", name)
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+        for device in (end, "lo"):
+            ip("-n", name, "link", "set", device, "up")
+    folder = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # names of sockets must be short
+    head = node(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}", folder=folder)
+    time.sleep(8)
+    other = node(1, f"--address={ADDRESSES[0]}:{PORT}", folder=folder)
+    time.sleep(8)
+    assert head.poll() is None, Path(folder, "node-0.log").read_text()
+    assert other.poll() is None, Path(folder, "node-1.log").read_text()
+    yield
+    for process in (other, head):
+        process.terminate()
+    remove_namespaces()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_apart(folder: Path, *overrides: str) -> str:
+    """A run whose driver is on the head; what it said."""
+    command = ["ip", "netns", "exec", NAMES[0], sys.executable, "-m", "temper_trainer", *SMALL, *LEAN, *APART, f"run.dir={folder}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, nodes: None) -> None:
+    run(tmp_path / "inline", *LEAN)
+    said = run_apart(tmp_path / "apart")
+    assert "train[0]: actor on 1 CPU" in said
+    assert "rollout[0]: rollout on 1 CPU" in said
+    assert {f"train[0]: {ADDRESSES[0]}", f"rollout[0]: {ADDRESSES[1]}"} <= set(said.splitlines()) or {
+        f"train[0]: {ADDRESSES[1]}",
+        f"rollout[0]: {ADDRESSES[0]}",
+    } <= set(said.splitlines())
+    assert rows(tmp_path / "apart") == rows(tmp_path / "inline")
+
+
+@pytest.mark.vllm
+def test_weights_reach_a_server_on_another_host_by_broadcast(run: Run, rows: Rows, tmp_path: Path, nodes: None) -> None:
+    named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
+    if named is None and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this")
+    served = ("rollout=vllm", f"runtime.rollout_python={named or sys.executable}", "rollout.vllm.kv_cache_bytes=67108864")
+    served = (*served, "rollout.vllm.enforce_eager=true", "rollout.max_concurrent=16", "weight_sync.transport=collective")
+    run(tmp_path / "inline", *LEAN)
+    run_apart(tmp_path / "apart", *served)
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
+        expected = [row[name] for row in rows(tmp_path / "inline")]
+        assert [row[name] for row in rows(tmp_path / "apart")] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
