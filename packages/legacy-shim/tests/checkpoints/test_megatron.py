@@ -1,6 +1,7 @@
 """Megatron's layouts at sizes that no sample has: cut up here by the rules of tensor, pipeline, virtual-pipeline and expert ranks."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -144,6 +145,16 @@ def test_expert_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, pp: int, e
     hf = _model(experts=EXPERTS)
     _write_ranks(tmp_path / "actor", hf, tp=tp, pp=pp, ep=ep, grouped=grouped)
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
+
+
+def test_experts_that_were_never_saved_are_missed(tmp_path: Path) -> None:
+    """0.4.0 with experts over data-parallel ranks: of every expert rank but the first there is no file."""
+    _write_ranks(tmp_path / "actor", _model(experts=EXPERTS), tp=1, ep=2)
+    shutil.rmtree(tmp_path / "actor/model/mp_rank_00_001")
+    config = tmp_path / "actor/hf_config_and_tokenizer/config.json"
+    config.write_text(json.dumps(CONFIG | {"num_experts": EXPERTS}))
+    with pytest.raises(DamagedFileError, match=rf"layer 0 has 2 experts \(up to number 1\), but the config has {EXPERTS}\. 0\.4\.0 saved"):
+        open_checkpoint(tmp_path / "actor")
 
 
 @pytest.mark.parametrize(("tp", "ep", "pp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2)])

@@ -37,6 +37,8 @@ _TOP = {
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.down_proj\.weight")
 _PADDED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -54,6 +56,8 @@ class Geometry:
     """Decoder layers."""
     vocab_size: int
     """Without padding."""
+    num_experts: int | None
+    """Of a layer with experts; None where the config does not say."""
 
     @classmethod
     def of(cls, config: Mapping[str, object], *, source: str) -> "Geometry":
@@ -72,12 +76,14 @@ class Geometry:
             return value
 
         heads = number("num_attention_heads")
+        has_experts = next((name for name in _NUM_EXPERTS if config.get(name) is not None), None)
         return cls(
             num_heads=heads,
             num_groups=number("num_key_value_heads", heads),
             head_dim=number("head_dim", max(1, number("hidden_size") // heads)),
             num_layers=number("num_hidden_layers"),
             vocab_size=number("vocab_size"),
+            num_experts=None if has_experts is None else number(has_experts),
         )
 
 
@@ -100,7 +106,21 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
             if hf_name in converted:
                 raise DamagedFileError(f"{where}: {name} becomes {hf_name}, which is there already: both layer-norm namings in one model.")
             converted[hf_name] = hf_tensor
+    _check_experts(converted, geometry, where=where)
     return converted
+
+
+def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:
+    of_layer: dict[str, set[int]] = {}
+    for match in filter(None, map(_HF_EXPERT.fullmatch, converted)):
+        of_layer.setdefault(match[1], set()).add(int(match[2]))
+    wanted = geometry.num_experts
+    for layer, found in of_layer.items():
+        if wanted is not None and found != set(range(wanted)):
+            raise DamagedFileError(
+                f"{where}: layer {layer} has {len(found)} experts (up to number {max(found)}), but the config has {wanted}. 0.4.0 saved the "
+                "experts of its first data-parallel rank alone; otherwise copy every rank's folder here."
+            )
 
 
 def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
