@@ -118,8 +118,8 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
     for layer, found in of_layer.items():
         if wanted is not None and found != set(range(wanted)):
             raise DamagedFileError(
-                f"{where}: layer {layer} has {len(found)} experts (up to number {max(found)}), but the config has {wanted}. 0.4.0 saved the "
-                "experts of its first data-parallel rank alone; otherwise copy every rank's folder here."
+                f"{where}: layer {layer} has {len(found)} experts (up to number {max(found)}), but the config has {wanted}. 0.4.0 saved "
+                "those of its first data-parallel rank alone; otherwise copy every rank's folder here."
             )
 
 
