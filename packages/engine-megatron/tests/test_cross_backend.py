@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from temper_engine_api.checkpoint.saved_state import COUNT, FIRST, SavedState
 from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
 from temper_engine_api.conformance.measure import Update, merged, state_of
 from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, VALUE
@@ -14,6 +15,7 @@ from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import ScheduleSpec
+from temper_engine_megatron.expert_names import by_names_in_files
 
 pytest.importorskip("temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp")
 
@@ -47,10 +49,38 @@ def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, be
     check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
 
 
-def test_a_mixture_of_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "before", "second", "after"),
+    [
+        pytest.param("megatron", MEGATRON["ep2"], "fsdp", TWO, id="ep2-to-fsdp"),
+        pytest.param("fsdp", TWO, "megatron", MEGATRON["ep2"], id="fsdp-to-ep2"),
+        pytest.param("fsdp", ALONE, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_mixture_of_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
     mixtures = reference.with_experts()
     recipe = mixtures.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
-    check_goes_on(fleet, mixtures, tmp_path, recipe, ("megatron", MEGATRON["ep2"]), ("fsdp", TWO))
+    check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
+
+
+def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_names_in_files():
+    asked = []
+    joined = {"gate_up_proj": torch.arange(24.0).view(2, 4, 3), "down_proj": torch.arange(12.0).view(2, 3, 2)}
+
+    def read(kind, name):
+        asked.append((kind, name))
+        return torch.tensor(7) if kind == COUNT else joined[name.rpartition(".")[2]] + (0.5 if kind == FIRST else 0)
+
+    shapes = {f"layer.mlp.experts.{kind}": tuple(tensor.shape) for kind, tensor in joined.items()}
+    saved = by_names_in_files(SavedState(directory="here", weights=shapes, has_moments=True, read=read))
+    found = {state.name: state for state in saved.iterate_state()}
+    assert [(name, tuple(state.master.shape)) for name, state in found.items()] == list(saved.weights.items())
+    # Expert 1 begins at 1 x 4 x 3 = 12, its up-projection two rows of 3 later.
+    assert torch.equal(found["layer.mlp.experts.1.up_proj.weight"].first_moment, torch.arange(18.0, 24.0).view(2, 3) + 0.5)
+    assert torch.equal(found["layer.mlp.experts.1.down_proj.weight"].master, joined["down_proj"][1])
+    assert {state.update_count for state in found.values()} == {7}
+    read_whole = [question for question in asked if question[0] != COUNT]
+    assert len(read_whole) == len(set(read_whole)) == 6
 
 
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS[:2])

@@ -1,7 +1,7 @@
 """Hugging Face models on disk or from scratch: their configuration, and their tensors one at a time, float32."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
+from temper_engine_megatron import expert_names
 
 SCALAR_HEAD = "score."
-_JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What transformers joins in memory, by the parts of each expert, one above the other."""
 
 TensorReader = Callable[[str], Tensor]
 """A full float32 tensor by name."""
@@ -103,20 +102,8 @@ def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Te
         auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        return dict(_one_by_one(auto.from_config(hf_config, dtype=torch.float32).state_dict()))
-
-
-def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Experts under the names that files have; transformers joins those of a layer in memory."""
-    for name, tensor in tensors.items():
-        layer, separator, kind = name.rpartition(".experts.")
-        if not separator or kind not in _JOINED_EXPERTS:
-            yield name, tensor
-            continue
-        for number, expert in enumerate(tensor):
-            parts = expert.chunk(len(_JOINED_EXPERTS[kind]))
-            for part_name, part in zip(_JOINED_EXPERTS[kind], parts, strict=True):
-                yield f"{layer}.experts.{number}.{part_name}.weight", part
+        network = auto.from_config(hf_config, dtype=torch.float32)
+    return dict(part for name, tensor in network.state_dict().items() for part in expert_names.split(name, tensor))
 
 
 def _new_head(spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool) -> Tensor:

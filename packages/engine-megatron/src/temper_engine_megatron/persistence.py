@@ -32,6 +32,7 @@ from temper_engine_api.checkpoint.saved_state import (
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
+from temper_engine_megatron import expert_names
 from temper_engine_megatron.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 
@@ -118,12 +119,15 @@ def _open_files(directory: str) -> SavedState:
 
 
 def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
-    """These names of it alone: what is trained has moments, also where weights beside it have none."""
+    """These names of it alone, as files have them: what is trained has moments, also where weights beside it have none."""
     if holds_files(saved.directory):
         stored = {key for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors") for key in _keys_of(path)}
     else:
         stored = set(FileSystemReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
-    return replace(saved, weights={name: saved.weights[name] for name in names}, has_moments=_have_moments(names, stored))
+    home_of = expert_names.homes(saved)
+    here = dict.fromkeys(home_of[name] for name in names)
+    own = replace(saved, weights={name: saved.weights[name] for name in here}, has_moments=_have_moments(here, stored))
+    return expert_names.by_names_in_files(own)
 
 
 def _keys_of(path: Path) -> list[str]:

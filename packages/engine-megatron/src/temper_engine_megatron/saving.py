@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import check_saved
-from temper_engine_megatron import persistence
+from temper_engine_megatron import expert_names, persistence
 from temper_engine_megatron.parts import Parts
 from temper_engine_megatron.persistence import Held
 
@@ -81,13 +81,14 @@ def read_state(parts: Parts, *, directory: str) -> None:
         CheckpointError: another configuration made it; nothing has been read then.
     """
     saved = persistence.open_state(directory)
+    in_files = expert_names.by_names_in_files(saved)
     trained, around = ([entry.name for entry in state.expected()] for state in (parts.trained, parts.state))
     expected = parts.trained.expected()
     if parts.adapter is not None:
-        parts.adapter.expect_weights(not saved.weights.keys().isdisjoint(around), directory=directory)
+        parts.adapter.expect_weights(not in_files.weights.keys().isdisjoint(around), directory=directory)
         if parts.adapter.is_on_other_weights:
             expected = [*parts.state.expected(), *expected]
-    check_saved(expected, saved.entries(), directory=directory)
+    check_saved(expected, in_files.entries(), directory=directory)
     if parts.adapter is not None and parts.adapter.is_on_other_weights:
         parts.state.load_weights(persistence.part_of(saved, around).iterate_weights())
     own = persistence.part_of(saved, trained)

@@ -1,0 +1,54 @@
+"""Experts under the names that Hugging Face files have, a tensor for each; transformers joins those of a layer in memory, gate above up.
+
+In: tensors by their names in memory, as fresh models have them and FSDPEngine's checkpoints. Out: the same numbers by their names in files.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
+
+_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Of each expert, one above the other."""
+
+
+def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor by its names in files: what is joined, [experts, rows, columns], as views of its parts, anything else as it is."""
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in _PARTS:
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        for part_name, part in zip(_PARTS[kind], expert.chunk(len(_PARTS[kind])), strict=True):
+            yield f"{layer}.experts.{number}.{part_name}.weight", part
+
+
+def homes(saved: SavedState) -> dict[str, str]:
+    """By name in files, the name that a checkpoint has: that of the joined tensor, or the same."""
+    return {part: name for name, shape in saved.weights.items() for part, _ in split(name, torch.empty(shape, device="meta"))}
+
+
+def by_names_in_files(saved: SavedState) -> SavedState:
+    """A checkpoint's state as if nothing were joined. What is, is read once for all of its parts, if these are asked for in a row."""
+    home_of = homes(saved)
+    shapes = {
+        part: tuple(tensor.shape)
+        for name, shape in saved.weights.items()
+        for part, tensor in split(name, torch.empty(shape, device="meta"))
+    }
+    last_read: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    def read(kind: str, part: str) -> Tensor:
+        home = home_of[part]
+        if home == part or kind == COUNT:
+            return saved.read(kind, home)
+        name, parts = last_read.get(kind, ("", {}))
+        if name != home:
+            parts = dict(split(home, saved.read(kind, home)))
+            last_read[kind] = home, parts
+        return parts[part]
+
+    return replace(saved, weights=shapes, read=read)
