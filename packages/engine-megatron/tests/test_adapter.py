@@ -19,6 +19,7 @@ from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.engine import MegatronEngine
+from temper_engine_megatron.persistence import refuse_other_systems
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -104,9 +105,18 @@ def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, 
     assert "sets rank_pattern" in refusal(other)
 
 
-def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(start, tmp_path):
-    (tmp_path / "adapter_checkpoint").mkdir()
-    with pytest.raises(CheckpointError, match=r"temper-migrate checkpoint .* --to temper --out NEW"):
+@pytest.mark.parametrize(
+    "inside", ["adapter_checkpoint", "model/mp_rank_00", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt"]
+)
+def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(tmp_path, inside):
+    (tmp_path / inside).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"holds {inside}, .*temper-migrate checkpoint .* --to temper --out NEW"):
+        refuse_other_systems(str(tmp_path))
+
+
+def test_loading_asks_whether_a_checkpoint_is_another_systems(start, tmp_path):
+    (tmp_path / "dist_ckpt").mkdir()
+    with pytest.raises(CheckpointError, match="temper-migrate checkpoint"):
         start(lora=LORA).load_checkpoint(str(tmp_path))
 
 

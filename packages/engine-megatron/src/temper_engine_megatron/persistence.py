@@ -41,7 +41,9 @@ RANDOM_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _OF_MEGATRON = "megatron."
 """Before the name of one of Megatron's own states."""
 OTHER_SYSTEMS = ("adapter_checkpoint", "mp_rank_*", "dist_ckpt", "iter_*", "latest_checkpointed_iteration.txt")
-"""What other systems on Megatron leave in a checkpoint's folder."""
+"""What other systems on Megatron leave in a role's folder of a checkpoint, or in one inside it."""
+_INSIDE = ("", "model/", "*/", "*/model/")
+"""Where that lies: a role's folder is given, or a step's with a folder for each role."""
 
 Held = dict[str, Tensor]
 """What belongs to one name, by the names in the file."""
@@ -216,10 +218,11 @@ def refuse_other_systems(directory: str) -> None:
     Raises:
         CheckpointError: says how to convert it.
     """
-    found = next((path for pattern in OTHER_SYSTEMS for path in Path(directory).glob(pattern)), None)
+    folder = Path(directory)
+    found = next((path for place in _INSIDE for name in OTHER_SYSTEMS for path in folder.glob(place + name)), None)
     if found is not None:
         raise CheckpointError(
-            f"{directory} holds {found.name}, which is another system's layout: convert it with "
+            f"{directory} holds {found.relative_to(folder)}, which is another system's layout: convert it with "
             f"`temper-migrate checkpoint {directory} --to temper --out NEW` and load NEW."
         )
 
