@@ -85,6 +85,20 @@ def test_an_alpha_beside_the_roles_is_found_from_within_the_step(tmp_path: Path,
     assert (adapter.alpha, adapter.alpha_from) == (16.0, "lora_train_meta.json")
 
 
+@pytest.mark.parametrize("said", [{"lora_alpha": float("inf")}, {"lora_alpha": 4, "alpha_pattern": {"a": "much"}}])
+def test_an_alpha_that_is_no_number_is_none(tmp_path: Path, said: dict[str, object]) -> None:
+    half = {f"base_model.model.a.lora_{side}.default.weight": torch.ones(shape) for side, shape in (("A", (2, 4)), ("B", (4, 2)))}
+    actor = _role(tmp_path / "actor", **half)
+    (actor / "lora_adapter").mkdir()
+    (actor / "lora_adapter/adapter_config.json").write_text(json.dumps({"r": 2, **said}))
+    adapter = open_checkpoint(actor).adapter
+    assert adapter is not None
+    with pytest.raises(
+        (UsageError, DamagedFileError), match=r"no file of this checkpoint says the adapter's alpha|'much', which is no alpha"
+    ):
+        adapter.scale("a")
+
+
 def test_a_buffer_that_differs_between_ranks_is_of_another_save(tmp_path: Path) -> None:
     write_fsdp(tmp_path / "a", {"w": torch.ones(4, 2), "bias": torch.ones(3)}, plain=["bias"])
     write_fsdp(tmp_path / "b", {"w": torch.ones(4, 2), "bias": torch.zeros(3)}, plain=["bias"])

@@ -73,6 +73,10 @@ class Adapter:
         if isinstance(patterns, dict):
             for pattern, value in patterns.items():
                 if module == pattern or module.endswith(f".{pattern}"):
+                    if not isinstance(value, int | float) or not 0 < value < math.inf:
+                        raise DamagedFileError(
+                            f"adapter_config.json says {name} of {pattern} is {value!r:.80}, which is no alpha: copy it again."
+                        )
                     return float(value)
         return default
 
@@ -138,7 +142,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
         if path.is_file():
             content = read_object(path)
             alpha, rank = content.get("lora_alpha"), content.get("r")
-            if isinstance(alpha, int | float) and alpha > 0:
+            if isinstance(alpha, int | float) and 0 < alpha < math.inf:
                 if isinstance(rank, int) and rank != adapter.rank and not content.get("rank_pattern"):
                     raise UsageError(f"{path} says rank {rank}, but the adapter's tensors have rank {adapter.rank}: it is of another save.")
                 found = (float(alpha), path, content if path in beside else {})
