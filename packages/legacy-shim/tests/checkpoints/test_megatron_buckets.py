@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import test_megatron
 import torch
+from safetensors.torch import save_file
 from test_megatron import _stacked, _write_config, _write_dist, _write_ranks
 from test_megatron_flat import FACTORS, HF, same
 from torch import Tensor
@@ -34,7 +36,7 @@ def buckets(chunk: Mapping[str, Tensor], *, least: int) -> list[Tensor]:
     return found
 
 
-def write(folder: Path, *, tp: int, pp: int = 1, vpp: int = 1, least: int = 1 << 30) -> Path:
+def write(folder: Path, *, tp: int, pp: int = 1, vpp: int = 1, least: int = 1 << 30, is_exported: bool = False) -> Path:
     state: dict[str, Tensor] = {}
     for kind, factor in FACTORS.items():
         _write_ranks(folder / kind, {name: factor * tensor for name, tensor in HF.items()}, tp=tp, pp=pp, vpp=vpp)
@@ -45,9 +47,11 @@ def write(folder: Path, *, tp: int, pp: int = 1, vpp: int = 1, least: int = 1 <<
                     for i, bucket in enumerate(buckets(in_order(chunk), least=least)):
                         prefix = f"optimizer.distributed.dp_group_idx_{rank + tp * stage}.gbuf_idx_{number}"
                         state[f"{prefix}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{i}.{kind}"] = bucket
-    weights = {name: tensor.bfloat16() for name, tensor in _stacked(HF).items()}
+    weights = {} if is_exported else {name: tensor.bfloat16() for name, tensor in _stacked(HF).items()}
     _write_dist(folder / "actor/dist_ckpt", weights | state, {"optimizer": {"param_groups": [{"step": 3}]}})
     _write_config(folder / "actor/huggingface")
+    if is_exported:
+        save_file({name: tensor.bfloat16() for name, tensor in HF.items()}, folder / "actor/huggingface/model.safetensors")
     return folder / "actor"
 
 
@@ -63,6 +67,18 @@ def test_masters_and_moments_of_every_layout_are_found(tmp_path: Path, tp: int, 
     assert same({name: kept.first for name, kept in found.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
     assert same({name: kept.second for name, kept in found.moments.items()}, {name: 2.0 * tensor for name, tensor in HF.items()})
     assert (found.num_updates, found.decays_vectors) == (3, False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 2)])
+def test_masters_and_moments_are_found_beside_weights_that_were_exported_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pp: int, vpp: int
+) -> None:
+    """As 0.8 and 0.9 save with a bridge, their default: the distributed checkpoint has the optimizer alone, and no row is padding."""
+    monkeypatch.setattr(test_megatron, "PADDED", test_megatron.VOCAB)
+    found = state_of(write(tmp_path, tp=1, pp=pp, vpp=vpp, is_exported=True))
+    assert same(found.model.weights, HF)
+    assert same({name: kept.first for name, kept in found.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_megatron import LAYERS, _assert_equal, _model, _stacked, _write_config
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -93,15 +94,21 @@ def _save_plan(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exported: bool
+) -> None:
+    """With a bridge, the default since 0.7, the weights lie in huggingface/ and the optimizer alone in the distributed checkpoint."""
     hf = _model()
     kinds = {"fp32_param": 1.25, "exp_avg": 0.5, "exp_avg_sq": 2.0}
     state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(hf).items()}
     folder = tmp_path / "actor/dist_ckpt"
-    write_flattened(folder, _stacked(hf), state, monkeypatch=monkeypatch)
+    write_flattened(folder, {} if is_exported else _stacked(hf), state, monkeypatch=monkeypatch)
     groups = [{"step": 3.0, "lr": 1e-5, "weight_decay": decay} for decay in (0.0, 0.1)]
     torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "lr_scheduler": {"num_steps": 3}}, folder / "common.pt")
     _write_config(tmp_path / "actor/huggingface")
+    if is_exported:
+        save_file(hf, tmp_path / "actor/huggingface/model.safetensors")
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     _assert_equal(kept.model.weights, {name: 1.25 * tensor for name, tensor in hf.items()})
     _assert_equal({name: moments.first for name, moments in kept.moments.items()}, {name: 0.5 * tensor for name, tensor in hf.items()})

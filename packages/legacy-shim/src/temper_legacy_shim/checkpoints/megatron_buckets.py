@@ -25,6 +25,7 @@ _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\."
 _VECTOR = re.compile(_GROUP + r"gbuf_idx_(\d{1,4})\.dtype_.+\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)")
 _SETTINGS = re.compile(_GROUP + r"optimizer(?:/shard_.*)?")
 _EMBEDDING, _NORM, _HEAD = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"
+_HEAD_BIAS = "output_layer.bias"
 _ATTENTION = ("linear_proj.weight", "linear_proj.bias", "linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_qkv.bias")
 _FUSED = (
     *(f"self_attention.{name}" for name in (*_ATTENTION, "q_layernorm.weight", "k_layernorm.weight")),
@@ -64,10 +65,12 @@ def read_buckets(model: OldModel) -> Masters:
         raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
     assert model.config is not None, "Megatron's weights were read with it"
     geometry = Geometry.of(model.config, source="config.json")
-    whole = dict(megatron_names.unstacked(model_names(DistCheckpoint(model.role.dist_folders[0]).tensors), geometry, where=model.role.path))
-    weights = {name: tensor for name, tensor in whole.items() if not is_buffer(name)}
-    if any(".experts." in name or ".adapter." in name for name in weights):
+    saved = model_names(DistCheckpoint(model.role.dist_folders[0]).tensors)
+    if any(".experts." in name or ".adapter." in name for name in (*saved, *model.weights)):
         raise LayoutError("the distributed checkpoint holds buckets of experts or of an adapter, which can't be told apart")
+    # Since 0.7 the weights lie in huggingface/ alone, unless they were asked for.
+    whole = dict(megatron_names.unstacked(saved, geometry, where=model.role.path)) or megatron_names.from_hf(model.weights, geometry)
+    weights = {name: tensor for name, tensor in whole.items() if not is_buffer(name)}
     for layout in _layouts(found, geometry):
         try:
             named = _named(found, weights, layout, num_layers=geometry.num_layers)
@@ -147,7 +150,7 @@ def _local(
     if first + per_chunk == num_layers:
         names[_NORM] = _NORM
         if _HEAD in weights:
-            names[_HEAD] = _HEAD
+            names |= {name: name for name in (_HEAD, _HEAD_BIAS) if name in weights}
         elif first != 0:
             names[_HEAD] = _EMBEDDING  # tied over two stages, the last one has a copy
     parts = {}

@@ -5,11 +5,11 @@ up projection. Knows the llama-like decoders: Llama, Mistral, Qwen 2 and 3, and 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from temper_legacy_shim.checkpoints.lazy import Element, LazyTensor, Rows
+from temper_legacy_shim.checkpoints.lazy import Element, LazyTensor, Rows, concatenated
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -39,6 +39,7 @@ _TOP = {
 }
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.down_proj\.weight")
+_VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 _PADDED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -108,6 +109,32 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
             converted[hf_name] = hf_tensor
     _check_experts(converted, geometry, where=where)
     return converted
+
+
+def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, LazyTensor]:
+    """Whole matrices of a dense model under Megatron's names, norms inside the linear layers; the inverse of ``to_hf`` without padding."""
+    made = {name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights}
+    plain = {hf: name for name, hf in reversed(_PLAIN.items())}
+    for layer in range(geometry.num_layers):
+        prefix, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        mine = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        made |= {to + plain[name]: tensor for name, tensor in mine.items() if name in plain}
+        for end in ("weight", "bias"):
+            attention = [mine[name] for name in (f"self_attn.{each}_proj.{end}" for each in "qkv") if name in mine]
+            if len(attention) == 3:
+                made[f"{to}self_attention.linear_qkv.{end}"] = _fused_qkv(attention, geometry)
+            gated = [mine[name] for name in (f"mlp.gate_proj.{end}", f"mlp.up_proj.{end}") if name in mine]
+            if len(gated) == 2:
+                made[f"{to}mlp.linear_fc1.{end}"] = concatenated(gated, dim=0)
+    return made
+
+
+def _fused_qkv(parts: Sequence[LazyTensor], geometry: Geometry) -> LazyTensor:
+    """Rows per query group: its queries, its key, its value."""
+    d, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
+    sizes, starts = (per_group * d, d, d), (0, parts[0].shape[0], parts[0].shape[0] + parts[1].shape[0])
+    spans = [(s + g * n, s + (g + 1) * n) for g in range(geometry.num_groups) for s, n in zip(starts, sizes, strict=True)]
+    return Rows(concatenated(parts, dim=0), tuple(spans))
 
 
 def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:
