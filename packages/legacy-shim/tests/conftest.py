@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 LEGACY = Path(__file__).resolve().parents[4] / "shared" / "legacy"
 """Beside the repository."""
@@ -18,7 +18,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Shared machines make wall time noise, and a pull request's result must depend on its code alone.
-settings.register_profile("shim", deadline=None, derandomize=True)
+# Without the phase that explains failures, which traces every line and takes most of the time.
+settings.register_profile("shim", deadline=None, derandomize=True, phases=[phase for phase in Phase if phase is not Phase.explain])
 settings.load_profile("shim")
 
 

@@ -89,6 +89,16 @@ def test_a_folder_is_translated_file_by_file_and_what_is_no_old_configuration_is
     assert "compose.yaml" not in text
 
 
+@pytest.mark.parametrize(("name", "code"), [("dapo_trainer", 10), ("prime_trainer", 20)])
+def test_a_recipes_own_file_is_that_recipe(name: str, code: int, old: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(OLD.replace("  adv_estimator: grpo", "  adv_estimator: grpo\n  filter_groups: {enable: true, metric: acc}"))
+    found, text = invoke("config", path, "--from-version", "v0.5.0", "--json")
+    (report,) = json.loads(text)
+    assert (found, report["source"]["entry"]) == (code, {10: "recipe.dapo.main_dapo", 20: "recipe.prime.main_prime"}[code])
+    assert bool(report["settings"]) is (code == 10)
+
+
 def test_hydras_list_of_overrides_is_read_and_what_is_no_configuration_is_left(old: Path, tmp_path: Path) -> None:
     (tmp_path / "chart.yaml").write_text("name: {{ .Values.name }}\n")
     (tmp_path / "hosts.yaml").write_text("- one\n- two\n")

@@ -149,6 +149,26 @@ def test_overrides_of_a_branch_that_was_not_taken_stop_the_new_script_there(extr
     assert "this branch was not translated" not in taken.script.text
 
 
+def test_a_launch_that_only_another_branch_reaches_needs_a_person() -> None:
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size="
+    migration = migrate_script(f"{command}8\nif probe; then\n  exit\nfi\n{command}16\n")
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    (person,) = migration.script.persons
+    assert person.startswith(
+        "line 5: verl.trainer.main_ppo is started there where a condition turns out otherwise, and still stands as it was"
+    )
+    assert f"{command}16" in migration.script.text
+
+
+def test_a_launch_that_no_reading_came_by_needs_a_person() -> None:
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size="
+    for text in (f"if {command}8; then\n  {command}4\nelse\n  {command}2\nfi\n", f"again() {{\n  {command}4\n}}\n{command}8\n"):
+        migration = migrate_script(text)
+        assert migration.script is not None
+        assert any("and still stands as it was" in person for person in migration.script.persons), text
+
+
 def test_a_command_substitution_before_the_command_stays_whole() -> None:
     text = GRPO.replace("PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")')
     migration = migrate_script(text)
@@ -236,6 +256,22 @@ def test_a_script_that_launches_nothing_is_clean() -> None:
     migration = migrate_script("echo hello\n")
     assert migration.script is None
     assert migration.outcome is Outcome.CLEAN
+
+
+def test_other_programs_with_hydras_overrides_are_left_alone() -> None:
+    cifar = "python train.py task=cifar optimizer.lr=0.1 data.root=/d trainer.max_epochs=10\n"
+    assert migrate_script(cifar).script is None
+    forks = "python src/train.py data.train_files=/d/a.parquet actor_rollout_ref.model.path=/m my.own=1 other.own=2\n"
+    assert len(migrate_script(forks).launches) == 1
+
+
+def test_a_fork_with_a_configuration_of_another_kind_is_asked_about() -> None:
+    text = "python3 -m verl.trainer.main config=c.yaml data.train_files=a worker.rollout.n=8 trainer.n_gpus_per_node=8\n"
+    migration = migrate_script(text)
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    assert "python3 -m verl.trainer.main config=c.yaml" in migration.script.text
+    assert "EasyR1" in migration.launches[0].persons[0].message
 
 
 def test_an_old_trainer_that_is_only_named_is_mentioned() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from temper_legacy_shim.configs.interpolation import UNRESOLVED, Unresolved, resolve
 from temper_legacy_shim.configs.overrides import Override
@@ -199,7 +200,14 @@ def old_config(
 ) -> OldConfig:
     """A tree to compose on: the release's defaults, with what a recipe's own file adds."""
     tree = {**defaults, **(extra or {})}
+    blocks = dict(_counted(tuple(tree)))
+    return OldConfig(version=version, family=family, entry=entry, tree=dict(tree), defaults=tree, origin={}, blocks=blocks)
+
+
+@lru_cache(maxsize=64)
+def _counted(keys: tuple[str, ...]) -> Mapping[str, int]:
+    """Every block of a tree with the number of its leaves; each release's tree is met again and again."""
     blocks: dict[str, int] = {}
-    for key in tree:
+    for key in keys:
         count_leaf(blocks, key, 1)
-    return OldConfig(version=version, family=family, entry=entry, tree=dict(tree), defaults=dict(tree), origin={}, blocks=blocks)
+    return blocks

@@ -41,6 +41,9 @@ _BASES = {
     "one_step_off_ppo_megatron_trainer": "verl.experimental.one_step_off_policy.main_ppo",
     "fully_async_ppo_trainer": "verl.experimental.fully_async_policy.fully_async_main",
     "fully_async_ppo_megatron_trainer": "verl.experimental.fully_async_policy.fully_async_main",
+    "prime_trainer": "recipe.prime.main_prime",
+    "spin_trainer": "recipe.spin.main_spin",
+    "sppo_trainer": "recipe.sppo.main_sppo",
 }
 
 
@@ -91,6 +94,8 @@ def read_old_file(path: Path, *, seen: tuple[Path, ...] = ()) -> OldFile:
             values = _merged(values, below.values)
             entry, groups = below.entry or entry, {**below.groups, **groups}
     own = path.stem if path.stem in _BASES else ""
+    if own and not _BASES[own].startswith("verl.trainer."):
+        entry = own  # a recipe's own file, whatever it builds on
     return OldFile(path=path, values=_merged(values, tree), entry=entry or own, groups=groups)
 
 

@@ -115,6 +115,8 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
     foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
     if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
         foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
+    if path == "verl.trainer.main":
+        foreign = f"{entry} is the entry of EasyR1, whose configuration is of another kind (config=FILE, worker.*)"
     contradiction = ""
     if "megatron" not in path and _said_strategy(overrides) == "megatron" and program == "ppo":
         if not is_megatron and name in ("", "ppo_trainer") and not given:

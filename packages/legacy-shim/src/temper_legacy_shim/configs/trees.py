@@ -4,7 +4,7 @@ import json
 import re
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, get_args
 
 from temper_legacy_shim.configs.values import Plain
 from temper_legacy_shim.errors import UsageError
@@ -88,6 +88,11 @@ def default_tree(version: str, family: Family) -> dict[str, Plain]:
     if family not in families_of(version):
         had = ", ".join(families_of(version))
         raise UsageError(f"{version} had no configuration of the kind {family}: it had {had}. Give another version.")
+    return dict(_tree(version, family))
+
+
+@cache
+def _tree(version: str, family: Family) -> dict[str, Plain]:
     number = order(version)
     tree: dict[str, Plain] = {}
     for key, history in _keys(family).items():
@@ -104,6 +109,12 @@ def default_tree(version: str, family: Family) -> dict[str, Plain]:
 def all_keys(family: Family) -> tuple[str, ...]:
     """Every key that a tree ever had."""
     return tuple(_keys(family))
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every key that any tree ever had."""
+    return frozenset(key for family in get_args(Family) for key in all_keys(family))
 
 
 def _keys(family: Family) -> dict[str, list[tuple[int, Plain]]]:

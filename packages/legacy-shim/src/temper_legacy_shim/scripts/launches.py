@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from temper_legacy_shim.configs.trees import known_keys
 from temper_legacy_shim.scripts.state import Event
 from temper_legacy_shim.scripts.tree import Span
 from temper_legacy_shim.scripts.values import Field, Text
@@ -12,7 +13,6 @@ _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed)")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
 _OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.-]*=")
-_DOTTED = re.compile(r"(?:\+\+?|~)?[A-Za-z_]\w*(?:[./][\w@-]+)+=")
 OLD_MODULE = re.compile(r"(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)")
 _FLAGS = frozenset(
     ("--standalone", "--no-python", "--no_python", "--multi_gpu", "--multi-gpu", "--use_deepspeed", "--use_fsdp", "--cpu", "--quiet")
@@ -135,10 +135,10 @@ def _known_start(text: Text) -> str:
 
 
 def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bool:
-    num_dotted = sum(_DOTTED.match(override.key + "=") is not None for override in overrides)
     if OLD_MODULE.fullmatch(entry):
         return True
-    return num_dotted >= 2 or (bool(config) and num_dotted >= 1)
+    num_known = sum(override.key.lstrip("+~") in known_keys() for override in overrides if "." in override.key)
+    return num_known >= 2 or (bool(config) and num_known >= 1)
 
 
 def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.launches import Launch, find_launches
+from temper_legacy_shim.scripts.left_behind import left_behind
+from temper_legacy_shim.scripts.parser import parse
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
 from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
@@ -50,8 +52,7 @@ def migrate_script(
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
-    if not script.persons and find_launches(reread(script.text, reading, settings or {})):
-        script.persons.append("the new script would still start an old trainer: write that command by hand.")
+    script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
@@ -71,6 +72,25 @@ def _translated(
             done[same] = translate_launch(launch, options, folder=folder, literal_keys=literal_keys)
         out.append(replace(done[same], launch=launch))
     return out
+
+
+def _still_there(text: str, reading: ScriptReading, settings: dict[str, str]) -> list[str]:
+    """Old trainers that the new script would start, or might where a condition turns out otherwise."""
+    known = {launch.span.start for launch in reading.launches}
+    others = [launch for other in reading.alternatives for launch in other.launches]
+    found = {reading.line_of(at): entry for at, entry in ((other.span.start, other.entry) for other in others) if at not in known}
+    if not found:
+        lines = {text.count("\n", 0, at) + 1: entry for at, entry in left_behind(parse(text))}
+        return [f"line {line} of the new script still names {entry}{_OTHERWISE}" for line, entry in lines.items()] or [
+            f"the new script would still start {launch.entry}: write that command by hand."
+            for launch in find_launches(reread(text, reading, settings))
+        ]
+    return [
+        f"line {line}: {entry} is started there where a condition turns out otherwise{_OTHERWISE}" for line, entry in sorted(found.items())
+    ]
+
+
+_OTHERWISE = ", and still stands as it was: translate the script with that branch chosen (--set), and take the command from there."
 
 
 def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
