@@ -2,7 +2,7 @@
 
     python -m tools.gpu.fsdp_watcher [--device cpu]
 
-Prints the sentence of the rank that waits, and ends with 0 if it names rank, stage, micro-batch and what the other one does.
+Prints the sentence of the rank that waits, and ends with 0 if it names rank, stage, micro-batch, collective and what the other one does.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tools.gpu.workload import SMALL, ClippedPolicy, small_batch
 
 TIMEOUT_S = 20.0
 TOLD = re.compile(
-    r"rank 0 (may be waiting in vain in a collective|waited in vain in \w+) during a training call \(micro-batch \d+ of \d+\), \d+ s .*"
+    r"rank 0 (may be waiting in vain in \w+ of [\d, \[\]]+ in group [^ ]+|waited in vain in \w+) during a training call \(micro-batch \d+ of \d+\), \d+ s .*"
     r"Rank 1 is in between calls since \d+ s\."
 )
 

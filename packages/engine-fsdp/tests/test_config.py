@@ -1,8 +1,10 @@
 """Settings that can't work are refused with a sentence, before torch is imported."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,35 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
     with pytest.raises(ConfigError, match="numa_affinity has no effect with device cpu"):
         FSDPConfig(model=MODEL, numa_affinity=True, device="cpu")
     FSDPConfig(model=MODEL, numa_affinity=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sequence_parallel": 0}, "sequence_parallel is 0, but must be at least 1"),
+        ({"head_keeps_logits": True, "head_chunk_tokens": 8}, "head_chunk_tokens has no effect with head_keeps_logits"),
+        ({"liger_layers": True, "device": "cpu"}, "liger_layers needs CUDA, but device is cpu"),
+        ({"liger_layers": True, "compile_layers": True}, "liger_layers is on, but compile_layers makes such kernels by itself"),
+        ({"forward_prefetch": -1}, "forward_prefetch is -1, but must be at least 0"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward is 1, but must be true, false or a number of ranks from 2"),
+        ({"checkpointing_keeps_products": True}, "checkpointing_keeps_products is on, but has no effect without activation_checkpointing"),
+        ({"offload_activations": True}, "offload_activations is on, but has no effect without activation_checkpointing"),
+        (
+            {"activation_checkpointing": True, "checkpointing_keeps_products": True, "compile_layers": True},
+            "checkpointing_keeps_products chooses between operators, which compile_layers hides",
+        ),
+        ({"huggingface_shard_bytes": 0, "save_huggingface_weights": True}, "huggingface_shard_bytes is 0, but must be at least 1"),
+        ({"profile_from": 3}, "profile_from is 3, but has no effect without profile_to"),
+        ({"profile_memory": True}, "profile_memory is True, but has no effect without profile_to"),
+        ({"profile_to": "traces", "profile_updates": 0}, "profile_updates is 0, but must be at least 1"),
+        ({"strategy": "fsdp1", "reshard_after_forward": False}, "reshard_after_forward is False, but strategy fsdp1 always reshards"),
+        ({"strategy": "fsdp1", "forward_prefetch": 2}, "forward_prefetch is 2, but strategy fsdp1 gathers at most 1 layer ahead"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_work_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        FSDPConfig(model=MODEL, **settings)
 
 
 def test_a_report_of_the_conformance_kit_names_this_distribution_however_it_was_installed() -> None:

@@ -19,6 +19,8 @@ class Outcome(TypedDict):
 
     norms: list[float]
     weights: dict[str, Tensor]
+    reductions: list[int]
+    """During a call with one micro-batch, and with several."""
 
 
 def run_ranks(world_size: int, *, fsdp_size: str, folder: Path, strategy: str = "fsdp2", keeping: str = "reshards") -> list[Outcome]:
@@ -66,5 +68,7 @@ def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str,
         # The last update is that of the first weights, loaded again.
         assert outcome["norms"][3] == pytest.approx(outcome["norms"][0], rel=1e-6)
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        # Gradients are reduced with the last micro-batch only.
+        assert outcome["reductions"][0] == outcome["reductions"][1] > 0
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -38,6 +38,8 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
         r"\(collective_timeout_s is 15\)\. Rank 1 is in between calls since \d+ s\.",
         told,
     ), told
+    begun = (tmp_path / "told.begun").read_text()
+    assert re.fullmatch(r"[a-z_]+ of \[\[\d+.*\]\] in group \w+", begun), begun
 
 
 def alone() -> Stages:

@@ -3,6 +3,7 @@
 train_as_rank.py STRATEGY FSDP_SIZE RESHARDS FOLDER
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
@@ -53,6 +55,23 @@ def make_batch() -> SequenceBatch:
     )
 
 
+def count_reductions(engine: FSDPEngine, *, max_tokens: int) -> int:
+    """Of gradients during one training call, as torch's flight recorder saw them."""
+    packed = engine.shard_data(make_batch(), max_tokens=max_tokens)
+    before = len(_recorded())
+    with engine.train_mode():
+        engine.forward_backward_batch(packed, forward_only=False)
+    engine.optimizer_zero_grad()
+    return sum("reduce" in name for name in _recorded()[before:])
+
+
+def _recorded() -> list[str]:
+    """Names of all collectives so far."""
+    entries = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get("entries", [])
+    assert len(entries) < 2000, "the recorder keeps no more"
+    return [entry["profiling_name"] for entry in sorted(entries, key=lambda entry: entry["record_id"])]
+
+
 def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path) -> None:
     engine = FSDPEngine(
         FSDPConfig(
@@ -80,8 +99,9 @@ def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path
             engine.forward_backward_batch(engine.shard_data(make_batch(), max_tokens=24), forward_only=False)
         norms.append(engine.optimizer_step())
         engine.optimizer_zero_grad()
+    reductions = [count_reductions(engine, max_tokens=max_tokens) for max_tokens in (64, 16)]
     topology = engine.topology
-    torch.save({"norms": norms, "weights": weights}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt")
+    torch.save({"norms": norms, "weights": weights, "reductions": reductions}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt")
     engine.close()
 
 

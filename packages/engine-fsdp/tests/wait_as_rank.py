@@ -1,10 +1,11 @@
 """One of two ranks, of which the second one never comes to train: python wait_as_rank.py FILE.
 
-The first rank writes what it is told into the file.
+The first rank writes what it is told into the file, and beside it what torch's flight recorder knew while it waited.
 """
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.stages import begun_collective
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -40,6 +42,7 @@ def main(file: Path) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(600)
     batch = from_sequences([torch.arange(9)] * 2, loss_masks=[torch.arange(9) >= 2] * 2)
+    threading.Timer(7.5, lambda: file.with_suffix(".begun").write_text(begun_collective())).start()
     try:
         with engine.train_mode():
             engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=False)

@@ -1,6 +1,6 @@
 """Settings of the FSDP engine beyond what every engine has. Importing this needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
@@ -89,7 +89,7 @@ class FSDPConfig(EngineConfig):
             raise ConfigError("numa_affinity has no effect with device cpu, where no GPU has processor cores near it: switch it off.")
         if self.huggingface_shard_bytes < 1:
             raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
-        if self.huggingface_shard_bytes != 4 << 30 and not self.save_huggingface_weights:
+        if self._is_changed("huggingface_shard_bytes") and not self.save_huggingface_weights:
             raise ConfigError(
                 f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect without save_huggingface_weights: switch "
                 "that on, or remove it."
@@ -102,12 +102,16 @@ class FSDPConfig(EngineConfig):
         """Ranks that share one pack."""
         return self.sequence_parallel
 
+    def _is_changed(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        return bool(getattr(self, name) != next(field.default for field in fields(self) if field.name == name))
+
     def _check_profile(self) -> None:
-        settings = (("profile_from", self.profile_from, 5), ("profile_updates", self.profile_updates, 2))
-        for name, value, default in (*settings, ("profile_memory", self.profile_memory, False)):
-            if self.profile_to is None and value != default:
+        for name in ("profile_from", "profile_updates", "profile_memory"):
+            if self.profile_to is None and self._is_changed(name):
+                value = getattr(self, name)
                 raise ConfigError(f"{name} is {value}, but has no effect without profile_to: set that to a folder, or remove {name}.")
-        for name, value, _ in settings:
+        for name, value in (("profile_from", self.profile_from), ("profile_updates", self.profile_updates)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, but must be at least 1.")
 

@@ -5,6 +5,7 @@ from a thread of its own, so on CUDA another thread speaks shortly before. There
 stage lasts until the device has done what was launched in it.
 """
 
+import json
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from traceback import walk_tb
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from temper_engine_api.errors import CollectiveTimeoutError
@@ -140,8 +142,22 @@ class Stages:
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
             span = self._unfinished()
             if span is not None and span.since != spoken and time.time() - span.since > _SPEAKS_AT * self._timeout_s:
-                logger.error("%s", self._told("may be waiting in vain in a collective", span))
+                logger.error("%s", self._told(f"may be waiting in vain in {begun_collective()}", span))
                 spoken = span.since
+
+
+def begun_collective() -> str:
+    """The first collective that was launched and has not ended, by torch's flight recorder; in other words where that knows of none.
+
+    The recorder keeps the newest 2,000 unless TORCH_FR_BUFFER_SIZE says otherwise, that of NCCL a book of its own.
+    """
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    for entry in sorted(entries, key=lambda entry: entry["record_id"]):
+        if not entry["retired"] and entry["state"] != "completed":
+            name = entry["profiling_name"].rpartition(":")[2].lstrip("_")
+            return f"{name} of {entry['input_sizes']} in group {entry['process_group'][1] or entry['process_group'][0]}"
+    return "a collective"
 
 
 def _collective_of(error: RuntimeError) -> str:

@@ -4,6 +4,8 @@ Prompts and responses of many lengths, masks with holes, one sequence that train
 temperature of its own for every sequence.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +20,12 @@ _RESPONSE_LENGTHS = (14, 1, 7, 3, 11, 2, 5, 9)
 _TEMPERATURES = (1.0, 0.7, 1.3, 2.0)
 MASKED_SEQUENCE = 5
 """The sequence of a ragged batch that trains nothing, if it has so many."""
+_RATIO_CLIPS = (-math.log(0.8), -math.log(1.3))
+"""Where TokenProbe's clips begin, as old log-probs above the model's."""
+_VALUE_CLIPS = (-0.2, 0.2)
+"""Where ValueProbe's clip begins, as old values above the model's."""
+_CLEARANCE = 0.15
+"""No token is nearer to where a clip begins; in bf16 the log-probs of the kit's models are up to 0.12 off."""
 
 
 def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
@@ -58,17 +66,25 @@ def with_training_columns(batch: SequenceBatch, *, logprobs: Tensor, values: Ten
     tokens, sequences = batch.num_tokens, batch.num_sequences
     near_values = torch.zeros(tokens) if values is None else values
     columns = {
-        "old_logprobs": logprobs + 0.3 * noise(tokens),
+        "old_logprobs": logprobs + _clear_of(0.3 * noise(tokens), _RATIO_CLIPS),
         "ref_logprobs": logprobs + 0.3 * noise(tokens),
         "advantages": noise(tokens),
         "weights": torch.rand(tokens, generator=draw) + 0.5,
-        "old_values": near_values + 0.3 * noise(tokens),
+        "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
         "returns": near_values + noise(tokens),
         LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_GIVEN_IDS), generator=draw),
         "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_GIVEN_IDS + 1), dim=-1)[:, :NUM_GIVEN_IDS],
     }
     first_of_pair = torch.arange(sequences) % 2 == 0
     return batch.with_columns(columns, {"is_chosen": first_of_pair, "sequence_advantages": noise(sequences) + 0.5 * first_of_pair})
+
+
+def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
+    """Moved away from where a clip begins, further than bf16 rounds: there a loss has two slopes, and rounding would choose."""
+    for boundary in boundaries:
+        distance = noise - boundary
+        noise = torch.where(distance.abs() < _CLEARANCE, boundary + torch.where(distance < 0, -_CLEARANCE, _CLEARANCE), noise)
+    return noise
 
 
 def without_training(batch: SequenceBatch) -> SequenceBatch:

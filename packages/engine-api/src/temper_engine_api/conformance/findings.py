@@ -51,6 +51,8 @@ class Findings:
     """Asked for, by name."""
     versions: Mapping[str, str]
     """Of Python and of the packages that matter, by name."""
+    compute: str = "fp32"
+    """What the engine computed in, where a law did not say."""
     found: list[Finding] = field(default_factory=list)
     """In the order of the run."""
     unclaimed: list[str] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Findings:
             return f"a partial run, from which nothing follows: left out were {left_out}"
         if expected:
             return f"conforms but for {expected} expected failures among {len(self.found)} laws"
-        return f"conforms: {len(self.found)} laws hold"
+        return f"conforms: {len(self.found)} laws hold" + ("" if self.compute == "fp32" else f" in {self.compute}")
 
 
 def versions_of(module: str) -> dict[str, str]:
@@ -105,7 +107,7 @@ def joined(runs: Iterable[Findings]) -> list[Findings]:
     """Runs of one engine with the same versions, in layouts of their own, as one."""
     together: list[Findings] = []
     for run in runs:
-        same = [other for other in together if (other.engine, other.versions) == (run.engine, run.versions)]
+        same = [other for other in together if (other.engine, other.compute, other.versions) == (run.engine, run.compute, run.versions)]
         if same and not set(same[0].layouts) & set(run.layouts):
             same[0].layouts += run.layouts
             same[0].found += run.found

@@ -19,6 +19,7 @@ from typing import Literal, NoReturn
 from temper_engine_api.conformance.rank import Job, P, T
 from temper_engine_api.conformance.rank_process import Reply, Request, serve
 from temper_engine_api.layout import Layout
+from temper_engine_api.training_specs import Compute
 
 JOB_TIMEOUT_S = 120.0
 """Longest a job may take on any rank; the first one waits for the imports of the engine as well."""
@@ -42,12 +43,15 @@ class Fleet:
         *,
         folder: Path,
         device: Literal["cpu", "cuda"] = "cpu",
+        compute: Compute = "fp32",
         job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
         self._num_processes = num_processes
         self._folder = folder
         self.device: Literal["cpu", "cuda"] = device
         """Where engines compute."""
+        self.compute: Compute = compute
+        """In what, where a recipe does not say."""
         self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
@@ -77,6 +81,7 @@ class Fleet:
             layout=layout,
             rendezvous=self._rendezvous_of(layout),
             device=self.device,
+            compute=self.compute,
             job=name,
             arguments=arguments,
         )

@@ -15,6 +15,7 @@ from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.report import render, summary_of
 from temper_engine_api.conformance.settings import ExpectedFailure, Settings, add_options, read_settings
 from temper_engine_api.conformance.subject import Subject
+from temper_engine_api.conformance.tolerances import computing_in
 from temper_engine_api.layout import Layout
 
 LENT = "temper-conformance-lent"
@@ -46,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     module = engine_named(settings.engine).__module__
     config.stash[SETTINGS] = settings
     names = tuple(layout.name for layout in settings.layouts)
-    config.stash[FINDINGS] = Findings(engine=settings.engine, layouts=names, versions=versions_of(module))
+    config.stash[FINDINGS] = Findings(engine=settings.engine, layouts=names, versions=versions_of(module), compute=settings.compute)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -123,7 +124,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield lender.fleet
         return
     settings = request.config.stash[SETTINGS]
-    own = Fleet(max(layout.world_size for layout in settings.layouts), folder=tmp_path_factory.mktemp("fleet"), device=settings.device)
+    most = max(layout.world_size for layout in settings.layouts)
+    own = Fleet(most, folder=tmp_path_factory.mktemp("fleet"), device=settings.device, compute=settings.compute)
     yield own
     own.close()
 
@@ -149,16 +151,17 @@ def reference(request: pytest.FixtureRequest, layout: Layout) -> Reference:
 
 
 @pytest.fixture
-def subject(request: pytest.FixtureRequest, fleet: Fleet, layout: Layout) -> Subject:
+def subject(request: pytest.FixtureRequest, fleet: Fleet, layout: Layout) -> Iterator[Subject]:
     """The engine under test in this layout."""
     settings = request.config.stash[SETTINGS]
-    return Subject(
-        engine=settings.engine,
-        claims=settings.claims,
-        layout=layout,
-        all_layouts=settings.layouts,
-        fleet=fleet,
-    )
+    with computing_in(fleet.compute):
+        yield Subject(
+            engine=settings.engine,
+            claims=settings.claims,
+            layout=layout,
+            all_layouts=settings.layouts,
+            fleet=fleet,
+        )
 
 
 def _lender(config: pytest.Config) -> Lender | None:

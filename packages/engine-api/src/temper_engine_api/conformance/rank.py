@@ -48,8 +48,8 @@ class Recipe:
     """See OptimizerSpec."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """See ScheduleSpec."""
-    compute: Compute = "fp32"
-    """Of matmuls and activations; laws are checked in fp32, where a wrong number can't hide behind rounding."""
+    compute: Compute | None = None
+    """Of matmuls and activations; None is what the run is held in: fp32, where a wrong number can't hide behind rounding, unless asked."""
     parameters: Dtype = "fp32"
     """Of master weights."""
     residency: ResidencySpec = field(default_factory=ResidencySpec)
@@ -58,14 +58,19 @@ class Recipe:
     """See LoraSpec."""
 
     def config_for(
-        self, engine_class: type[BaseEngine], *, device: Literal["cpu", "cuda"], layout_fields: Mapping[str, Any]
+        self,
+        engine_class: type[BaseEngine],
+        *,
+        device: Literal["cpu", "cuda"],
+        layout_fields: Mapping[str, Any],
+        compute: Compute = "fp32",
     ) -> EngineConfig:
         """The engine's own configuration class, filled with base fields and those of a layout, which prevail."""
         base = EngineConfig(
             model=ModelSpec(path=self.model_path, model_type=self.model_type),
             optimizer=self.optimizer,
             schedule=self.schedule,
-            precision=PrecisionSpec(compute=self.compute, parameters=self.parameters),
+            precision=PrecisionSpec(compute=self.compute or compute, parameters=self.parameters),
             residency=self.residency,
             lora=self.lora,
             device=device,
@@ -85,11 +90,13 @@ class Rank:
         index: int = 0,
         layout: Layout = ALONE,
         device: Literal["cpu", "cuda"] = "cpu",
+        compute: Compute = "fp32",
     ) -> None:
         self.engine_class = engine_class
         self.index = index
         self.layout = layout
         self._device: Literal["cpu", "cuda"] = device
+        self._compute: Compute = compute
         self._kept: dict[Recipe, BaseEngine] = {}
         self._passing: list[BaseEngine] = []
 
@@ -114,7 +121,8 @@ class Rank:
 
     def unbuilt_engine(self, recipe: Recipe) -> BaseEngine:
         """Constructed, ``init_model`` not called; never closed."""
-        return self.engine_class(recipe.config_for(self.engine_class, device=self._device, layout_fields=self.layout.fields))
+        config = recipe.config_for(self.engine_class, device=self._device, layout_fields=self.layout.fields, compute=self._compute)
+        return self.engine_class(config)
 
     def close_passing(self) -> None:
         """At the end of a job."""

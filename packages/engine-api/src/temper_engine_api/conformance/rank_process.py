@@ -22,6 +22,7 @@ import torch.distributed as dist
 from temper_engine_api.conformance.naming import engine_named
 from temper_engine_api.conformance.rank import COLLECTIVE_TIMEOUT_S, Rank
 from temper_engine_api.layout import Layout
+from temper_engine_api.training_specs import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class Request:
     """Path of the file through which its ranks meet; another path is another process group."""
     device: Literal["cpu", "cuda"]
     """Where the engine computes."""
+    compute: Compute
+    """In what, where a job's recipe does not say."""
     job: str
     """``module:function``."""
     arguments: Mapping[str, object]
@@ -144,7 +147,9 @@ class _Station:
             engine = engine_named(request.engine)
             # Modules stay as long as the process: a full collection, such as an engine makes when it is closed, need not look at them.
             gc.freeze()
-            self._ranks[request.engine] = Rank(engine, index=self._index, layout=request.layout, device=request.device)
+            self._ranks[request.engine] = Rank(
+                engine, index=self._index, layout=request.layout, device=request.device, compute=request.compute
+            )
         return self._ranks[request.engine]
 
 

@@ -50,6 +50,8 @@ class Settings:
     """Read from the file."""
     device: Literal["cpu", "cuda"]
     """Where the engine computes."""
+    compute: Literal["fp32", "bf16"]
+    """In what, where a law does not say."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -63,6 +65,9 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--findings", help="write what was found to this JSON file, for a report that sets several runs side by side")
     group.addoption("--expected-failures", help="TOML file of [[expected]] tables: law, reason, layouts, parameters")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the engine computes; default cpu")
+    group.addoption(
+        "--compute", choices=("fp32", "bf16"), default="fp32", help="in what it computes; default fp32, and wider tolerances with bf16"
+    )
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -91,6 +96,7 @@ def read_settings(config: pytest.Config) -> Settings:
         findings=Path(findings) if findings else None,
         expected=_read_expected(Path(expected)) if expected else (),
         device=config.getoption("--device"),
+        compute=config.getoption("--compute"),
     )
 
 
