@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,22 +30,38 @@ from temper_trainer.config_loading import load
 from tools.gpu.workload import SHAPES, Rows
 
 
-def _apart(num_gpus: int, *more: str) -> tuple[int, Sequence[str]]:
-    """The actor on the first GPU, a server on each other one."""
-    return num_gpus, (f"rollout.num_replicas={num_gpus - 1}", "weight_sync.transport=collective", *more)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run, and the GPUs that it needs."""
+
+    gpus: int
+    """The first is the actor's, the others are the servers'; of one GPU all is shared."""
+    per_server: int = 1
+    """GPUs of a server that has GPUs of its own."""
+    overrides: tuple[str, ...]
+    """Beside those that all runs share."""
 
 
-JOBS: dict[str, tuple[int, Sequence[str]]] = {
-    "colocated": (1, ("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")),
-    "colocated_shared_memory": (1, ("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
+def _apart(gpus: int, *more: str, per_server: int = 1, transport: str = "collective") -> Job:
+    """The actor on the first GPU, servers on the others."""
+    servers = (f"rollout.num_replicas={(gpus - 1) // per_server}", f"rollout.vllm.tensor_parallel_size={per_server}")
+    return Job(gpus=gpus, per_server=per_server, overrides=(*servers, f"weight_sync.transport={transport}", *more))
+
+
+JOBS: dict[str, Job] = {
+    "colocated": Job(
+        gpus=1, overrides=("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")
+    ),
+    "colocated_shared_memory": Job(gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
     "separate": _apart(2),
+    "separate_adapter": _apart(2, "weight_sync.content=adapter", "actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", transport="auto"),
+    "separate_tp2": _apart(3, per_server=2),
     "one_step_off": _apart(2, "loop=one_step_off"),
     "async": _apart(2, "loop=async", "asynchrony.max_staleness=2"),
     "separate_4": _apart(4),
     "one_step_off_4": _apart(4, "loop=one_step_off"),
     "async_4": _apart(4, "loop=async", "asynchrony.max_staleness=2"),
 }
-"""GPUs that a job needs, and its overrides."""
 
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/annotate_s", "time/weight_sync_s", "time/wait_s", "rollout/tokens_per_s")
 OTHERS = ("weight_sync/canary_difference", "mismatch/kl", "staleness/max", "rollout/tokens", "groups/dead_share", "actor/grad_norm")
@@ -84,13 +101,15 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
 def settings_of(name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> list[str]:
     """The overrides of a job on these GPUs: the first is the actor's, each other one a server's."""
     shared = overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}")
-    servers = ",".join(f'"{gpu}"' for gpu in gpus[1:])
-    return [*shared, *JOBS[name][1], *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
+    job = JOBS[name]
+    sets = [",".join(gpus[first : first + job.per_server]) for first in range(1, job.gpus, job.per_server)]
+    servers = ",".join(f'"{devices}"' for devices in sets)
+    return [*shared, *job.overrides, *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
 
 
 def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
     """One run, and its row; a run that fails leaves a row with the end of its log."""
-    num_gpus = JOBS[name][0]
+    num_gpus = JOBS[name].gpus
     if len(gpus) < num_gpus:
         rows.add({"job": name, "skipped": f"needs {num_gpus} GPUs, and has {len(gpus)}"})
         return
@@ -120,7 +139,7 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
     Raises:
         ConfigError: what is wrong with them.
     """
-    gpus = [str(gpu) for gpu in range(JOBS[name][0])]
+    gpus = [str(gpu) for gpu in range(JOBS[name].gpus)]
     load(settings_of(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out))
     print(f"{name}: its settings are valid")
 
