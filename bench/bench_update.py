@@ -108,9 +108,9 @@ def report(options: argparse.Namespace) -> dict[str, object]:
                         tries[name].append(row)
             found |= {name: best_of(rows) for name, rows in tries.items() if rows}
             measured = {name: row for name, row in found.items() if not isinstance(row, str)}
+            print_table(found, ranks=ranks)
             if "hand loop" in measured:
                 check_equal(measured)
-            print_table(found, ranks=ranks)
             results[str(ranks)] = found
     machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
     return {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "compute": "bf16" if IS_BF16 else "fp32", "results": results}

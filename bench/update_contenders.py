@@ -413,7 +413,8 @@ def verl(folder: Path, num_updates: int) -> Timing:
         engine.lr_scheduler_step()
         loss = found["loss"]
         total = torch.tensor(float(sum(loss)) if isinstance(loss, list) else float(loss))
-        return float(total)
+        dist.all_reduce(total)  # each rank's part is multiplied by the number of ranks, whose gradients FSDP averages
+        return float(total) / world_size
 
     with engine.train_mode():
         return time_updates(update, num_updates=num_updates, world_size=world_size)

@@ -54,7 +54,9 @@ JOBS: dict[str, Job] = {
     ),
     "colocated_shared_memory": Job(gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
     "separate": _apart(2),
-    "separate_adapter": _apart(2, "weight_sync.content=adapter", "actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", transport="auto"),
+    "separate_adapter": _apart(
+        2, "weight_sync.content=adapter", "actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", transport="auto"
+    ),
     "separate_tp2": _apart(3, per_server=2),
     "one_step_off": _apart(2, "loop=one_step_off"),
     "async": _apart(2, "loop=async", "asynchrony.max_staleness=2"),

@@ -101,7 +101,9 @@ def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path
         engine.optimizer_zero_grad()
     reductions = [count_reductions(engine, max_tokens=max_tokens) for max_tokens in (64, 16)]
     topology = engine.topology
-    torch.save({"norms": norms, "weights": weights, "reductions": reductions}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt")
+    torch.save(
+        {"norms": norms, "weights": weights, "reductions": reductions}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt"
+    )
     engine.close()
 
 

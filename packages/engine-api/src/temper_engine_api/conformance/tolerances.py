@@ -47,10 +47,12 @@ EXACT = Tolerance(share=0.0, reason="the same operations on the same numbers in 
 GRADIENT = Tolerance(
     share=1e-5,
     reason="float32 sums over some hundred terms of both signs in another order: roundings of 6e-8 each",
-    in_bf16=0.15,
+    in_bf16=0.25,
 )
+"""In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias that is what cancellation leaves 19 %."""
 LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through four layers, summed in another order", in_bf16=5e-2)
-PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large", in_bf16=5e-2)
+PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large", in_bf16=0.6)
+"""In bf16 logits of 60 are 0.2 off, and the entropy of a distribution with two peaks is what lies between them."""
 LOSS = Tolerance(
     share=3e-6,
     reason="float32 sums over micro-batches and four ranks in another order; the oracle's own are up to 5e-7 from a float64 model's, "
@@ -59,14 +61,20 @@ LOSS = Tolerance(
 )
 SAME_PLAN = {
     "cpu": EXACT,
-    "cuda": Tolerance(share=1e-6, reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number"),
+    "cuda": Tolerance(
+        share=1e-6,
+        reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number",
+        in_bf16=5e-2,
+    ),
 }
 """Of log-probs that are computed twice with one plan, by device."""
 LOSS_TERMS = 1.0
 """Size of the terms that a loss is the mean of: where they nearly cancel, rounding is a share of them, not of what is left."""
 SMALL_TENSOR = 0.03
 """Share of the largest gradient below which a tensor's own size no longer counts: that of a key bias is nothing but cancellation."""
-UPDATE = Tolerance(share=2e-5, reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error", in_bf16=5e-2)
+UPDATE = Tolerance(
+    share=2e-5, reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error", in_bf16=0.25
+)
 BF16 = Tolerance(share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep")
 
 
@@ -87,7 +95,7 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: To
     scale, distance = max(float(want.abs().max()), at_least), float((have - want).abs().max())
     assert distance <= tolerance.allowed * scale, (
         f"{what} is off by {distance:.3e}, {distance / scale if scale else float('inf'):.1e} of its scale {scale:.3e}; "
-        f"allowed is {tolerance.allowed:.0e} ({tolerance.reason})"
+        f"allowed is {tolerance.allowed:.0e} ({tolerance.reason if tolerance.allowed == tolerance.share else BF16.reason})"
     )
 
 
