@@ -1,6 +1,7 @@
 """How near two numbers must be, each with its reason, and the comparison that all laws use."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ GRADIENT = Tolerance(
     reason="float32 sums over some hundred terms of both signs in another order: roundings of 6e-8 each",
     in_bf16=0.25,
 )
-"""In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias that is what cancellation leaves 19 %."""
+"""In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias, which is what cancellation leaves, 19 %."""
 LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through four layers, summed in another order", in_bf16=5e-2)
 PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large", in_bf16=0.6)
 """In bf16 logits of 60 are 0.2 off, and the entropy of a distribution with two peaks is what lies between them."""
@@ -75,6 +76,8 @@ SMALL_TENSOR = 0.03
 UPDATE = Tolerance(
     share=2e-5, reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error", in_bf16=0.25
 )
+WHOLE_IN_BF16 = 0.1
+"""Of all tensors together, by their norm: single entries are further off, but a factor or a token that is left out shows here."""
 BF16 = Tolerance(share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep")
 
 
@@ -106,6 +109,13 @@ def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     assert largest > 0, f"{what}: everything expected is zero"
     for name, tensor in expected.items():
         assert_close(actual[name], tensor, tolerance, what=f"{what} of {name}", at_least=SMALL_TENSOR * largest)
+    if tolerance.allowed != tolerance.share:
+        distance, norm = (_norm(tensors) for tensors in ([actual[name].double() - expected[name] for name in expected], expected.values()))
+        assert distance <= WHOLE_IN_BF16 * norm, f"{what} is off by {distance / norm:.1e} of its norm; allowed is {WHOLE_IN_BF16:.0e}"
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def assert_all_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
