@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CheckpointError, EngineStateError
@@ -76,6 +77,23 @@ def test_a_part_that_is_written_in_the_background_holds_what_was_there(
     for ours, theirs in zip(other.export_state(), state, strict=True):
         assert torch.equal(ours.master, theirs.master), ours.name
         assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
+
+
+def test_safetensors_that_are_written_in_the_background_hold_what_was_there(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
+) -> None:
+    engine = start(save_huggingface_weights=True)
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    with engine.export_weights() as stream:
+        weights = dict(stream)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1, in_background=True)
+    trained_once(engine, batch)
+    engine.finish_saving()
+    (written,) = Path(step).rglob("*.safetensors")
+    on_disk = load_file(written)
+    assert on_disk.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(on_disk[name], tensor), name
 
 
 def test_a_part_that_was_never_staged_cannot_be_finished(start: Callable[..., FSDPEngine]) -> None:

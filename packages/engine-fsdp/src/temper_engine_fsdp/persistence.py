@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -63,8 +64,18 @@ def read_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[
     saved = {entry.name.partition(".")[2]: entry for entry in _saved_entries(reader) if _kind(entry.name) in ("parameter", "buffer")}
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=saved[entry.name].dtype)
-        load({saved[entry.name].name: tensor}, storage_reader=reader, no_dist=True)
+        _read_alone(saved[entry.name].name, tensor, reader)
         yield NamedWeight(entry.name, tensor.to(entry.dtype))
+
+
+def _read_alone(name: str, tensor: Tensor, reader: FileSystemReader) -> None:
+    """Fill a tensor by DCP's own steps: its ``load`` warns on every call where it is to leave the other ranks out."""
+    planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
+    planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 @torch.no_grad()
