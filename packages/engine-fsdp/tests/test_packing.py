@@ -1,11 +1,13 @@
 """Buckets and padding maps of a micro-batch."""
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.packing import PackLayout, collect, spread
+from temper_engine_fsdp.packing import CALL_AREA, PackLayout, _make_buckets, collect, spread
 
 CPU = torch.device("cpu")
 
@@ -22,14 +24,31 @@ def test_one_long_sequence_is_one_bucket() -> None:
 
 
 def test_many_short_sequences_are_few_calls_with_little_padding() -> None:
-    lengths = [50 + i % 21 for i in range(256)]
+    lengths = [10 + i % 21 for i in range(256)]
     layout = PackLayout(lengths, device=CPU)
-    assert len(layout.buckets) <= 3
+    assert len(layout.buckets) <= 7
     assert sum(b.num_rows for b in layout.buckets) <= 1.2 * sum(lengths)
 
 
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=8))
+def test_no_other_cut_is_cheaper(lengths: list[int]) -> None:
+    def cost(buckets: list[tuple[int, int]]) -> int:
+        return sum(CALL_AREA["cpu"] + number * length**2 for number, length in buckets)
+
+    ordered = sorted(lengths, reverse=True)
+    cuts = [[0, *inner, len(ordered)] for r in range(len(ordered)) for inner in combinations(range(1, len(ordered)), r)]
+    cheapest = min(cost([(end - first, ordered[first]) for first, end in pairwise(cut)]) for cut in cuts)
+    assert cost([(b.num_sequences, b.length) for b in PackLayout(lengths, device=CPU).buckets]) == cheapest
+
+
+def test_a_call_costs_more_on_cuda() -> None:
+    _, buckets = _make_buckets([60] * 30 + [200], call_area=CALL_AREA["cuda"])
+    assert len(buckets) == 2
+    _, buckets = _make_buckets([60] * 3 + [200], call_area=CALL_AREA["cuda"])
+    assert len(buckets) == 1
+
+
 def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
-    # 2000 tokens fill a bucket, and 60 is below three quarters of 2000.
     layout = PackLayout([60] * 30 + [2000], device=CPU)
     assert [(b.num_sequences, b.length) for b in layout.buckets] == [(1, 2000), (30, 60)]
 

@@ -4,7 +4,9 @@ Sequences of similar length share a bucket and are padded on the right to its lo
 looks at what follows it, and padding receives no gradient.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,10 +15,8 @@ from torch.autograd.function import FunctionCtx
 from temper_engine_fsdp.launching import to_device
 from temper_engine_fsdp.sequence_parallel import SequenceGroup
 
-MIN_BUCKET_TOKENS = 1024
-"""A bucket with fewer tokens takes sequences of any length, since a call costs more than the padding it avoids."""
-SHORTEST_SHARE = 0.75
-"""A sequence shorter than this share of a bucket's longest begins a new bucket."""
+CALL_AREA = {"cpu": 2048, "cuda": 1 << 18}
+"""Pairs of positions that attention takes as long for as for one more call: about 0.2 ms on one CPU thread, 0.1 ms on CUDA."""
 
 
 class Bucket:
@@ -54,7 +54,7 @@ class PackLayout:
         self._outer_precision = "highest"
         if not needs_buckets:
             return
-        order, self.buckets = _make_buckets(lengths)
+        order, self.buckets = _make_buckets(lengths, call_area=CALL_AREA.get(device.type, CALL_AREA["cuda"]))
         self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
         if self.is_padded:
             maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
@@ -130,19 +130,27 @@ class _Collect(torch.autograd.Function):
         return rows.index_copy_(0, layout.place, grad), None
 
 
-def _make_buckets(lengths: Sequence[int]) -> tuple[list[int], list[Bucket]]:
-    """The order of sequences in padded rows, longest first, and the buckets they fill."""
-    if min(lengths) == max(lengths):
-        return list(range(len(lengths))), [Bucket(num_sequences=len(lengths), length=lengths[0])]
+def _make_buckets(lengths: Sequence[int], *, call_area: int) -> tuple[list[int], list[Bucket]]:
+    """The order of sequences in padded rows, longest first, and the buckets they fill.
+
+    Of all ways to cut that order the cheapest: a bucket costs one call, and each of its sequences the square of its longest.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets = [Bucket(num_sequences=0, length=lengths[order[0]])]
-    for i in order:
-        last = buckets[-1]
-        if lengths[i] < SHORTEST_SHARE * last.length and last.num_rows >= MIN_BUCKET_TOKENS:
-            buckets.append(Bucket(num_sequences=1, length=lengths[i]))
-        else:
-            last.num_sequences += 1
-    return order, buckets
+    counts = Counter(lengths)
+    sizes = sorted(counts, reverse=True)  # at most the root of twice the tokens
+    squares = torch.tensor(sizes, dtype=torch.float64).square()
+    before = torch.tensor([0, *accumulate(counts[size] for size in sizes)], dtype=torch.float64)
+    cost, cut = torch.zeros(len(sizes) + 1, dtype=torch.float64), [0]
+    for end in range(1, len(sizes) + 1):
+        ways = cost[:end] + call_area + (before[end] - before[:end]) * squares[:end]
+        cut.append(int(ways.argmin()))
+        cost[end] = ways[cut[end]]
+    buckets, end = [], len(sizes)
+    while end:
+        first = cut[end]
+        buckets.append(Bucket(num_sequences=sum(counts[size] for size in sizes[first:end]), length=sizes[first]))
+        end = first
+    return order, buckets[::-1]
 
 
 def _padding_maps(
