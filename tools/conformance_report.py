@@ -1,7 +1,7 @@
 """Every layout of one or more engines held to the conformance kit, several at once, and one report of all.
 
     python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER [--only fsdp:1-rank,megatron:tp2]
-        [--gpus 0,1,2,3] [--limit 540] [-- KIT...]
+        [--gpus 0,1,2,3] [--compute bf16] [--limit 540] [-- KIT...]
 
 Writes what each run printed and found into FOLDER as soon as it ends, and `report.md` last. Arguments after -- go to every run of the kit.
 Each rank computes on one thread. With --gpus ranks compute there, those of a run each on a GPU of its own, which other runs may share; and
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,10 +148,18 @@ def _interrupted(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def join_parts(folder: Path, runs: Sequence[Run], *, is_whole: bool) -> list[Path]:
-    """What was found in each layout as one file, whether by one run or several; those of which nothing is known are left out."""
+def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
+    """What was found in each layout as one file, whether by one run or several; those of which nothing is known are left out.
+
+    Args:
+        folder: of their files.
+        runs: the parts of a layout beside each other.
+        finished: names of those that left out nothing but the laws of others.
+    """
     found = []
-    for name, parts in itertools.groupby(runs, key=lambda run: replace(run, groups="", gpus=()).name):
+    for name, group in itertools.groupby(runs, key=lambda run: replace(run, groups="", gpus=()).name):
+        parts = list(group)
+        is_whole = all(run.name in finished for run in parts)
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
         if len(paths) > 1:
             first, *others = (from_json(path.read_text()) for path in paths)
@@ -173,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
     parser.add_argument("--limit", type=float, help="seconds; default: none")
     parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
+    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32", help="what engines compute in; default fp32")
     parser.add_argument("kit", nargs="*", help="for every run of the kit")
     chosen = parser.parse_args(arguments)
     if chosen.out.exists() and any(chosen.out.iterdir()):
@@ -193,8 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The widest first: otherwise a run of four ranks would wait at the end, alone.
     order = sorted(runs, key=lambda run: -run.layout.world_size)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
-        codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=chosen.kit, deadline=deadline), order))
-    found = join_parts(chosen.out, runs, is_whole=not any(codes) and not chosen.kit)
+        extra = ["--compute", chosen.compute, *chosen.kit]
+        codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=extra, deadline=deadline), order))
+    ended = () if chosen.kit else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1))
+    found = join_parts(chosen.out, runs, finished=set(ended))
     report = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side", *map(str, found)]
     if found:
         codes.append(subprocess.run([*report, "--report", str(chosen.out / "report.md")], check=False).returncode)

@@ -42,10 +42,10 @@ class Job:
     """Beside those that all runs share."""
 
 
-def _apart(gpus: int, *more: str, per_server: int = 1, transport: str = "collective") -> Job:
+def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
     """The actor on the first GPU, servers on the others."""
     servers = (f"rollout.num_replicas={(gpus - 1) // per_server}", f"rollout.vllm.tensor_parallel_size={per_server}")
-    return Job(gpus=gpus, per_server=per_server, overrides=(*servers, f"weight_sync.transport={transport}", *more))
+    return Job(gpus=gpus, per_server=per_server, overrides=(*servers, "weight_sync.transport=collective", *more))
 
 
 JOBS: dict[str, Job] = {
@@ -54,9 +54,6 @@ JOBS: dict[str, Job] = {
     ),
     "colocated_shared_memory": Job(gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
     "separate": _apart(2),
-    "separate_adapter": _apart(
-        2, "weight_sync.content=adapter", "actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", transport="auto"
-    ),
     "separate_tp2": _apart(3, per_server=2),
     "one_step_off": _apart(2, "loop=one_step_off"),
     "async": _apart(2, "loop=async", "asynchrony.max_staleness=2"),
