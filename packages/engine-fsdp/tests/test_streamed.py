@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from temper_engine_api.specs import ModelSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import huggingface, parts
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.streamed import StreamedWeights
@@ -53,6 +53,46 @@ def test_streamed_weights_are_those_of_the_directory(start: Callable[..., FSDPEn
     found = weights_of(start(model=ModelSpec(path=str(folder))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [LoraSpec(rank=4, alpha=8.0), LoraSpec(rank=4, alpha=8.0, dora=True), LoraSpec(rank=4, alpha=8.0, modules_to_save=("norm",))],
+    ids=str,
+)
+def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
+    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec
+) -> None:
+    loaded = []
+    build = parts.build_model
+    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    streamed = start(model=ModelSpec(path=str(folder)), lora=lora)
+    assert loaded == ([1] if lora.dora or lora.modules_to_save else [])
+    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    whole = start(model=ModelSpec(path=str(folder)), lora=lora)
+    (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
+    assert config == other
+    assert ours.keys() == theirs.keys()
+    assert any(tensor.any() for tensor in ours.values()), "an adapter begins with random numbers on one side"
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    weights = weights_of(whole)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(streamed).items())
+
+
+def test_a_value_model_is_streamed_from_a_language_model(
+    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    build = parts.build_model
+    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    spec = ModelSpec(path=str(folder), model_type="value_model", seed=3)
+    streamed = weights_of(start(model=spec))
+    assert not loaded
+    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    whole = weights_of(start(model=spec))
+    assert streamed.keys() == whole.keys()
+    assert streamed["score.weight"].any()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in streamed.items())
 
 
 def test_a_directory_with_other_names_is_left_to_transformers(

@@ -61,6 +61,18 @@ def test_its_state_is_resumed_bit_for_bit(
         (OptimizerSpec(name="torch.optim.Nothing"), r"there is no torch.optim.Optimizer of that name in torch.optim"),
         (OptimizerSpec(name="nowhere.at.All"), r"optimizer.name is nowhere.at.All, but nowhere.at can't be imported"),
         (OptimizerSpec(name="torch.optim.SGD", arguments={"momentom": 0.9}), r"optimizer.arguments.momentom is no argument of torch"),
+        (
+            OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": "much"}),
+            r"optimizer.arguments.momentum is 'much', but torch.optim.SGD takes something like 0",
+        ),
+        (
+            OptimizerSpec(name="torch.optim.SGD", arguments={"nesterov": 1}),
+            r"optimizer.arguments.nesterov is 1, but torch.optim.SGD takes something like False",
+        ),
+        (
+            OptimizerSpec(name="torch.optim.Adam", arguments={"betas": (0.9,)}),
+            r"optimizer.arguments.betas is \(0.9,\), but torch.optim.Adam takes something like \(0.9, 0.999\)",
+        ),
         (OptimizerSpec(name="torch.optim.LBFGS"), r"torch.optim.LBFGS has no weight decay: set it to 0"),
     ],
 )

@@ -24,6 +24,8 @@ from temper_engine_api.weights import WeightEntry, check_complete
 from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_of_adapter, peft_name
 from temper_engine_fsdp.sharded import Parameters
 
+_ADAPTER = "default"
+"""What peft calls the one adapter."""
 _MUST_AGREE = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Fields that decide what the same tensors compute."""
 
@@ -63,7 +65,7 @@ class Adapter:
         def now() -> nn.Module:
             if not isinstance(module, ModulesToSaveWrapper):
                 return module
-            found: nn.Module = module.original_module if self._is_off else module.modules_to_save["default"]
+            found: nn.Module = module.original_module if self._is_off else module.modules_to_save[_ADAPTER]
             return found
 
         return now
@@ -84,7 +86,7 @@ class Adapter:
         if owner not in self._linears or kind != "weight":
             return weight
         down, up = (_full(f"{PEFT_PREFIX}{owner}.{part}.weight", trained) for part in ("lora_A", "lora_B"))
-        whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=self._linears[owner].scaling["default"])
+        whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=self._linears[owner].scaling[_ADAPTER])
         magnitude = f"{PEFT_PREFIX}{owner}.lora_magnitude_vector"
         if magnitude in trained:
             # DoRA: each row has a trained length; arXiv:2402.09353, equation 5.
@@ -150,12 +152,34 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
             inject_adapter_in_model(config, hf)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules {_told(asked)} can't be adapted in {type(hf).__name__}: {error}") from error
+        _begin(hf)
     _refuse_unsupported(hf, spec=spec, head=head)
     config.target_modules = _shortest_names(hf) if asked == "all-linear" else asked
     adapter = Adapter(hf, config=config)
     if spec.path is not None:
         _fill(hf, read_tensors(spec.path))
     return adapter
+
+
+def _begin(hf: nn.Module) -> None:
+    """First values, layer by layer: peft gives an adapter no memory where the layer that it is put beside has none yet."""
+    for layer in hf.modules():
+        if isinstance(layer, LoraLinear):
+            for part in (layer.lora_A, layer.lora_B):
+                if any(parameter.is_meta for parameter in part.parameters()):
+                    part.to_empty(device="cpu")
+            layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+
+
+def needs_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
+    """Whether an adapter can't be put into a model whose weights come later: DoRA measures them, and modules trained whole copy them.
+
+    Raises:
+        ConfigError: there is no adapter in the directory.
+        CapabilityError: the directory holds another kind of adapter.
+    """
+    config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
+    return bool(config.use_dora or config.modules_to_save or config.init_lora_weights not in (True, False, "gaussian"))
 
 
 def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:

@@ -88,9 +88,19 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             )
 
 
+def is_of_new_head(name: str) -> bool:
+    """Whether a parameter is of the head that a value or reward model has."""
+    return name.startswith("score.")
+
+
+def is_of_old_head(name: str) -> bool:
+    """Whether a parameter is of a language model's head, which a value model does without."""
+    return name.startswith("lm_head.")
+
+
 def _check_loaded(path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool) -> None:
-    lacking = {name for name in missing if not (has_new_head and name.startswith("score."))}
-    surplus = {name for name in unexpected if not (has_new_head and name.startswith("lm_head."))}
+    lacking = {name for name in missing if not (has_new_head and is_of_new_head(name))}
+    surplus = {name for name in unexpected if not (has_new_head and is_of_old_head(name))}
     if lacking or surplus:
         raise WeightError(
             f"the weights in {path} do not match their config: missing {sorted(lacking)[:5]}, unexpected {sorted(surplus)[:5]}."

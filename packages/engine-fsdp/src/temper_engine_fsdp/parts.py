@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,7 +110,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
     hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
-    adapter = _attach_adapter(hf, config=config) if config.lora.is_on else None
+    adapter: Adapter | None = _adapters().attach(hf, spec=config.lora, model=config.model) if config.lora.is_on else None
     if config.liger_layers:
         use_liger(hf, device=device, compute=dtype_named(config.precision.compute))
     head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
@@ -160,19 +161,24 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     )
 
 
-def _attach_adapter(hf: PreTrainedModel, *, config: FSDPConfig) -> "Adapter":
+def _adapters() -> ModuleType:
+    """What needs peft.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
-        from temper_engine_fsdp.adapter import attach
+        from temper_engine_fsdp import adapter
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
-    return attach(hf, spec=config.lora, model=config.model)
+    return adapter
 
 
 def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights | None]:
-    """A model, and its weights where they are read only as modules are sharded: FSDP1 and adapters start from a whole model."""
-    if config.strategy == "fsdp2" and not config.lora.is_on:
+    """A model, and its weights where they are read only as modules are sharded: FSDP1 and some adapters start from a whole model."""
+    if config.strategy == "fsdp2" and not (config.lora.is_on and _adapters().needs_weights(config.lora, model=config.model)):
         found = build_streamed(config.model, attention=kernel, membership=membership)
         if found is not None:
             return found

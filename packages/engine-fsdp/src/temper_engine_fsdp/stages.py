@@ -151,7 +151,7 @@ def begun_collective() -> str:
 
     The recorder keeps the newest 2,000 unless TORCH_FR_BUFFER_SIZE says otherwise, that of NCCL a book of its own.
     """
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009  (no stubs)
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     for entry in sorted(entries, key=lambda entry: entry["record_id"]):
         if not entry["retired"] and entry["state"] != "completed":

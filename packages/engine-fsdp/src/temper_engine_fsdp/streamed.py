@@ -5,7 +5,7 @@ the others receive them.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.huggingface import INDEX_NAME
-from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.models import build_model, is_of_new_head, is_of_old_head
 from temper_engine_fsdp.process_group import Membership
 
 
@@ -67,11 +67,27 @@ def build_streamed(spec: ModelSpec, *, attention: str, membership: Membership) -
         return None
     with parameters_without_memory():
         hf = build_model(spec, attention=attention, loads=False)
+    head = {name for name, _ in hf.named_parameters() if spec.model_type != "language_model" and is_of_new_head(name)} - files.keys()
     # One rank decides for all, who may see another state of the directory.
-    verdict = [membership.rank == 0 and _fits(hf, files)]
+    verdict = [membership.rank == 0 and _fits(hf, files, head=head)]
     if membership.world_size > 1:
         dist.broadcast_object_list(verdict, src=0)
-    return (hf, StreamedWeights(hf, files, membership=membership)) if verdict[0] else None
+    if not verdict[0]:
+        return None
+    _begin_head(hf, head, seed=spec.seed)
+    return hf, StreamedWeights(hf, files, membership=membership)
+
+
+def _begin_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+    """Memory and first values for a head that the directory of a language model lacks: those that transformers gives it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for name in sorted(names, reverse=True):  # the weight before the bias
+            module, _, own = name.rpartition(".")
+            values = torch.zeros(hf.get_parameter(name).shape)
+            if own != "bias":
+                values.normal_(std=hf.config.initializer_range)
+            setattr(hf.get_submodule(module), own, nn.Parameter(values))
 
 
 @contextmanager
@@ -102,13 +118,15 @@ def _files_of(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def _fits(hf: PreTrainedModel, files: Mapping[str, Path]) -> bool:
-    wanted = {name: list(parameter.shape) for name, parameter in hf.named_parameters()}
+def _fits(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
+    wanted = {name: list(parameter.shape) for name, parameter in hf.named_parameters() if name not in head}
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
-    if wanted.keys() != files.keys() or buffers or not all(path.is_file() for path in files.values()):
+    held = {name for name in files if not (head and is_of_old_head(name))}
+    if wanted.keys() != held or buffers or not all(path.is_file() for path in files.values()):
         return False
     for path in set(files.values()):
         with safe_open(path, framework="pt") as file:
-            if any(file.get_slice(name).get_shape() != wanted[name] for name in file.keys() if files.get(name) == path):  # noqa: SIM118
+            names = [name for name in file.keys() if files.get(name) == path and name in held]  # noqa: SIM118
+            if any(file.get_slice(name).get_shape() != wanted[name] for name in names):
                 return False
     return True

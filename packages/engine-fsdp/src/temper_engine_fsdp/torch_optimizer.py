@@ -107,11 +107,25 @@ def _takes(cls: type[torch.optim.Optimizer], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def _is_like(value: object, default: object) -> bool:
+    """Whether a value is of its default's kind: numbers count as one, and None or no default tells nothing."""
+    if default is None or default is inspect.Parameter.empty or value is None:
+        return True
+    if isinstance(default, tuple):
+        pairs = zip(value, default, strict=False) if isinstance(value, list | tuple) else ()
+        return isinstance(value, list | tuple) and len(value) == len(default) and all(_is_like(*pair) for pair in pairs)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return type(value) is type(default)
+    return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
+
+
 def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
     known = [name for name in inspect.signature(cls).parameters if name not in ("params", "lr", "weight_decay")]
-    for name in spec.arguments:
+    for name, value in spec.arguments.items():
         if not _takes(cls, name):
             raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(known)}.")
+        if name in known and not _is_like(value, default := inspect.signature(cls).parameters[name].default):
+            raise ConfigError(f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {default!r} there.")
     if spec.weight_decay and not _takes(cls, "weight_decay"):
         raise ConfigError(f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: set it to 0.")
     required = [n for n in known if inspect.signature(cls).parameters[n].default is inspect.Parameter.empty]
