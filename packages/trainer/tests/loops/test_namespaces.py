@@ -37,6 +37,25 @@ LEAN = (
 APART = ("runtime.kind=ray", f"runtime.address={ADDRESSES[0]}:{PORT}", "rollout.pool=rollout", "run.progress=false")
 
 
+COUNT_NODES = f"""
+import ray
+ray.init(address="{ADDRESSES[0]}:{PORT}", include_dashboard=False, log_to_driver=False, configure_logging=False)
+print(sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Of every process here; nobody else reaches these namespaces, so Ray needs no token."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled"}
+
+
+def on_head(*command: str) -> "subprocess.CompletedProcess[str]":
+    """A command beside the head."""
+    inside = ["ip", "netns", "exec", NAMES[0], sys.executable, *command]
+    return subprocess.run(inside, env=environment(), capture_output=True, text=True, timeout=900, check=False)
+
+
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
@@ -52,9 +71,16 @@ def remove_namespaces() -> None:
 def node(place: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
     """One Ray node of one core in its namespace."""
     command = ["ip", "netns", "exec", NAMES[place], sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
     with Path(folder, f"node-{place}.log").open("wb") as log:
-        return subprocess.Popen([*command, f"--node-ip-address={ADDRESSES[place]}", *arguments], env=environment, stdout=log, stderr=log)
+        return subprocess.Popen([*command, f"--node-ip-address={ADDRESSES[place]}", *arguments], env=environment(), stdout=log, stderr=log)
+
+
+def wait_for_nodes(number: int, *, folder: str) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        if on_head("-c", COUNT_NODES).stdout.strip() == str(number):
+            return
+    raise AssertionError("\n".join(path.read_text() for path in sorted(Path(folder).glob("node-*.log"))))
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +101,9 @@ def nodes() -> Iterator[None]:
             ip("-n", name, "link", "set", device, "up")
     folder = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # names of sockets must be short
     head = node(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}", folder=folder)
-    time.sleep(8)
+    wait_for_nodes(1, folder=folder)
     other = node(1, f"--address={ADDRESSES[0]}:{PORT}", folder=folder)
-    time.sleep(8)
-    assert head.poll() is None, Path(folder, "node-0.log").read_text()
-    assert other.poll() is None, Path(folder, "node-1.log").read_text()
+    wait_for_nodes(2, folder=folder)
     yield
     for process in (other, head):
         process.terminate()
@@ -89,9 +113,7 @@ def nodes() -> Iterator[None]:
 
 def run_apart(folder: Path, *overrides: str) -> str:
     """A run whose driver is on the head; what it said."""
-    command = ["ip", "netns", "exec", NAMES[0], sys.executable, "-m", "temper_trainer", *SMALL, *LEAN, *APART, f"run.dir={folder}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = on_head("-m", "temper_trainer", *SMALL, *LEAN, *APART, f"run.dir={folder}", *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.replica import Replica
@@ -36,7 +37,7 @@ class RayRuntime:
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(address=runtime.address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            _begin(runtime.address)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
         logger.info("placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)]))
@@ -117,6 +118,18 @@ def open_ray_runtime(config: TrainerConfig, *, roles: Mapping[str, RoleRequest])
         yield runtime
     finally:
         runtime.close()
+
+
+def _begin(address: str | None) -> None:
+    """Raises ConfigError where there is no cluster to join."""
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start --head), mend the address, or leave it "
+            "out to have one on this machine. A cluster that is guarded by a token wants RAY_AUTH_MODE=token and the same "
+            "~/.ray/auth_token here."
+        ) from error
 
 
 def _resources(cpus: float, gpus: float) -> dict[str, float]:
