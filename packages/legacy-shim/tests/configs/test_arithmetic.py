@@ -110,3 +110,19 @@ def test_recomputation_and_the_balance_of_experts_go_to_the_engine() -> None:
     assert found["actor.engine.recompute"] == "layers"
     assert found["actor.engine.router_aux_loss"] == 0.01
     assert (found["actor.engine.expert_parallel"], found["actor.engine.expert_tensor_parallel"]) == (4, 1)
+
+
+def test_a_server_that_shares_its_gpus_with_workers_has_one() -> None:
+    shared = translated("v0.7.0", "actor_rollout_ref.rollout.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8")
+    assert "rollout.vllm.tensor_parallel_size=1" in shared.overrides
+    assert values(shared)["rollout.num_replicas"] == 8
+    assert "rollout-tp" in rules_found(shared, "hazard")
+    apart = translated(
+        "v0.7.0",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=8",
+        entry="recipe.one_step_off_policy.main_ppo",
+    )
+    assert (values(apart)["rollout.vllm.tensor_parallel_size"], values(apart)["rollout.num_replicas"]) == (4, 2)
+    assert "rollout-tp" not in rules_found(apart, "hazard")

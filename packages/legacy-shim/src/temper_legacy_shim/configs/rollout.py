@@ -112,10 +112,9 @@ def _refuse_truncated(draft: Draft) -> None:
 
 def _vllm(draft: Draft) -> None:
     new = "rollout.vllm"
-    size = draft.integer(f"{BLOCK}.tensor_model_parallel_size") or 1
-    draft.put(f"{new}.tensor_parallel_size", size, rule="rollout-tp", old=[f"{BLOCK}.tensor_model_parallel_size"], verbatim=True)
     world, keys = _rollout_world(draft)
-    pipeline = draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1
+    size, pipeline = _server_size(draft, world=world)
+    draft.put(f"{new}.tensor_parallel_size", size, rule="rollout-tp", old=[f"{BLOCK}.tensor_model_parallel_size"])
     if world is not None and world // (size * pipeline) > 1:
         draft.put("rollout.num_replicas", world // (size * pipeline), rule="rollout-replicas", old=keys)
     draft.copy(f"{new}.gpu_memory_utilization", f"{BLOCK}.gpu_memory_utilization", rule="rollout-memory", expected="number")
@@ -131,6 +130,23 @@ def _vllm(draft: Draft) -> None:
     draft.put("rollout.canary_tolerance", 0.2, rule="canary")
     sleeps = draft.switch(f"{BLOCK}.free_cache_engine") and not is_async(draft) and not is_one_step_off(draft)
     draft.put(f"{new}.sleep_level", 1 if sleeps else 0, rule="rollout-sleep", old=[f"{BLOCK}.free_cache_engine"])
+
+
+def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
+    """GPUs of one server over tensors, and over layers; one GPU where it shares them with the trainer's workers."""
+    key = f"{BLOCK}.tensor_model_parallel_size"
+    size, pipeline = draft.integer(key) or 1, draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1
+    if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
+        return size, pipeline
+    draft.find(
+        "hazard",
+        "rollout-tp",
+        f"{key} is {size}, on the GPUs that train: here a server that shares GPUs with workers has one, so {world or 'as many'} servers of "
+        "one GPU each sample, which changes no probability. Where the model does not fit beside the actor, give servers GPUs of their own: "
+        f"rollout.pool=rollout rollout.vllm.tensor_parallel_size={size * pipeline}, and rollout.num_replicas.",
+        key,
+    )
+    return 1, 1
 
 
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
