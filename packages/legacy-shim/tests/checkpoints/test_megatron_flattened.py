@@ -51,7 +51,12 @@ def _shards(name: str, tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
 
 
 def write_flattened(
-    folder: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, monkeypatch: pytest.MonkeyPatch | None = None
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    *,
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    is_of_0_15: bool = False,
 ) -> None:
     """Weights as they are; every shard of the optimizer's in two chunks, of two ranks, with Megatron's own entries in the description."""
     chunks = {}
@@ -79,18 +84,20 @@ def write_flattened(
         made.storage_data[MetadataIndex(name, torch.Size(place))] = place_of[str(i)]
     made.mcore_data = {name: {"nd_reformulated_orig_global_shape": tuple(t.shape)} for name, t in state.items()}  # type: ignore[attr-defined]
     if monkeypatch is not None:
-        made.all_local_plans = [_save_plan(monkeypatch)]  # type: ignore[attr-defined]
+        plan, metadata = _megatron_classes(monkeypatch)
+        made.all_local_plans = [plan()]  # type: ignore[attr-defined]
+        made.__class__ = metadata if is_of_0_15 else Metadata
     path.write_bytes(pickle.dumps(made))
 
 
-def _save_plan(monkeypatch: pytest.MonkeyPatch) -> object:
-    """An object of Megatron's class of that name, which its descriptions hold until 0.15."""
+def _megatron_classes(monkeypatch: pytest.MonkeyPatch) -> tuple[type, type[Metadata]]:
+    """Stand-ins by name for Megatron's own classes that its descriptions hold until 0.15, the second in that release alone."""
     module = "megatron.core.dist_checkpointing.strategies.torch"
-    kind = type("MCoreSavePlan", (), {"__module__": module})
+    plan, metadata = type("MCoreSavePlan", (), {"__module__": module}), type("MCoreMetadata", (Metadata,), {"__module__": module})
     fake = ModuleType(module)
-    fake.MCoreSavePlan = kind  # type: ignore[attr-defined]
+    fake.MCoreSavePlan, fake.MCoreMetadata = plan, metadata  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, fake)
-    return kind()
+    return plan, metadata
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -103,7 +110,7 @@ def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(
     kinds = {"fp32_param": 1.25, "exp_avg": 0.5, "exp_avg_sq": 2.0}
     state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(hf).items()}
     folder = tmp_path / "actor/dist_ckpt"
-    write_flattened(folder, {} if is_exported else _stacked(hf), state, monkeypatch=monkeypatch)
+    write_flattened(folder, {} if is_exported else _stacked(hf), state, monkeypatch=monkeypatch, is_of_0_15=is_exported)
     groups = [{"step": 3.0, "lr": 1e-5, "weight_decay": decay} for decay in (0.0, 0.1)]
     torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "lr_scheduler": {"num_steps": 3}}, folder / "common.pt")
     _write_config(tmp_path / "actor/huggingface")
