@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from old_files import Box, write_fsdp, write_sharded
@@ -11,8 +12,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from temper_legacy_shim.checkpoints import fsdp
 from temper_legacy_shim.checkpoints.layouts import find_roles
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks
-from temper_legacy_shim.checkpoints.sharded import shard_box
+from temper_legacy_shim.checkpoints.lazy import Element, InMemory, LazyTensor, Piece, blocks, read_all
+from temper_legacy_shim.checkpoints.sharded import covering, shard_box
 from temper_legacy_shim.checkpoints.tensors import Placement as Placed
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
@@ -142,3 +143,27 @@ def test_a_sharded_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_world_size_2_rank_1.pt").write_bytes((tmp_path / "model_world_size_2_rank_0.pt").read_bytes())
     with pytest.raises(DamagedFileError, match="18 of 30 elements of matrix"):
         _read(tmp_path)
+
+
+class _Counting(InMemory):
+    """A tensor that counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        type(self).looks += 1
+        return super().shape
+
+
+def test_stacked_experts_are_not_searched_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 512 experts used to look through all 512 parts; a large mixture has tens of thousands."""
+    monkeypatch.setattr(_Counting, "looks", 0)
+    layers, experts = 8, 64
+    places = [(layer, expert) for layer in range(layers) for expert in range(experts)]
+    parts = [Piece(offsets=(i, e, 0), tensor=_Counting(np.full((1, 1, 3), 100 * i + e, np.float32))) for i, e in places]
+    whole = covering("experts", parts, shape=(layers, experts, 3), like=parts[0].tensor, where="here")
+    of_layer = [Element(whole, layer) for layer in range(layers)]
+    for layer, expert in places:
+        assert read_all(Element(of_layer[layer], expert)).tolist() == [100 * layer + expert] * 3
+    assert _Counting.looks < 30 * len(parts)

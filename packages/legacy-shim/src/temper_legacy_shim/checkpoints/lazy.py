@@ -152,9 +152,25 @@ class Assembled:
     def _in_order(self) -> tuple[Piece, ...]:
         return tuple(sorted((piece for piece in self.pieces if 0 not in piece.tensor.shape), key=lambda piece: piece.offsets))
 
+    @cached_property
+    def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
+        """Pieces of one row by that row, and the others: stacked layers of stacked experts are tens of thousands."""
+        single: dict[int, list[Piece]] = {}
+        others: list[Piece] = []
+        for piece in self._in_order:
+            (single.setdefault(piece.offsets[0], []) if piece.tensor.shape[0] == 1 else others).append(piece)
+        return single, others
+
+    def of_rows(self, start: int, stop: int) -> list[Piece]:
+        """Pieces that hold any of these rows."""
+        single, others = self._by_row
+        long = [p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start]
+        rows = range(start, stop) if stop - start <= len(single) else sorted(row for row in single if start <= row < stop)
+        return [*(piece for row in rows for piece in single.get(row, ())), *long]
+
     def read(self, start: int, stop: int) -> Block:
         """Rows, from the pieces that hold them."""
-        touched = [p for p in self._in_order if not self.shape or (p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start)]
+        touched = self.of_rows(start, stop) if self.shape else list(self._in_order)
         if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
             at = touched[0].offsets[0] if self.shape else 0
             return touched[0].tensor.read(start - at, stop - at)
@@ -248,12 +264,13 @@ class Element:
 
     def read(self, start: int, stop: int) -> Block:
         """Rows of this entry; the entry is read whole, being one row of the source."""
-        inner = self._stored()
+        inner = self._stored
         if inner is not None:
             return inner.read(start, stop)
         whole = self.source.read(self.index, self.index + 1)
         return whole.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
 
+    @cached_property
     def _stored(self) -> LazyTensor | None:
         """The same entry of what the source is made of, where that can be read by rows."""
         source = self.source
@@ -266,8 +283,7 @@ class Element:
         if isinstance(source, Assembled) and source.shape:
             pieces = tuple(
                 Piece(offsets=piece.offsets[1:], tensor=Element(piece.tensor, self.index - piece.offsets[0]))
-                for piece in source.pieces
-                if piece.offsets[0] <= self.index < piece.offsets[0] + piece.tensor.shape[0]
+                for piece in source.of_rows(self.index, self.index + 1)
             )
             return Assembled(pieces, self.shape, self.dtype)
         return None
