@@ -5,6 +5,7 @@ the sender wrote them, for receivers on the same GPU, and uses gloo to take turn
 """
 
 import pickle
+import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from inspect import signature
@@ -74,7 +75,8 @@ class Channel:
             options._timeout = timeout
             self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
         else:
-            self._group = cast("_Group", dist.ProcessGroupGloo(store, rank, spec.size, timeout))
+            made = dist.ProcessGroupGloo(store, rank, spec.size, _gloo_options(spec, timeout=timeout))  # type: ignore[arg-type]
+            self._group = cast("_Group", made)
         self._store = store
         self._buffer = self._shared_buffer() if spec.backend == "cuda_ipc" else self._own_buffer()
 
@@ -157,6 +159,23 @@ def open_channel(plain: dict[str, object], *, worker_rank: int, device: torch.de
     """A receiver's end, from the message that names the channel."""
     spec = ChannelSpec(**plain)  # type: ignore[arg-type]
     return Channel(spec, rank=spec.first_rank + worker_rank, device=device)
+
+
+def _gloo_options(spec: ChannelSpec, *, timeout: timedelta) -> object:
+    """Gloo on the network that leads to the sender: left to itself it takes what the host's own name means, which is often the loopback."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(towards=spec.address))]
+    options._threads = 2
+    return options
+
+
+def own_address(*, towards: str) -> str:
+    """The address of this machine from which another one is reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 1))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _word(value: int, *, device: torch.device) -> Tensor:

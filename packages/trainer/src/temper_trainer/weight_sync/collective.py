@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 
 from temper_engine_api.errors import WeightError
-from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
+from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec, own_address
 from temper_trainer.rollout.parcels import Parcel, cut, fill, layout_of
 from temper_trainer.rollout.place import Place, place_of
 from temper_trainer.rollout.replica import Replica, ReplicaError
@@ -183,14 +183,11 @@ def close_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
 
 
 def _own_address() -> str:
-    """The address of this machine that others reach; none is asked."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+    """The address of this machine that others reach, where it has a way to them."""
+    try:
+        return own_address(towards="10.255.255.255")
+    except OSError:
+        return "127.0.0.1"
 
 
 def _wait(futures: "Sequence[Future[object]]") -> None:
