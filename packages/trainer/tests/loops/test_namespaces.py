@@ -108,6 +108,8 @@ def nodes() -> Iterator[None]:
     for process in (other, head):
         process.terminate()
     remove_namespaces()
+    for process in (other, head):
+        process.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
 
 
