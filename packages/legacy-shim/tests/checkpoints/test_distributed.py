@@ -157,7 +157,7 @@ class _Counting(InMemory):
 
 
 def test_stacked_experts_are_not_searched_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 512 experts used to look through all 512 parts; a large mixture has tens of thousands."""
+    """512 experts that each look through all 512 parts are still quick; a large mixture has tens of thousands of both."""
     monkeypatch.setattr(_Counting, "looks", 0)
     layers, experts = 8, 64
     places = [(layer, expert) for layer in range(layers) for expert in range(experts)]
