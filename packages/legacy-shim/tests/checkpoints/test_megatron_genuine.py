@@ -49,6 +49,7 @@ def write(folder: Path, architecture: dict[str, object], *, sharding: str, monke
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # Megatron waits for a device that is not here,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # gathers on it,
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_: tensor)  # and sends from it,
     monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # and would start a process for a queue
     config = MegatronConfig(
         model=ModelSpec(architecture=architecture),
