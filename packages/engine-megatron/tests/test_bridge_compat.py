@@ -4,15 +4,19 @@ import ast
 import dataclasses
 import importlib.metadata
 import importlib.util
+import platform
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from transformers import AutoConfig
 
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_megatron.bridge_compat import PIP_LINE, Recipe, Translation
+from temper_engine_megatron.bridge_compat import LINES, Recipe, Translation, line_in_use
+from temper_engine_megatron.bridge_compat.lines import BRIDGE, CORE
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 
@@ -36,11 +40,28 @@ def forget_the_bridge(monkeypatch):
 
 
 def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
+    wanted = f"pip install --no-deps {BRIDGE}=={line_in_use().tested[BRIDGE]}"
     forget_the_bridge(monkeypatch)
+    install(monkeypatch, core=importlib.metadata.version(CORE), bridge=None)
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(ConfigError, match="needs Megatron-Bridge, which is not installed") as caught:
         Translation(config())
-    assert PIP_LINE in str(caught.value)
+    assert str(caught.value).endswith(wanted)
+
+
+def install(monkeypatch, *, core, bridge, python=None):
+    """Make it look as if these versions were installed; None is not at all."""
+    versions = {CORE: core, BRIDGE: bridge}
+    real = importlib.metadata.version
+
+    def version(name):
+        if versions.get(name, "") is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name] if name in versions else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if python is not None:
+        monkeypatch.setattr(platform, "python_version", lambda: python)
 
 
 class Broken:
@@ -66,12 +87,41 @@ def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, er
     assert "not installed" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "version"), [("megatron-core", "0.19.2"), ("megatron-bridge", "0.6.0")])
-def test_other_lines_are_refused_with_the_tested_version(monkeypatch, name, version):
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda asked: version if asked == name else real(asked))
-    with pytest.raises(ConfigError, match=rf"{name} is {version}.* is tested\): pip install"):
+@pytest.mark.parametrize(
+    ("core", "bridge", "python", "command"),
+    [
+        ("0.16.1", "0.6.2", "3.12.1", "megatron-bridge==0.3.1"),
+        ("0.19.2", "0.3.1", "3.12.1", "megatron-bridge==0.6.2"),
+        ("0.17.1", "0.3.1", "3.11.2", "megatron-core==0.16.1"),
+        ("0.17.1", "0.6.2", "3.12.1", "megatron-core==0.19.2"),
+        ("0.18.0", "0.5.0", "3.11.2", "megatron-core==0.16.1 megatron-bridge==0.3.1"),
+        ("0.18.0", "0.5.0", "3.12.1", "megatron-core==0.19.2 megatron-bridge==0.6.2"),
+        # The bridge of the newer line is there for 3.12 alone.
+        ("0.19.2", "0.3.1", "3.13.0", "megatron-core==0.16.1"),
+    ],
+)
+def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_changes_least(monkeypatch, core, bridge, python, command):
+    install(monkeypatch, core=core, bridge=bridge, python=python)
+    with pytest.raises(ConfigError, match=f"{CORE} is {core} and {BRIDGE} {bridge}, but") as caught:
         Translation(config())
+    assert str(caught.value).endswith(f": pip install --no-deps {command}")
+
+
+@pytest.mark.parametrize(
+    ("core", "bridge", "python"), [("0.16.1", "0.3.1", "3.11.2"), ("0.16.1", "0.3.1", "3.12.1"), ("0.19.2", "0.6.2", "3.12.1")]
+)
+def test_versions_that_belong_together_are_taken(monkeypatch, core, bridge, python):
+    install(monkeypatch, core=core, bridge=bridge, python=python)
+    assert line_in_use().tested == {CORE: core, BRIDGE: bridge}
+
+
+def test_what_this_package_requires_is_what_its_lines_take():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    required = [Requirement(line) for line in project["dependencies"] if line.startswith(CORE)]
+    for python, lines in (("3.11", LINES[:1]), ("3.12", LINES), ("3.13", LINES[:1])):
+        (here,) = (each for each in required if each.marker is not None and each.marker.evaluate({"python_version": python}))
+        for version in ("0.15.3", "0.16.0", "0.16.1", "0.16.4", "0.17.1", "0.18.0", "0.19.0", "0.19.2", "0.19.7", "0.20.0"):
+            assert here.specifier.contains(version) == any(line.core.contains(version) for line in lines), (python, version)
 
 
 def source(module):
@@ -81,40 +131,46 @@ def source(module):
     return ast.parse(file.read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "importer"),
-    [
-        ("transformer_engine", "megatron.bridge.peft.lora_layers"),
-        ("triton", "megatron.core.inference.contexts.attention_context.triton.tensor_ops"),
-    ],
-)
-def test_what_a_stand_in_is_given_for_is_still_imported_without_asking(name, importer):
-    # One that fails says that upstream asks now: take the stand-in away.
+def test_stand_ins_are_given_for_what_is_still_imported_without_asking():
+    # One that fails says that upstream asks now: take the name out of the line.
     Translation(config())
-    imports = [node for node in source(importer).body if isinstance(node, ast.Import)]
-    assert name in {alias.name.partition(".")[0] for node in imports for alias in node.names}
+    found = {
+        "transformer_engine": source("megatron.bridge.peft.lora_layers"),
+        "triton": source("megatron.core.inference.contexts.attention_context.triton.tensor_ops"),
+    }
+    names = {
+        name
+        for name, tree in found.items()
+        for node in tree.body
+        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == name for alias in node.names)
+    }
+    assert names == line_in_use().imports_without_asking.keys()
 
 
-def test_the_router_still_lacks_the_name_that_it_is_given():
+def test_the_router_is_given_a_name_only_where_it_still_lacks_it():
     Translation(config())
-    names = (node for node in ast.walk(source("megatron.core.transformer.moe.moe_utils")) if isinstance(node, ast.Name))
-    assert "te_general_gemm" not in {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    stored = {
+        node.id
+        for node in ast.walk(source("megatron.core.transformer.moe.moe_utils"))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assert ("te_general_gemm" not in stored) == line_in_use().leaves_router_without_gemm
 
 
-def test_the_rotary_base_is_told_and_would_still_be_missed(monkeypatch):
+def test_the_rotary_base_is_told_only_where_the_bridge_still_does_not_find_it(monkeypatch):
     described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert Translation(described).settings.rotary_base == 5e5
-    # As the bridge finds it without help: nothing where transformers 4 had it.
-    monkeypatch.setattr("temper_engine_megatron.bridge_compat._as_causal_lm", lambda hf_config: hf_config)
-    described.architectures = ["Qwen2ForCausalLM"]
-    assert Translation(described).settings.rotary_base == 10000
+    line = dataclasses.replace(line_in_use(), reads_old_rotary_base=False)
+    monkeypatch.setattr("temper_engine_megatron.bridge_compat.translation.line_in_use", lambda: line)
+    assert (Translation(described).settings.rotary_base != 5e5) == line_in_use().reads_old_rotary_base
 
 
 def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
     settings = start()._parts.runner._chunks.settings
+    fields = {field.name for field in dataclasses.fields(settings)}
     untouched = Translation(config()).settings
     untouched.finalize()
-    assert vars(settings).keys() - vars(untouched).keys() - {field.name for field in dataclasses.fields(settings)} == set()
+    assert vars(settings).keys() - vars(untouched).keys() - fields == set()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])

@@ -148,15 +148,16 @@ def test_configuring_needs_neither_torch_nor_megatron():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_first_engine_of_a_process_warns_of_nothing(config):
+def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone(config):
     program = (
-        "import warnings; from temper_engine_megatron.engine import MegatronEngine; "
+        "import logging, warnings; from temper_engine_megatron.engine import MegatronEngine; "
         "from temper_engine_megatron.config import MegatronConfig; "
         "from temper_engine_api.specs import ModelSpec; "
         f"engine = MegatronEngine(MegatronConfig(model=ModelSpec(architecture={dict(config.model.architecture)!r}), device='cpu')); "
-        "engine.init_model(); engine.close(); warnings.warn('shown')"
+        "engine.init_model(); engine.close(); warnings.warn('shown'); print(logging.root.handlers, logging.root.level)"
     )
     done = subprocess.run([sys.executable, "-W", "default::UserWarning", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] 30\n"
     assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == ["<string>:1: UserWarning: shown"]
 
 

@@ -9,8 +9,12 @@ _KNOWN = (
     r"(Transformer Engine and )?Apex (is|are) not installed",
     # No mixture of experts.
     r"The \w+ GroupedMLP will be deprecated",
+    r"Only transformer-engine>=[\d.]+ supports MoE experts",
+    # Imported beside what is used.
+    r"MimoModelConfig is experimental",
+    r"absl.logging is not installed",
     # The bridge's own default.
-    r"full scope is deprecated. Use empty cuda_graph_scope",
+    r"full scope is deprecated. Use empty cuda_graph_(scope|modules)",
     # torch has new names for what Megatron-Core calls.
     r"`torch.distributed.\w+` is deprecated",
 )

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from temper_engine_megatron.attention import AttentionLayout, RowLayout, attend
+from temper_engine_megatron.bridge_compat import submodules_of_experts
 from temper_engine_megatron.collectives import gather_sequence
 from temper_engine_megatron.experts import RoutedLayer, SharingRouter
 
@@ -69,7 +70,7 @@ def block_spec(settings: Any, *, num_layers: int) -> Any:
     )
     if settings.num_moe_experts:
         layer.module = RoutedLayer
-        layer.submodules.mlp.submodules.router = SharingRouter
+        submodules_of_experts(layer).router = SharingRouter
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -18,6 +18,8 @@ _OF_THE_MODEL = frozenset(
         *("layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
         *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "rotary_interleaved"),
         *("multi_latent_attention", "attention_dropout", "hidden_dropout", "mtp_num_layers"),
+        *("use_mup", "mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"),
+        "mup_attn_scale_power",
     }
 )
 """What the model's own config.json says."""
@@ -59,11 +61,16 @@ _DECIDED = frozenset(
             "overlap_grad_reduce",
             "overlap_param_gather",
             "bucket_size",
+            "num_buckets",
             "average_in_collective",
             "check_for_nan_in_grad",
             "check_for_large_grads",
         ),
+        *("moe_grad_scale_func", "mtp_grad_scale_func", "grad_norm_skip_threshold", "optimizer_cuda_graph"),
         *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
+        # A matrix is split over the ranks that its own sizes name.
+        *("tensor_parallel_num_weight_shards", "gtp_weight_remat_size", "use_layer_wise_distributed_optimizer"),
+        *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
         # Micro-batches differ in length, and stages tell each other theirs.
         *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype", "autocast_dtype", "enable_autocast"),
         # Gloo still sends an output when Megatron would free it.

@@ -1,0 +1,99 @@
+"""A Hugging Face architecture in Megatron's words: its configuration, and what each of Megatron's parameters is made of."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from temper_engine_api.errors import CapabilityError
+from temper_engine_megatron.bridge_compat.lines import line_in_use
+from temper_engine_megatron.bridge_compat.stand_ins import import_bridge
+
+USE_ANOTHER = "use a qwen2, qwen3, qwen3_moe or llama model."
+
+ParameterKind = Literal["plain", "qkv", "gated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What one of Megatron's parameters is made of."""
+
+    kind: ParameterKind
+    """plain: one tensor. qkv: query, key and value, interleaved by group of heads. gated: gate and up, one above the other."""
+    names: tuple[str, ...]
+    """Hugging Face names in the order that the kind says."""
+
+
+class Translation:
+    """A Hugging Face architecture in Megatron's words."""
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        bridge = import_bridge()
+        described = _as_causal_lm(hf_config)
+        try:
+            auto = bridge.AutoBridge.from_hf_config(described)
+        except ValueError as error:
+            raise CapabilityError(f"Megatron-Bridge has no translation of {described.architectures}: {USE_ANOTHER}") from error
+        self.settings: Any = auto.to_megatron_provider(load_weights=False)
+        self._registry = _model_bridge().get_model_bridge(getattr(transformers, described.architectures[0])).mapping_registry()
+
+    def recipe_of(self, name: str) -> Recipe:
+        """Of a parameter by Megatron's name with the layer's global number.
+
+        Raises:
+            CapabilityError: the bridge does not know it.
+        """
+        mapping = self._registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            raise CapabilityError(f"Megatron-Bridge does not say what {name} is made of: this architecture is not supported.")
+        parts: str | Mapping[str, str] = mapping.hf_param
+        if isinstance(parts, str):
+            return Recipe(kind="plain", names=(parts,))
+        if parts.keys() == {"q", "k", "v"}:
+            return Recipe(kind="qkv", names=(parts["q"], parts["k"], parts["v"]))
+        if parts.keys() == {"gate", "up"}:
+            return Recipe(kind="gated", names=(parts["gate"], parts["up"]))
+        raise CapabilityError(f"{name} is made of {sorted(parts)}, which this engine can't put together: {USE_ANOTHER}")
+
+    def join_heads(self, parts: Sequence[Tensor]) -> Tensor:
+        """Query, key and value as Megatron's interleaved tensor, full size."""
+        conversion = _param_mapping()
+        join = conversion.merge_qkv_weights if parts[0].ndim > 1 else conversion.merge_qkv_biases
+        joined: Tensor = join(self.settings, *parts)
+        return joined
+
+    def split_heads(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The reverse."""
+        conversion = _param_mapping()
+        split = conversion.split_qkv_weights if tensor.ndim > 1 else conversion.split_qkv_biases
+        return tuple(split(self.settings, tensor))
+
+
+def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The bridge finds a translation by the name of the class with a language-model head, whatever head a model has."""
+    described = copy.deepcopy(hf_config)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    if name is None:
+        raise CapabilityError(f"{type(hf_config).__name__} has no causal language model in transformers: {USE_ANOTHER}")
+    described.architectures = [name]
+    rotary: Mapping[str, object] = described.to_dict().get("rope_parameters") or {}
+    if line_in_use().reads_old_rotary_base and "rope_theta" in rotary:
+        described.rope_theta = rotary["rope_theta"]
+    return described
+
+
+def _model_bridge() -> Any:
+    from megatron.bridge.models.conversion import model_bridge
+
+    return model_bridge
+
+
+def _param_mapping() -> Any:
+    from megatron.bridge.models.conversion import param_mapping
+
+    return param_mapping
