@@ -19,7 +19,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-fsdp": ("temper_engine_fsdp.adapter",),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{room}"
-        for room in ("checkpoints", "data_proto", "deprecation", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
+        for room in ("checkpoints", "data_proto", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
     ),
     "trainer": (
         *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),
