@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -168,12 +169,11 @@ def _adapters() -> ModuleType:
         ConfigError: it is not installed.
     """
     try:
-        from temper_engine_fsdp import adapter
+        return import_module("temper_engine_fsdp.adapter")
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
-    return adapter
 
 
 def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights | None]:
