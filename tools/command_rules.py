@@ -135,9 +135,15 @@ def ray_job(words: Sequence[str], folder: Path) -> str:
 @cache
 def sessions() -> frozenset[str]:
     """The names of nox's sessions."""
-    tree = ast.parse((ROOT / "noxfile.py").read_text())
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return frozenset(node.name for node in functions if any("nox.session" in ast.unparse(each) for each in node.decorator_list))
+    functions = (node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef))
+    marked = ((node.name, mark) for node in functions for mark in node.decorator_list if ast.unparse(mark).startswith("nox.session"))
+    return frozenset(_name_in(mark) or name for name, mark in marked)
+
+
+def _name_in(mark: ast.expr) -> str:
+    """What a decorator calls the session, where it does."""
+    keywords = mark.keywords if isinstance(mark, ast.Call) else []
+    return next((ast.literal_eval(each.value) for each in keywords if each.arg == "name"), "")
 
 
 @cache
