@@ -120,15 +120,16 @@ def _is_like(value: object, default: object) -> bool:
 
 
 def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
-    known = [name for name in inspect.signature(cls).parameters if name not in ("params", "lr", "weight_decay")]
+    taken = {name: p for name, p in inspect.signature(cls).parameters.items() if name not in ("params", "lr", "weight_decay")}
     for name, value in spec.arguments.items():
         if not _takes(cls, name):
-            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(known)}.")
-        if name in known and not _is_like(value, default := inspect.signature(cls).parameters[name].default):
-            raise ConfigError(f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {default!r} there.")
+            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(taken)}.")
+        if name in taken and not _is_like(value, taken[name].default):
+            raise ConfigError(
+                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {taken[name].default!r} there."
+            )
     if spec.weight_decay and not _takes(cls, "weight_decay"):
         raise ConfigError(f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: set it to 0.")
-    required = [n for n in known if inspect.signature(cls).parameters[n].default is inspect.Parameter.empty]
-    missing = [n for n in required if n not in spec.arguments and inspect.signature(cls).parameters[n].kind not in (2, 4)]
-    if missing:
+    required = [name for name, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if missing := [name for name in required if name not in spec.arguments]:
         raise ConfigError(f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no default.")

@@ -28,17 +28,20 @@ def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def homes(saved: SavedState) -> dict[str, str]:
     """By name in files, the name that a checkpoint has: that of the joined tensor, or the same."""
-    return {part: name for name, shape in saved.weights.items() for part, _ in split(name, torch.empty(shape, device="meta"))}
+    return {part: name for name, part, _ in _parts_of(saved)}
+
+
+def _parts_of(saved: SavedState) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name in the checkpoint, name in files, shape there) of everything in it."""
+    for name, shape in saved.weights.items():
+        for part, tensor in split(name, torch.empty(shape, device="meta")):
+            yield name, part, tuple(tensor.shape)
 
 
 def by_names_in_files(saved: SavedState) -> SavedState:
     """A checkpoint's state as if nothing were joined. What is, is read once for all of its parts, if these are asked for in a row."""
     home_of = homes(saved)
-    shapes = {
-        part: tuple(tensor.shape)
-        for name, shape in saved.weights.items()
-        for part, tensor in split(name, torch.empty(shape, device="meta"))
-    }
+    shapes = {part: shape for _, part, shape in _parts_of(saved)}
     last_read: dict[str, tuple[str, dict[str, Tensor]]] = {}
 
     def read(kind: str, part: str) -> Tensor:
