@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_megatron import EXPERTS, _model, _write_ranks
+from megatron_engines import with_drawn_moments
+from test_megatron import CONFIG, EXPERTS, _model, _write_ranks
 
+from temper_engine_api.training_specs import Compute
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.lazy import InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.megatron_flat import _layout
@@ -127,45 +128,15 @@ def test_a_tied_table_that_two_stages_hold_is_a_bucket_of_its_own() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron.core")
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_what_megatrons_own_optimizer_wrote_is_what_it_had(tmp_path: Path, compute: str) -> None:
+def test_what_megatrons_own_optimizer_wrote_is_what_it_had(tmp_path: Path, compute: Compute) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
-    from test_megatron import CONFIG
-
-    from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
-    from temper_engine_megatron.config import MegatronConfig
-    from temper_engine_megatron.engine import MegatronEngine
-
-    config = MegatronConfig(
-        model=ModelSpec(architecture={**CONFIG, "num_hidden_layers": 2}),
-        optimizer=OptimizerSpec(lr=1e-2),
-        precision=PrecisionSpec(compute=compute),  # type: ignore[arg-type]
-        device="cpu",
-        distributed_optimizer=True,
-    )
-    engine = MegatronEngine(config)
-    engine.init_model()
-    try:
-        draw = torch.Generator().manual_seed(0)
-        some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
-        expected = {
-            state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
-            for state in engine.export_state()
-        }
-        engine.load_state(iter(expected.values()))
-        parts = engine._built
-        assert parts is not None
-        assert parts.optimizer is not None
-        (chunk,) = parts.runner._chunks.bare
+    small = {**CONFIG, "num_hidden_layers": 2}
+    with with_drawn_moments(small, compute=compute) as (chunk, (optimizer,), expected):
         folder = tmp_path / "actor/model/mp_rank_00"
         folder.mkdir(parents=True)
         torch.save([chunk.state_dict()], folder / "model.pt")
         (tmp_path / "actor/optim").mkdir()
-        (optimizer,) = parts.optimizer._optimizers
-        optimizer.data_parallel_group_gloo = optimizer.data_parallel_group  # on a CPU the group is gloo's already
         optimizer.save_parameter_state(str(tmp_path / "actor/optim/distrib_optim_pp0_tp0.pt"))
-    finally:
-        engine.close()
-    small = {**CONFIG, "num_hidden_layers": 2}
     (tmp_path / "actor/hf_config_and_tokenizer").mkdir()
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(small))
     found = {state.name: state for state in training_state(open_checkpoint(tmp_path / "actor", num_updates=2))}

@@ -3,7 +3,6 @@
 import json
 import queue
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from megatron_engines import with_drawn_moments
 from test_megatron import CONFIG
 
-from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.temper import resumable, training_state
@@ -44,37 +43,11 @@ def write(folder: Path, architecture: dict[str, object], *, sharding: str, monke
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    from temper_engine_megatron.config import MegatronConfig
-    from temper_engine_megatron.engine import MegatronEngine
-
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # Megatron waits for a device that is not here,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # gathers on it,
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_: tensor)  # and sends from it,
     monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # and would start a process for a queue
-    config = MegatronConfig(
-        model=ModelSpec(architecture=architecture),
-        optimizer=OptimizerSpec(lr=1e-2),
-        precision=PrecisionSpec(compute="bf16"),
-        device="cpu",
-        distributed_optimizer=True,
-    )
-    engine = MegatronEngine(config)
-    engine.init_model()
-    try:
-        draw = torch.Generator().manual_seed(0)
-        some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
-        expected = {
-            state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
-            for state in engine.export_state()
-        }
-        engine.load_state(iter(expected.values()))
-        parts = engine._built
-        assert parts is not None
-        assert parts.optimizer is not None
-        (chunk,) = parts.runner._chunks.bare
-        optimizers = parts.optimizer._optimizers
-        for each in optimizers:
-            each.data_parallel_group_gloo = each.data_parallel_group  # on a CPU the group is gloo's already
+    with with_drawn_moments(architecture, compute="bf16") as (chunk, optimizers, expected):
         optimizer = optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
         metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         model = chunk.sharded_state_dict(metadata=metadata)
@@ -83,8 +56,6 @@ def write(folder: Path, architecture: dict[str, object], *, sharding: str, monke
         dist_checkpointing.save(
             state | {"lr_scheduler": {"num_steps": 1, "max_lr": 1e-2}}, str(folder / "dist_ckpt"), content_metadata=metadata
         )
-    finally:
-        engine.close()
     (folder / "huggingface").mkdir()
     (folder / "huggingface/config.json").write_text(json.dumps(architecture))
     return expected

@@ -1,0 +1,49 @@
+"""A real Megatron engine with moments that were drawn, for tests of what its own optimizer writes."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+from temper_engine_api.training_specs import Compute
+from temper_engine_api.weights import TrainingState
+
+
+@contextmanager
+def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> Iterator[tuple[Any, list[Any], dict[str, TrainingState]]]:
+    """Megatron's bare model, its optimizers, and what these hold, as if two updates had been made."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+    from temper_engine_megatron.config import MegatronConfig
+    from temper_engine_megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(
+        MegatronConfig(
+            model=ModelSpec(architecture=architecture),
+            optimizer=OptimizerSpec(lr=1e-2),
+            precision=PrecisionSpec(compute=compute),
+            device="cpu",
+            distributed_optimizer=True,
+        )
+    )
+    engine.init_model()
+    try:
+        draw = torch.Generator().manual_seed(0)
+        some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
+        expected = {
+            state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
+            for state in engine.export_state()
+        }
+        engine.load_state(iter(expected.values()))
+        parts = engine._built
+        assert parts is not None
+        assert parts.optimizer is not None
+        (chunk,) = parts.runner._chunks.bare
+        for each in parts.optimizer._optimizers:
+            each.data_parallel_group_gloo = each.data_parallel_group  # on a CPU the group is gloo's already
+        yield chunk, parts.optimizer._optimizers, expected
+    finally:
+        engine.close()
