@@ -22,11 +22,11 @@ WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine-fsdp": {"golden": ("engine.py", "temper_engine_fsdp.engine:FSDPEngine")},
     "engine-megatron": {"golden": ("engine.py", "temper_engine_megatron.engine:MegatronEngine")},
     "trainer": {"golden": ("trainer.py",), "golden_runs": ("trainer_run.py",)},
+    "legacy-shim": {"golden": ("translations.py",)},
 }
 """By package and folder below its tests: a program, and what follows the folder that it writes into.
 
-The contract's files lie inside the engines' checkpoints; what the shim writes are configurations of the trainer and checkpoints of the
-other packages.
+The contract's files lie inside the engines' checkpoints, and so do those that the shim converts.
 """
 
 

@@ -1,0 +1,25 @@
+"""A configuration that a released version translated is still one of the trainer, and every value in it is what it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
+
+from temper_trainer.config_loading import load
+from temper_trainer.config_loading.schema import leaves_of
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_a_released_translation_still_means_the_same(file: Path) -> None:
+    written = json.loads(file.with_suffix(".json").read_text())
+    now = leaves_of(load([], config_dir=str(file.parent), config_name=file.stem).resolved)
+    changed = {key: (value, now.get(key)) for key, value in written.items() if now.get(key, "is gone") != value}
+    assert changed == {}
+
+
+def test_every_kind_of_run_was_kept() -> None:
+    assert {"grpo", "critic", "sft", "megatron", "reward_file"} <= {file.stem for file in GOLDEN}
