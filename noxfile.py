@@ -278,8 +278,9 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(name="megatron-0.19", python="3.12")
 def megatron_0_19(session: nox.Session) -> None:
-    """An environment of its own with the newer line of Megatron (torch may come as a CUDA build of several GB), and the engine's tests on
-    it; skipped where there is no python3.12. Arguments after -- go to pytest.
+    """An environment of its own with the newer line of Megatron, and the engine's tests on it; arguments after -- go to pytest.
+
+    Torch may come as a CUDA build of several GB. Skipped where there is no python3.12.
     """
     here = [f"packages/{package}{EXTRAS.get(package, '')}" for package in ("engine-api", "engine-fsdp", "engine-megatron")]
     session.install(*NEWER_MEGATRON, *here, *TEST_TOOLS)

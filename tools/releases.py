@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -21,7 +22,8 @@ RECORDS = Path("tools") / "releases.toml"
 
 HEADER = """\
 # Every release, oldest first, for clones without tags. tools/release.py writes this file.
-# tree: the package's folder at the release, as git names its content. commit: the release commit, recorded after it was made.
+# tag: of the commit, where a clone has tags. tree: the package's folder at the release, as git names its content.
+# commit: the release commit, recorded after it was made.
 # sha256: the built files; `tools/release.py PACKAGE VERSION --verify` builds them again from the tree and compares.
 """
 
@@ -67,11 +69,15 @@ class Source:
 
 
 def read_records(root: Path) -> tuple[Record, ...]:
-    """Every recorded release, oldest first; none where the file does not exist."""
+    """Every recorded release, oldest first; none where the file does not exist.
+
+    Raises:
+        ReleaseTrouble: an entry has another tag than its package and version make.
+    """
     file = root / RECORDS
     if not file.exists():
         return ()
-    return tuple(Record(**entry) for entry in tomllib.loads(file.read_text()).get("release", []))
+    return tuple(_record(entry) for entry in tomllib.loads(file.read_text()).get("release", []))
 
 
 def write_records(root: Path, records: Sequence[Record]) -> None:
@@ -79,7 +85,7 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
     lines = [HEADER.rstrip("\n")]
     for record in records:
         lines += ["", "[[release]]"]
-        lines += [f'{name} = "{getattr(record, name)}"' for name in ("package", "version", "date", "tree", "commit")]
+        lines += [f'{name} = "{getattr(record, name)}"' for name in ("package", "version", "tag", "date", "tree", "commit")]
         lines += [f"untried = {json.dumps(record.untried, ensure_ascii=False)}"] if record.untried else []
         lines += ["[release.sha256]"] + [f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())]
     (root / RECORDS).write_text("\n".join(lines) + "\n")
@@ -122,6 +128,14 @@ def record_commits(root: Path) -> list[Record]:
     if filled:
         write_records(root, records)
     return filled
+
+
+def _record(entry: dict[str, Any]) -> Record:
+    fields = {name: value for name, value in entry.items() if name != "tag"}
+    record = Record(**fields)
+    if entry.get("tag") != record.tag:
+        raise ReleaseTrouble(f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}: it is {record.tag!r}.")
+    return record
 
 
 def _find_commit(root: Path, record: Record) -> str:

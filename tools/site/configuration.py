@@ -13,15 +13,68 @@ from temper_trainer.config_loading.structuring import describe_type
 from temper_trainer.config_loading.yaml_text import scalar_text
 
 UNITS = {
-    "_s": "seconds",
     "_bytes": "bytes",
-    "_tokens": "tokens",
-    "_steps": "steps",
+    "_every": "steps",
+    "_mib": "MiB",
+    "_parallel": "ranks",
+    "_prefetch": "layers",
     "_rows": "rows",
+    "_s": "seconds",
+    "_steps": "steps",
+    "_tokens": "tokens",
+    "_turns": "turns",
+    "_updates": "updates",
     "_workers": "processes",
-    "_size": "",
+    "batch_size": "demonstrations",
+    "cpus_per_worker": "CPUs",
+    "entropy_target": "nats",
+    "fsdp_size": "ranks",
+    "gpus_per_worker": "GPUs",
+    "group_size": "completions",
+    "horizon": "tokens",
+    "kl_horizon": "completions",
+    "kl_target": "nats",
+    "layers_per_stage": "layers",
+    "loss_scale_growth_interval": "updates",
+    "max_ckpt_to_keep": "checkpoints",
+    "max_concurrent": "sequences",
+    "max_consecutive_skips": "updates",
+    "max_model_len": "tokens",
+    "max_restarts": "restarts",
+    "max_rounds": "rounds",
+    "max_staleness": "updates",
+    "num_completions": "completions",
+    "num_mini_batches": "mini-batches",
+    "num_passes": "passes",
+    "num_replicas": "replicas",
+    "num_table_rows": "completions",
+    "num_threads": "threads",
+    "profile_from": "updates",
+    "prompts_per_round": "prompts",
+    "prompts_per_step": "prompts",
+    "reject_kl": "nats",
+    "streaming_buffer": "rows",
+    "tensor_parallel_size": "processes",
+    "tokens_per_update": "tokens",
+    "top_k": "tokens",
+    "total_epochs": "passes",
+    "virtual_pipeline": "chunks",
+    "vocab_size": "tokens",
 }
-"""By the end of a key's name: units end the name."""
+"""By a key's name, or by the end of it: units end the name. The longest that fits holds."""
+
+NO_UNIT = frozenset(
+    (
+        *("seed", "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "warmup_ratio", "min_lr_ratio", "initial_loss_scale"),
+        *("rank", "alpha", "dropout", "temperature", "top_p", "canary_tolerance", "gpu_memory_utilization", "sleep_level"),
+        *("wrong_first_operation", "max_failure_share", "scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
+        *("cov_share", "cov_low", "cov_high", "kl_cov_coef", "sapo_positive_temperature", "sapo_negative_temperature", "entropy_coef"),
+        *("entropy_coef_step", "kl_loss_coef", "kl_reward_coef", "gamma", "gae_lambda", "value_clip", "truncate_at", "mask_low"),
+        *("mask_high", "exponent", "weight", "mixture", "coef", "clamp", "turn_discount", "beta", "label_smoothing", "sft_coef"),
+        *("center_coef", "router_aux_loss", "reshard_after_forward"),
+    )
+)
+"""Keys that are numbers and nothing else: shares, factors, exponents, seeds."""
 
 HEAD = """\
 # Configuration
@@ -66,6 +119,12 @@ def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Itera
     yield "| key | type | default | unit | meaning |\n|---|---|---|---|---|"
     for entry in entries:
         default = f"`{scalar_text(entry.default)}`" if entry.has_default else "must be set"
-        unit = next((unit for end, unit in UNITS.items() if entry.name.endswith(end)), "")
-        cells = [f"`{prefix}{entry.name}`", describe_type(entry.annotation), default, unit, meanings.get(entry.name, "")]
+        kind = describe_type(entry.annotation)
+        cells = [f"`{prefix}{entry.name}`", kind, default, _unit(entry.name) if "number" in kind else "", meanings.get(entry.name, "")]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _unit(name: str) -> str:
+    """The unit of a number; empty where the tables above do not know the key."""
+    fitting = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
+    return UNITS[max(fitting, key=len)] if fitting else "none" if name in NO_UNIT else ""

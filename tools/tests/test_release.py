@@ -207,6 +207,15 @@ def test_a_reason_is_recorded_as_it_was_given(tmp_path: Path) -> None:
     assert (tmp_path / RECORDS).read_text().count("untried") == 1
 
 
+def test_the_file_names_the_tag_and_a_wrong_one_is_refused(released: Released, tmp_path: Path) -> None:
+    text = (released.root / RECORDS).read_text()
+    assert text.count('tag = "engine-api/v0.3.0"\n') == 1
+    (tmp_path / "tools").mkdir()
+    (tmp_path / RECORDS).write_text(text.replace('"engine-api/v0.3.0"', '"engine-api/v0.4.0"'))
+    with pytest.raises(ReleaseTrouble, match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0: it is 'engine-api/v0\.3\.0'"):
+        read_records(tmp_path)
+
+
 @pytest.mark.nightly
 def test_a_reason_for_an_untried_release_is_kept(sibling: Path) -> None:
     assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=sibling) == 0

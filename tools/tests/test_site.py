@@ -49,6 +49,16 @@ def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -
     assert " | seconds | " in page
 
 
+def test_every_number_of_the_configuration_has_its_unit_or_is_known_to_have_none() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| ((?:\\\||[^|])*) \| (?:\\\||[^|])* \| ((?:\\\||[^|])*) \|", configuration_page(), re.MULTILINE)
+    units = {key: unit.strip() for key, kind, unit in rows if "number" in kind}
+    assert [key for key, unit in units.items() if not unit] == [], "name them in UNITS or NO_UNIT of tools/site/configuration.py"
+    assert units["run.save_every"] == "steps"
+    assert units["run.num_table_rows"] == "completions"
+    assert units["algorithm.gamma"] == "none"
+    assert {unit for key, kind, unit in rows if kind in ("text", "true or false")} == {""}
+
+
 def test_the_figure_shows_the_rooms_of_the_contracts(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"'))
     assert "a_new_room" in house(tmp_path)
