@@ -24,7 +24,7 @@ def parameters() -> Iterator[dict[str, RowSharded]]:
     def parameter(name: str, value: Tensor, gradient: Tensor) -> RowSharded:
         made = nn.Parameter(distribute_tensor(value, mesh, [Replicate()]))
         made.grad = distribute_tensor(gradient, mesh, [Replicate()])
-        return RowSharded(name, made, host_mesh=mesh)
+        return RowSharded(name, made, mesh=mesh, host_mesh=mesh)
 
     yield {
         "matrix": parameter("matrix", torch.tensor([[2.0]]), torch.tensor([[3.0]])),

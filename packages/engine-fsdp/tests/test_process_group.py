@@ -6,9 +6,12 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from temper_engine_fsdp.process_group import join, leave
+from temper_engine_fsdp.process_group import build_mesh, join, leave
+from temper_engine_fsdp.sharded import RowSharded
 
 
 def _come_and_go(rank: int, port: int) -> None:
@@ -29,3 +32,18 @@ def test_engines_that_follow_each_other_never_meet_what_the_earlier_one_left_beh
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     spawn(_come_and_go, args=(port,), nprocs=2)
+
+
+def test_shards_lie_on_the_mesh_of_their_own_engine() -> None:
+    # torch remembers what an operation on a DTensor gives, by meshes that are equal: a later engine's parameters come out of it on the
+    # earlier one's mesh, whose groups are gone ("Could not resolve the process group registered under the name 4").
+    for _ in range(2):
+        membership = join(device=torch.device("cpu"), timeout_s=20.0)
+        mesh, linear = build_mesh(membership, fsdp_size=None), nn.Linear(4, 3)
+        whole = linear.weight.detach().clone()
+        fully_shard(linear, mesh=mesh)
+        weight = RowSharded("weight", linear.weight, mesh=mesh, host_mesh=mesh)
+        # Not on the host, as with CUDA.
+        assert weight.as_rows(weight.local().to("meta")).device_mesh is mesh
+        assert torch.equal(weight.full(weight.local()), whole)
+        leave(membership)

@@ -54,7 +54,7 @@ class RowShardedModule:
             module.set_force_sum_reduction_for_comms(True)
         _prefetch(wrapped, ahead=config.forward_prefetch)
         names = ((name.removeprefix(PREFIX), parameter) for name, parameter in model.named_parameters())
-        self.parameters: Parameters = {name: RowSharded(name, parameter, host_mesh=host_mesh) for name, parameter in names}
+        self.parameters: Parameters = {name: RowSharded(name, parameter, mesh=mesh, host_mesh=host_mesh) for name, parameter in names}
 
     @contextmanager
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:

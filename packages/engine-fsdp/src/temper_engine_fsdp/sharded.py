@@ -63,10 +63,15 @@ class ShardedParameter(ABC):
 
 
 class RowSharded(ShardedParameter):
-    """Of FSDP2: a DTensor."""
+    """Of FSDP2: a DTensor.
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, host_mesh: DeviceMesh) -> None:
+    Its own ``device_mesh`` is never asked: what torch remembers of an operation hands out the mesh it was first done on, and an equal mesh of
+    an earlier engine names groups that are gone, or are others now.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
         super().__init__(name, parameter, shape=parameter.shape)
+        self._mesh = mesh
         self._host_mesh = host_mesh
 
     def local(self) -> Tensor:
@@ -97,19 +102,19 @@ class RowSharded(ShardedParameter):
     def part_of(self, whole: Tensor) -> Tensor:
         """See ShardedParameter."""
         mine = self._layout
-        return rows_of(whole.to(mine.device), mesh=mine.device_mesh, placements=mine.placements).to_local().clone()
+        return rows_of(whole.to(mine.device), mesh=self._mesh, placements=mine.placements).to_local().clone()
 
     def as_rows(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
-        mine, mesh = self._layout, self._mesh_of(shard)
-        return DTensor.from_local(shard, mesh, mine.placements, run_check=False, shape=self.shape, stride=self.parameter.stride())
+        placements, mesh = self._layout.placements, self._mesh_of(shard)
+        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=self.shape, stride=self.parameter.stride())
 
     def from_rows(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""
         return local_of(rows)
 
     def _mesh_of(self, shard: Tensor) -> DeviceMesh:
-        return self._host_mesh if shard.device.type == "cpu" else self._layout.device_mesh
+        return self._host_mesh if shard.device.type == "cpu" else self._mesh
 
     @property
     def _layout(self) -> DTensor:
