@@ -132,3 +132,22 @@ def test_a_pass_reads_nothing_back_from_its_tensors(family: str, tokens: Tensor)
     with ReadsBack() as reads:
         packed_hidden(model, tokens, packing=packing).sum().backward()
     assert reads.num == 0
+
+
+def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
+    model = packed_model("qwen2").eval()
+    seen: set[torch.dtype] = set()
+
+    class SeesAttention(TorchDispatchMode):
+        def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
+            if "scaled_dot_product" in func.name():
+                seen.update(arg.dtype for arg in args if isinstance(arg, Tensor))
+            return func(*args, **(kwargs or {}))  # type: ignore[dict-item]
+
+    with torch.no_grad():
+        whole = packed_hidden(model, tokens)
+        with SeesAttention():
+            rounded = packed_hidden(model.to(torch.bfloat16), tokens)
+    assert seen == {torch.float32}
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), whole, rtol=0.0, atol=0.1)

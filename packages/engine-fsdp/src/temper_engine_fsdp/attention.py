@@ -40,8 +40,9 @@ def sdpa_varlen_forward(
 ) -> tuple[Tensor, None]:
     """The attention signature of transformers: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     _refuse(attention_mask, softcap=softcap)
+    given = value.dtype
     # Packed rows first: [T, H, D].
-    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1).to(_computed_in(value)) for x in (query, key, value))
     columns = spread(query, key, value, packing)
     sizes = [bucket.num_rows for bucket in packing.buckets]
     parts = []
@@ -60,7 +61,12 @@ def sdpa_varlen_forward(
         )
         parts.append(out.transpose(1, 2).reshape(bucket.num_rows, *columns[0].shape[1:]))
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return collect(rows, packing)[None], None
+    return collect(rows, packing)[None].to(given), None
+
+
+def _computed_in(value: Tensor) -> torch.dtype:
+    # torch's attention takes a CPU two to three times as long in bf16 as in float32: its products of small blocks are not made for it.
+    return torch.float32 if value.device.type == "cpu" else value.dtype
 
 
 def torch_varlen_forward(

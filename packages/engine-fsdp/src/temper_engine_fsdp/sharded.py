@@ -65,8 +65,8 @@ class ShardedParameter(ABC):
 class RowSharded(ShardedParameter):
     """Of FSDP2: a DTensor.
 
-    Its own ``device_mesh`` is never asked: what torch remembers of an operation hands out the mesh it was first done on, and an equal mesh of
-    an earlier engine names groups that are gone, or are others now.
+    Its own ``device_mesh`` is never asked: what torch remembers of an operation hands out the mesh it was first done on, and an equal mesh
+    of an earlier engine names groups that are gone, or are others now.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, *, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
