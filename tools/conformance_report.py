@@ -1,12 +1,13 @@
 """Every layout of one or more engines held to the conformance kit, several at once, and one report of all.
 
     python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER [--only fsdp:1-rank,megatron:tp2]
-        [--gpus 0,1,2,3] [--compute bf16] [--limit 540] [-- KIT...]
+        [--gpus 0,1,2,3] [--compute bf16] [--limit 540] [--continues FOLDER] [-- KIT...]
 
 Writes what each run printed and found into FOLDER as soon as it ends, and `report.md` last. Arguments after -- go to every run of the kit.
 Each rank computes on one thread. With --gpus ranks compute there, those of a run each on a GPU of its own, which other runs may share; and
 the laws of a layout are divided over several runs, because there it is start-up that takes time. After --limit seconds runs are
-interrupted, and the report says that it is partial.
+interrupted, and the report says that it is partial; --continues takes what held in such a run at the same commit from its folder, and runs
+the rest.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from temper_engine_api.conformance.findings import from_json, to_json
 from temper_engine_api.conformance.groups import GROUPS
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.registry import conformance_layouts
+from tools.held_before import held_in
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
@@ -48,6 +50,8 @@ class Run:
     """Of laws, with commas; empty is all."""
     gpus: tuple[str, ...] = ()
     """One a rank; none is the CPU."""
+    before: tuple[Path, ...] = ()
+    """Findings of an earlier run, whose laws that held are not run again."""
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ class Run:
         where = ["--world-sizes", str(self.layout.world_size)] if self.is_plain else ["--layouts", self.layout.name]
         where += ["--groups", self.groups] if self.groups else []
         where += ["--device", "cuda"] if self.gpus else []
+        where += ["-p", "tools.held_before", "--held-before", ",".join(map(str, self.before))] if self.before else []
         kit = ("-m", "pytest", "-q", "--pyargs", "temper_engine_api.conformance", "--engine", self.engine)
         return [sys.executable, *kit, *where, "--findings", str(findings), "-p", "no:cacheprovider", *extra]
 
@@ -148,6 +153,15 @@ def _interrupted(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
+def begun_in(folder: Path, runs: Sequence[Run]) -> list[Run]:
+    """The runs with what an earlier run in that folder found in their layout."""
+    seen = [(path, from_json(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return [
+        replace(run, before=tuple(path for path, found in seen if (found.engine, found.layouts) == (run.engine, (run.layout.name,))))
+        for run in runs
+    ]
+
+
 def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
     """What was found in each layout as one file, whether by one run or several; those of which nothing is known are left out.
 
@@ -155,15 +169,22 @@ def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) 
         folder: of their files.
         runs: the parts of a layout beside each other.
         finished: names of those that left out nothing but the laws of others.
+
+    Raises:
+        ValueError: an earlier run stood on other versions.
     """
     found = []
     for name, group in itertools.groupby(runs, key=lambda run: replace(run, groups="", gpus=()).name):
         parts = list(group)
         is_whole = all(run.name in finished for run in parts)
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
-        if len(paths) > 1:
+        if len(paths) > 1 or (paths and parts[0].before):
             first, *others = (from_json(path.read_text()) for path in paths)
+            if foreign := [path for path in parts[0].before if from_json(path.read_text()).versions != first.versions]:
+                raise ValueError(f"{foreign[0]} is of other versions than this run, so that nothing follows from both together.")
             first.found += [finding for other in others for finding in other.found]
+            ran = {finding.law for finding in first.found}
+            first.found += [finding for law, finding in held_in(parts[0].before).items() if law not in ran]
             # Each part left out the others' laws.
             first.num_deselected = 0 if is_whole else first.num_deselected
             paths = [folder / f"{name}.json"]
@@ -180,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
     parser.add_argument("--limit", type=float, help="seconds; default: none")
+    parser.add_argument("--continues", type=Path, help="the folder of an earlier run; default: none")
     parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
     parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32", help="what engines compute in; default fp32")
     parser.add_argument("kit", nargs="*", help="for every run of the kit")
@@ -197,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = on_gpus(runs, chosen.gpus.split(","))
         except ValueError as error:
             parser.error(str(error))
+    if chosen.continues:
+        runs = begun_in(chosen.continues, runs)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     room = Room(chosen.ranks_at_once)
     # The widest first: otherwise a run of four ranks would wait at the end, alone.
@@ -204,12 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
         extra = ["--compute", chosen.compute, *chosen.kit]
         codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=extra, deadline=deadline), order))
-    ended = () if chosen.kit else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1))
+    # 5: nothing was left to run.
+    ended = () if chosen.kit else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
     found = join_parts(chosen.out, runs, finished=set(ended))
     report = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side", *map(str, found)]
     if found:
         codes.append(subprocess.run([*report, "--report", str(chosen.out / "report.md")], check=False).returncode)
-    return int(any(codes))
+    return int(any(code not in (0, 5) for code in codes))
 
 
 if __name__ == "__main__":

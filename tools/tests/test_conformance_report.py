@@ -7,7 +7,7 @@ import pytest
 
 from temper_engine_api.conformance.findings import Finding, Findings, Outcome, from_json, to_json
 from temper_engine_api.conformance.groups import GROUPS
-from tools.conformance_report import join_parts, main, on_gpus, runs_of
+from tools.conformance_report import begun_in, join_parts, main, on_gpus, runs_of
 
 
 def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_its_own() -> None:
@@ -40,3 +40,25 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
     joined = from_json(path.read_text())
     assert [finding.law for finding in joined.found] == ["test_gradient", "test_update"]
     assert (joined.num_deselected == 0) is is_whole
+
+
+def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    run, kit = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out"], ["--", "--groups", "value,rfc_loop"]
+    assert main([*run, str(before), *kit, "-k", "rfc"]) == 0
+    held = {finding.law for finding in from_json((before / "fsdp-1-rank.json").read_text()).found}
+    assert main(["--continues", str(before), *run, str(now), *kit]) == 0
+    found = from_json((now / "fsdp-1-rank.json").read_text()).found
+    assert set() < held < {finding.law for finding in found}
+    assert len(found) == len({finding.law for finding in found})
+    assert f"{len(found) - len(held)} passed" in (now / "fsdp-1-rank.log").read_text()
+
+
+def test_a_run_on_other_versions_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
+    for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):
+        findings = Findings(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
+        (folder / "fsdp-1-rank.json").write_text(to_json(findings))
+    with pytest.raises(ValueError, match="other versions"):
+        join_parts(tmp_path, begun_in(tmp_path / "before", [run]), finished=[])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import optimizer as core_optimizer
 from packaging.requirements import Requirement
 from transformers import AutoConfig
 
@@ -37,6 +38,22 @@ def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
 def forget_the_bridge(monkeypatch):
     for name in [name for name in sys.modules if name == "megatron.bridge" or name.startswith("megatron.bridge.")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_the_optimizer_is_torchs_also_where_megatron_has_found_another(start, monkeypatch, is_distributed):
+    # As beside TransformerEngine or Apex, whose class then stands there and counts updates elsewhere than torch's.
+    monkeypatch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(core_optimizer, "Adam", Foreign)
+    start(distributed_optimizer=is_distributed)
+    assert not core_optimizer.USING_PYTORCH_OPTIMIZER, "others in this process see what Megatron had found"
+
+
+class Foreign(torch.optim.Optimizer):
+    """Another AdamW."""
+
+    def __init__(self, *_, **__):
+        raise AssertionError("the engine can't read the state of this optimizer")
 
 
 def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):

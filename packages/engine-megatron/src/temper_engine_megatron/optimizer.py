@@ -6,11 +6,13 @@ only a piece of them here.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
@@ -70,7 +72,7 @@ class MegatronAdamW:
             **overrides,
         )
         # Pieces of parameters that remember where they come from make torch warn whenever their gradient is looked at.
-        with megatron_on_cpu(), torch.no_grad():
+        with megatron_on_cpu(), _adamw_of_torch(), torch.no_grad():
             self._chain = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         # Experts that are divided over ranks have an optimizer of their own.
         self._optimizers: list[Any] = self._chain.chained_optimizers
@@ -182,6 +184,19 @@ class MegatronAdamW:
         if self._is_distributed:
             dist.all_reduce(whole, group=self._sharers(parameter))
         return whole.view(parameter.shape)
+
+
+@contextmanager
+def _adamw_of_torch() -> Iterator[None]:
+    """Megatron takes TransformerEngine's or Apex's Adam where one is importable; both count updates elsewhere than torch's, so that the
+    state above, and with it a checkpoint, would depend on what is installed.
+    """
+    before = core_optimizer.USING_PYTORCH_OPTIMIZER
+    core_optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        yield
+    finally:
+        core_optimizer.USING_PYTORCH_OPTIMIZER = before
 
 
 def _is_divided_expert(parameter: nn.Parameter) -> bool:
