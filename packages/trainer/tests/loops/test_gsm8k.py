@@ -27,6 +27,8 @@ pytestmark = [
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 FEW, FEW_DOZEN = 6, 24
+SAMPLERS_OWN = ("mismatch/", "weight_sync/canary_difference")
+"""What sampler and engine differ by: rounding alone, and in another process it may be another rounding."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def assert_equal_runs(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    """Every number of every step is the same; those of SAMPLERS_OWN to float32's rounding."""
+    for row, want in zip(found, wanted, strict=True):
+        assert {k: v for k, v in row.items() if not k.startswith(SAMPLERS_OWN)} == {
+            k: v for k, v in want.items() if not k.startswith(SAMPLERS_OWN)
+        }
+        assert row == pytest.approx(want, rel=0, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("num_steps", "on_ray"), [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)]
 )
@@ -66,12 +77,12 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
         assert len(found) == num_steps
         run(tmp_path / f"{name}_parts", f"run.total_steps={num_steps // 2}", "run.save_model=false", base=base)
         run(tmp_path / f"{name}_parts", steps, "run.resume=auto", base=base)
-        assert rows(tmp_path / f"{name}_parts", phase=phase) == found
+        assert_equal_runs(rows(tmp_path / f"{name}_parts", phase=phase), found)
         whole, parts = (load_file(tmp_path / folder / "huggingface" / "model.safetensors") for folder in (name, f"{name}_parts"))
         assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
         if name in on_ray:
             run(tmp_path / f"{name}_ray", steps, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", base=base)
-            assert rows(tmp_path / f"{name}_ray", phase=phase) == found
+            assert_equal_runs(rows(tmp_path / f"{name}_ray", phase=phase), found)
         return found
 
     always = ("run.num_threads=1",)

@@ -1,5 +1,6 @@
 """Weights arrive whole or not at all, and every completion says which made it."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 from temper_trainer.rollout.hf import HfSampler
-from temper_trainer.rollout.hf_model import load_weights
+from temper_trainer.rollout.hf_model import build_model, load_weights
 
 Change = Callable[[list[NamedWeight]], list[NamedWeight]]
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=8)
@@ -32,6 +33,20 @@ def from_scratch(name: str) -> HfSampler:
     """A sampler with random weights of its own."""
     spec = ModelSpec(architecture=ARCHITECTURES[name], seed=3)
     return HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
+
+
+def test_weights_lie_in_aligned_memory_of_their_own_and_not_in_the_file(pairs: Pairs, tmp_path: Path) -> None:
+    pair = pairs.get("qwen2")
+    folder = shutil.copytree(pair.directory, tmp_path / "model")
+    model = build_model(ModelSpec(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    # Someone writes another model into the same file.
+    (file,) = folder.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert all(torch.equal(tensor, pair.model.state_dict()[name]) for name, tensor in model.state_dict().items())
+    # Matrix libraries may sum in another order where memory begins elsewhere.
+    assert {tensor.data_ptr() % 64 for tensor in model.state_dict().values()} == {0}
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])

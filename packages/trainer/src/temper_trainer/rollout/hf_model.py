@@ -38,7 +38,20 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
         origin = spec.path or dict(spec.architecture)
         raise ConfigError(f"the sampler can't build a model from {origin!r}: {error}") from error
     assert isinstance(model, PreTrainedModel)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        _leave_the_file(model)
+    return model
+
+
+def _leave_the_file(model: PreTrainedModel) -> None:
+    """Give every tensor memory of its own, aligned as torch aligns it.
+
+    transformers leaves weights mapped to their file: they change when somebody writes to it, and begin wherever its header ends, while
+    matrix libraries promise the same sums from run to run only for aligned memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def end_token_ids(model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
