@@ -7,19 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from temper_trainer.checkpoint.save import Checkpointer
-from temper_trainer.loops import RunResult
 
 from .conftest import SMALL
 
-Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 
 NUM_RUNS = 30
+RUNS_PER_TEST = 5
+KILLS_PER_RUN = 2
 STEPS = 6
 LEAN = (
     *SMALL,
@@ -49,31 +50,55 @@ def last_step(folder: Path) -> int:
     return 0 if found is None else checkpointer.read_state(found, phase="rl").step
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A run that nobody disturbs."""
+
+    folder: Path
+    length_s: float
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder, begin = tmp_path_factory.mktemp("chaos") / "whole", time.monotonic()
+    assert start(folder).wait() == 0
+    return Whole(folder=folder, length_s=time.monotonic() - begin)
+
+
+def run_with_kills(folder: Path, whole: Whole, *, seed: int) -> int:
+    """One run, started again after every kill until it ends by itself; returns how often it was killed."""
+    choose, reached, kills, code = random.Random(seed), 0, 0, -1
+    while code != 0:
+        # Every second run saves while it goes on.
+        process = start(folder, f"run.save_in_background={str(seed % 2 == 1).lower()}")
+        # The second half of a run's time holds its steps; a run that is nearly done may be left alone.
+        moment = choose.uniform(0.3, 1.3) * whole.length_s if kills < KILLS_PER_RUN else 10 * whole.length_s + 60
+        try:
+            code = process.wait(timeout=moment)
+            assert code == 0, (folder.parent / f"{folder.name}.log").read_text()[-3000:]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+            assert kills <= KILLS_PER_RUN, "the run hangs"
+        now = last_step(folder)
+        assert now >= reached, "a checkpoint was lost"
+        reached = now
+    assert reached == STEPS, "a run ended with exit code 0 before its planned steps"
+    return kills
+
+
+# In parts, so that each fits into a sitting; their numbers are the seeds.
 @pytest.mark.nightly
-@pytest.mark.timeout(3 * 3600)
-def test_thirty_runs_with_random_kills_lose_no_checkpoint_and_never_end_silently(run: Run, rows: Rows, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    whole = start(tmp_path / "whole")
-    assert whole.wait() == 0
-    length_s = time.monotonic() - begin
-    choose, kills = random.Random(0), 0
-    for number in range(NUM_RUNS):
-        folder, reached, code = tmp_path / f"run-{number}", 0, -1
-        while code != 0:
-            # Every second run saves while it goes on.
-            process = start(folder, f"run.save_in_background={str(number % 2 == 1).lower()}")
-            # The second half of a run's time holds its steps; a run that is nearly done may be left alone.
-            moment = choose.uniform(0.3, 1.3) * length_s if kills <= number else 2 * length_s + 60
-            try:
-                code = process.wait(timeout=moment)
-                assert code == 0, (tmp_path / f"{folder.name}.log").read_text()[-3000:]
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                kills += 1
-            now = last_step(folder)
-            assert now >= reached, "a checkpoint was lost"
-            reached = now
-        assert reached == STEPS, "a run ended with exit code 0 before its planned steps"
-        assert rows(folder) == rows(tmp_path / "whole")
-    assert kills >= NUM_RUNS // 2
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(0, NUM_RUNS, RUNS_PER_TEST))
+def test_runs_with_random_kills_lose_no_checkpoint_and_never_end_silently(
+    whole: Whole, rows: Rows, tmp_path: Path, record_property: Callable[[str, object], None], first: int
+) -> None:
+    kills = 0
+    for seed in range(first, first + RUNS_PER_TEST):
+        folder = tmp_path / f"run-{seed}"
+        kills += run_with_kills(folder, whole, seed=seed)
+        assert rows(folder) == rows(whole.folder)
+    record_property("kills", kills)
+    assert kills >= RUNS_PER_TEST // 2
