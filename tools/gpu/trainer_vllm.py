@@ -16,17 +16,19 @@ omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, pyarrow, 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from temper_trainer.config_loading import load
+from temper_trainer.rollout.vllm.client import MODULE as SERVER_MODULE
 from tools.gpu.workload import SHAPES, Rows
 
 
@@ -40,6 +42,12 @@ class Job:
     """GPUs of a server that has GPUs of its own."""
     overrides: tuple[str, ...]
     """Beside those that all runs share."""
+    warm_start: bool = False
+    """Whether two updates come first: they save the base that the servers of an adapter read."""
+    kill_after: int | None = None
+    """Steps after which the first server is killed while it samples."""
+    says: tuple[str, ...] = ()
+    """What its log must contain."""
 
 
 def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
@@ -48,10 +56,27 @@ def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
     return Job(gpus=gpus, per_server=per_server, overrides=(*servers, "weight_sync.transport=collective", *more))
 
 
+def _killed(job: Job, *, way: str) -> Job:
+    """The transport is chosen by the run, the server is killed in the second step."""
+    overrides = (*(setting for setting in job.overrides if "transport" not in setting), "weight_sync.transport=auto")
+    return replace(job, overrides=overrides, kill_after=1, says=(f"weights get to the servers by {way}", "is started again"))
+
+
+def _adapter(job: Job) -> Job:
+    """The adapter alone is sent."""
+    lora = ("actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", "actor.engine.optimizer.lr=1e-4", "weight_sync.content=adapter")
+    kept = (setting for setting in job.overrides if "transport" not in setting and "sleep_level" not in setting)
+    asleep = ("rollout.vllm.sleep_level=1",) if job.gpus == 1 else ()
+    return replace(job, overrides=(*kept, *asleep, *lora), warm_start=True)
+
+
+_COLOCATED = Job(
+    gpus=1, overrides=("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")
+)
+
+
 JOBS: dict[str, Job] = {
-    "colocated": Job(
-        gpus=1, overrides=("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")
-    ),
+    "colocated": _COLOCATED,
     "colocated_shared_memory": Job(gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
     "separate": _apart(2),
     "separate_tp2": _apart(3, per_server=2),
@@ -60,9 +85,15 @@ JOBS: dict[str, Job] = {
     "separate_4": _apart(4),
     "one_step_off_4": _apart(4, "loop=one_step_off"),
     "async_4": _apart(4, "loop=async", "asynchrony.max_staleness=2"),
+    "killed": _killed(_apart(2), way="collective"),
+    "killed_colocated": _killed(_COLOCATED, way="cuda_ipc"),
+    "adapter": _adapter(_apart(2)),
+    "adapter_colocated": _adapter(_COLOCATED),
 }
 
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/annotate_s", "time/weight_sync_s", "time/wait_s", "rollout/tokens_per_s")
+LARGEST = ("weight_sync/canary_difference", "mismatch/kl")
+"""Of these the largest is told too: wrong weights in one step hide behind a median."""
 OTHERS = ("weight_sync/canary_difference", "mismatch/kl", "staleness/max", "rollout/tokens", "groups/dead_share", "actor/grad_norm")
 
 
@@ -72,7 +103,6 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
     architecture = "actor.engine.model.architecture"
     return [
         "experiment=quickstart",
-        "warm_start=null",
         "data.eval=null",
         "reward.function=tools.gpu.workload:characters",
         f"run.dir={folder}",
@@ -101,35 +131,96 @@ def settings_of(name: str, gpus: Sequence[str], *, shape: str, steps: int, rollo
     """The overrides of a job on these GPUs: the first is the actor's, each other one a server's."""
     shared = overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}")
     job = JOBS[name]
+    # An update that changes nothing but the head's least bits: what is saved is a model of this shape.
+    warm = ("warm_start.total_steps=2", "warm_start.optimizer.lr=1e-6") if job.warm_start else ("warm_start=null",)
     sets = [",".join(gpus[first : first + job.per_server]) for first in range(1, job.gpus, job.per_server)]
     servers = ",".join(f'"{devices}"' for devices in sets)
-    return [*shared, *job.overrides, *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
+    return [*shared, *warm, *job.overrides, *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
 
 
-def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
+def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path, limit_s: float) -> None:
     """One run, and its row; a run that fails leaves a row with the end of its log."""
-    num_gpus = JOBS[name].gpus
-    if len(gpus) < num_gpus:
-        rows.add({"job": name, "skipped": f"needs {num_gpus} GPUs, and has {len(gpus)}"})
+    job = JOBS[name]
+    if len(gpus) < job.gpus:
+        rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and has {len(gpus)}"})
         return
     folder = out / f"{name}-{shape}"
-    settings = settings_of(name, gpus[:num_gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out)
-    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUDA_VISIBLE_DEVICES": ",".join(gpus[:num_gpus])}
+    settings = settings_of(name, gpus[: job.gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out)
+    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUDA_VISIBLE_DEVICES": ",".join(gpus[: job.gpus])}
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         command = [sys.executable, "-m", "temper_trainer", *settings]
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540, check=False).returncode
-    row: dict[str, object] = {"job": name, "shape": shape, "gpus": num_gpus, "exit": code, "wall_s": round(time.perf_counter() - begin, 1)}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        code, killed = watch(process, folder / "metrics.jsonl", kill_after=job.kill_after, limit_s=limit_s)
+    row: dict[str, object] = {"job": name, "shape": shape, "gpus": job.gpus, "exit": code, "wall_s": round(time.perf_counter() - begin, 1)}
+    said = (out / f"{name}.log").read_text(errors="replace")
+    row["said"] = [line for line in said.splitlines() if any(text in line for text in job.says)]
+    row["missing"] = [text for text in job.says if text not in said]
+    if job.kill_after is not None:
+        row["killed"] = killed
     if code != 0:
-        row["log"] = (out / f"{name}.log").read_text(errors="replace").splitlines()[-25:]
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        steady = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["phase"] == "rl"][1:]
-        for key in (*TIMES, *OTHERS):
-            values = [line[key] for line in steady if key in line]
-            if values:
-                row[key] = round(statistics.median(values), 5)
+        row["log"] = said.splitlines()[-25:]
+        row["server_log"] = _tail(folder / "rollout" / "replica-0.log")
+    row |= numbers_of(folder / "metrics.jsonl")
     rows.add(row)
+
+
+def watch(process: "subprocess.Popen[bytes]", metrics: Path, *, kill_after: int | None, limit_s: float) -> tuple[int | str, bool]:
+    """Wait for a run, and kill its first server once so many steps are logged and the next one samples.
+
+    Returns:
+        The exit code, or that it took too long, and whether a server was killed.
+    """
+    deadline, killed = time.monotonic() + limit_s, False
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            return f"none within {limit_s:g} s", killed
+        if kill_after is not None and not killed and len(steps_in(metrics)) >= kill_after:
+            time.sleep(1.5)  # a rollout takes longer
+            os.killpg(servers_of(process.pid)[0], signal.SIGKILL)
+            killed = True
+        time.sleep(0.1)
+    return process.returncode, killed
+
+
+def servers_of(parent: int) -> list[int]:
+    """Process ids of the servers that a run has started, in the order of their starts."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_child = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if is_child and SERVER_MODULE.encode() in words:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def steps_in(metrics: Path) -> list[dict[str, float]]:
+    """The steps that a run has logged so far; a line that is being written is left out."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().split("\n")[:-1]
+    return [row for row in map(json.loads, lines) if row["phase"] == "rl"]
+
+
+def numbers_of(metrics: Path) -> dict[str, object]:
+    """Medians of the steps after the first, and the largest of what no step may exceed."""
+    found: dict[str, object] = {"steps": len(steps_in(metrics))}
+    steady = steps_in(metrics)[1:]
+    for key in (*TIMES, *OTHERS):
+        values = [line[key] for line in steady if key in line]
+        if values:
+            found[key] = round(statistics.median(values), 5)
+            if key in LARGEST:
+                found[f"{key}, largest"] = round(max(values), 5)
+    return found
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
 
 
 def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
@@ -152,6 +243,8 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--gpus", help="such as 2,3; default: all")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds that a job may take")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
     if chosen.check:
@@ -159,10 +252,19 @@ def main() -> None:
             check_job(name, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out)
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
-    rows = Rows(path=chosen.out / "rows.jsonl")
+    rows = Rows(path=chosen.rows or chosen.out / "rows.jsonl")
     gpus = chosen.gpus.split(",") if chosen.gpus else [str(gpu) for gpu in range(torch.cuda.device_count())]
     for name in chosen.jobs.split(","):
-        run_job(rows, name, gpus, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out.resolve())
+        run_job(
+            rows,
+            name,
+            gpus,
+            shape=chosen.shape,
+            steps=chosen.steps,
+            rollout_python=chosen.rollout_python,
+            out=chosen.out.resolve(),
+            limit_s=chosen.limit,
+        )
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (["rollout=vllm", "weight_sync.transport=in_process"], "weight_sync.transport is in_process", "rollout.sampler vllm"),
         (["weight_sync.content=adapter", *LORA], "weight_sync.content is adapter", "rollout.sampler is hf"),
         (["rollout=vllm", "weight_sync.content=adapter"], "weight_sync.content is adapter", "actor.engine.lora is off"),
+        (
+            ["rollout=vllm", "weight_sync.content=adapter", "rollout.vllm.sleep_level=2", *LORA],
+            "rollout.vllm.sleep_level is 2",
+            "weight_sync.content is adapter",
+        ),
         (["rollout.num_replicas=2"], "rollout.num_replicas is 2", "rollout.sampler hf"),
         (["rollout=vllm", "sampling.temperature=0.7", "sampling.top_p=0.9"], "sampling.temperature is 0.7", "sampling.top_p 0.9"),
         (

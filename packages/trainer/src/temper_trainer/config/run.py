@@ -309,6 +309,11 @@ def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
         )
     if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
         found.append(f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter travels as a file: use auto.")
+    if sync.content == "adapter" and config.rollout.vllm.sleep_level == 2:
+        found.append(
+            "rollout.vllm.sleep_level is 2, which drops a server's weights, but weight_sync.content is adapter, which never sends the base "
+            "again: use sleep_level 1, or content full."
+        )
     devices = config.runtime.rollout_devices
     if devices and len(devices) != config.rollout.num_replicas:
         found.append(
