@@ -11,13 +11,14 @@ import ray
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import WeightError
+from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec
-from temper_engine_api.weights import NamedWeight, checksum
+from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
+from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import waiting
@@ -26,8 +27,6 @@ T = TypeVar("T")
 DEATH_NOTICE_S = 5.0
 """How long a failure waits for news of the other ranks."""
 _FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
-BUCKET_TENSORS = 256
-"""Tensors that travel to a sampler actor in one call."""
 
 
 class ActorHandle(Protocol):
@@ -91,24 +90,22 @@ class SamplerActor:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._sampler = HfSampler(model=model, tokenizer=tokenizer, config=config)
-        self._held: list[NamedWeight] = []
+        self._held: dict[int, list[NamedWeight]] = {}
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Run a function on the sampler."""
         return function(self._sampler, *arguments)
 
-    def hold(self, weights: list[NamedWeight], sha256: str) -> None:
-        """Keep a part of a set until it is complete."""
-        if checksum(weight.tensor for weight in weights) != sha256:
-            raise WeightError(f"{len(weights)} weights from {weights[0].name} on arrived damaged (checksum differs): publish them again.")
-        self._held += weights
+    def hold(self, bucket: StoredBucket) -> None:
+        """Keep a part of a set until it is complete, where the object store has it."""
+        self._held[bucket.index] = bucket.weights()
 
     def commit(self, count: int, version: int) -> int:
         """Load the set that was held; returns the version the sampler now has."""
-        held, self._held = self._held, []
-        if len(held) != count:
-            raise WeightError(f"the sampler received {len(held)} of {count} weights: publish the weights again.")
-        self._sampler.load_weights(iter(held), version=version)
+        held, self._held = self._held, {}
+        if set(held) != set(range(count)):
+            raise WeightError(f"the sampler received {len(held)} of {count} buckets of weights: publish the weights again.")
+        self._sampler.load_weights((weight for i in range(count) for weight in held[i]), version=version)
         return self._sampler.weight_version
 
 
@@ -172,6 +169,18 @@ class RayWorkerGroup(WorkerGroup):
         self._has_places = True
 
 
+class _GivesBuckets:
+    """Travels to the actor's rank 0."""
+
+    def __init__(self, sampler: ActorHandle) -> None:
+        self._sampler = sampler
+
+    def __call__(self, bucket: StoredBucket) -> "ray.ObjectRef[object]":
+        """Put a bucket into the object store, for the sampler's process."""
+        with _told_when_full("rollout: receive weights"):
+            return self._sampler.hold.remote(bucket)
+
+
 class RaySampler:
     """A ``Sampler`` whose work happens in an actor; weights travel through the object store."""
 
@@ -198,14 +207,19 @@ class RaySampler:
         self._call(HfSampler.interrupt)
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """Send a set in parts; the actor loads it only when it is complete."""
-        count = 0
-        for part in _parts(stream):
-            count += len(part)
-            with _told_when_full("rollout: receive weights"):
-                ref = self._actor.hold.remote(part, checksum(weight.tensor for weight in part))
-            _wait_all([ref], timeout_s=self._timeout_s, what="rollout: receive weights")
-        ref = self._actor.commit.remote(count, version)
+        """Not offered: the actor's rank 0 gives weights to the sampler's process, past the driver.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the sampler on Ray fetches its weights from the actor, not as a stream.")
+
+    def fetch_weights(self, actor: WorkerGroup, *, bucket_bytes: int, with_digest: bool, version: int) -> None:
+        """Let rank 0 of the actor write a set into the object store, and load it when it is complete."""
+        given = (_GivesBuckets(self._actor), bucket_bytes, with_digest)
+        refs = cast("list[ray.ObjectRef[object]]", actor.run(hand_over, [given] * actor.num_workers)[0])
+        _wait_all(refs, timeout_s=self._timeout_s, what="rollout: receive weights")
+        ref = self._actor.commit.remote(len(refs), version)
         (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load weights")
         self._version = cast("int", held)
 
@@ -298,17 +312,6 @@ def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception
         lost.__cause__ = error
         return lost
     return None
-
-
-def _parts(stream: Iterable[NamedWeight]) -> Iterator[list[NamedWeight]]:
-    held: list[NamedWeight] = []
-    for weight in stream:
-        held.append(weight)
-        if len(held) == BUCKET_TENSORS:
-            yield held
-            held = []
-    if held:
-        yield held
 
 
 def _sampler_logprobs(sampler: HfSampler, tokens: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:

@@ -14,7 +14,7 @@ from temper_trainer.weight_sync.buckets import WeightBucket, export_buckets
 from temper_trainer.weight_sync.choosing import choose_transport
 from temper_trainer.weight_sync.collective import CollectiveTransport, sender_place
 from temper_trainer.weight_sync.shared_memory import AdapterTransport, SharedMemoryTransport
-from temper_trainer.weight_sync.transport import RunsOnRanks, StreamTransport, Transport
+from temper_trainer.weight_sync.transport import FetchesWeights, FetchTransport, RunsOnRanks, StreamTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sampler) -> Transport:
     """The way that ``weight_sync`` names, from an actor whose model is built to an open sampler."""
     sync = config.weight_sync
+    if isinstance(sampler, FetchesWeights):
+        return FetchTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
     if not isinstance(sampler, VllmSampler):
         return StreamTransport(export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler)
     if sync.content == "adapter":

@@ -1,7 +1,7 @@
 """What carries a set of weights from the actor to the sampler; the publisher numbers the sets and checks what arrived."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.weights import NamedWeight
@@ -53,7 +53,7 @@ class TakesStream(Protocol):
 
 
 class StreamTransport:
-    """Buckets with checksums through the driver: in one process, or through Ray's object store."""
+    """Buckets with checksums, in one process."""
 
     def __init__(self, *, export: Callable[[], Iterable[WeightBucket]], sampler: TakesStream) -> None:
         self._export = export
@@ -62,6 +62,32 @@ class StreamTransport:
     def send(self, version: int) -> None:
         """Export, check, load."""
         self._sampler.load_weights(unpack_buckets(self._export()), version=version)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@runtime_checkable
+class FetchesWeights(Protocol):
+    """A sampler in another process, which has its own way to the actor's."""
+
+    def fetch_weights(self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int) -> None:
+        """Load the actor's present weights, strict both ways."""
+        ...
+
+
+class FetchTransport:
+    """The sampler's own way: through Ray's object store, past the driver."""
+
+    def __init__(self, *, actor: RunsOnRanks, sampler: FetchesWeights, bucket_bytes: int, with_digest: bool) -> None:
+        self._actor = actor
+        self._sampler = sampler
+        self._bucket_bytes = bucket_bytes
+        self._with_digest = with_digest
+
+    def send(self, version: int) -> None:
+        """Let the sampler fetch."""
+        self._sampler.fetch_weights(self._actor, bucket_bytes=self._bucket_bytes, with_digest=self._with_digest, version=version)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,0 +1,110 @@
+"""Weights on their way through Ray's object store: one copy of each tensor between the engine's and the sampler's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
+from temper_trainer.runtime.worker import TrainingWorker
+
+WEIGHTS = {
+    "small": torch.arange(6.0).reshape(2, 3),
+    "large": torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "one": torch.tensor(3.0),
+}
+BUCKET_BYTES = 64
+"""Less than the large tensor's."""
+
+
+class Worker:
+    """A rank with four weights."""
+
+    def __init__(self, *, is_first: bool = True) -> None:
+        self.is_first = is_first
+        self.seen: list[str] = []
+
+    def export_weights(self) -> WeightStream:
+        def weights() -> Iterator[NamedWeight]:
+            for name, tensor in WEIGHTS.items():
+                self.seen.append(name)
+                yield NamedWeight(name, tensor)
+
+        return WeightStream(weights())
+
+
+def given_by(worker: Worker) -> list[StoredBucket]:
+    return cast("list[StoredBucket]", hand_over(cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True))
+
+
+def test_what_is_given_away_is_the_engines_own_memory() -> None:
+    buckets = given_by(Worker())
+    assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [["small"], ["large"], ["turned", "one"]]
+    assert np.shares_memory(buckets[1].arrays[0], WEIGHTS["large"].view(torch.uint8).numpy())
+
+
+def test_what_arrives_is_what_was_given() -> None:
+    arrived = {name: tensor for bucket in given_by(Worker()) for name, tensor in bucket.weights()}
+    assert arrived.keys() == WEIGHTS.keys()
+    assert all(arrived[name].equal(tensor) and arrived[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
+
+
+def test_a_changed_byte_is_refused() -> None:
+    (_, bucket, _) = given_by(Worker())
+    (array,) = bucket.arrays
+    damaged = StoredBucket(index=1, entries=bucket.entries, arrays=(array ^ (np.arange(len(array)) == 7),), digests=bucket.digests)
+    with pytest.raises(WeightError, match="large arrived damaged"):
+        damaged.weights()
+
+
+def test_other_ranks_take_part_and_give_nothing() -> None:
+    worker = Worker(is_first=False)
+    assert given_by(worker) == []
+    assert worker.seen == list(WEIGHTS)
+
+
+def test_an_error_on_the_way_leaves_no_rank_waiting_in_the_gathering() -> None:
+    def fails(bucket: StoredBucket) -> None:
+        raise MemoryError("no room")
+
+    worker = Worker()
+    with pytest.raises(MemoryError, match="no room"):
+        hand_over(cast("TrainingWorker", worker), fails, BUCKET_BYTES, True)
+    assert worker.seen == list(WEIGHTS)
+
+
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in a file of the object store that is mapped here."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, name = line.split(maxsplit=5)
+        begin, end = (int(word, 16) for word in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "plasma" in name or "/dev/shm" in name
+    return False
+
+
+@pytest.mark.ray
+def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+
+    def look(bucket: StoredBucket) -> tuple[list[bool], list[float]]:
+        weights = bucket.weights()
+        return [in_shared_memory(tensor) for _, tensor in weights], [float(tensor.float().sum()) for _, tensor in weights]
+
+    large = {"first": torch.ones(1 << 18), "second": torch.full((1 << 20,), 2.0)}
+    worker = Worker()
+    worker.export_weights = lambda: WeightStream(NamedWeight(*item) for item in large.items())  # type: ignore[method-assign]
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        remote = ray.remote(look)
+        refs = hand_over(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
+        found = ray.get(refs)
+    finally:
+        ray.shutdown()
+    assert found == [([True], [float(1 << 18)]), ([True], [float(2 << 20)])]
