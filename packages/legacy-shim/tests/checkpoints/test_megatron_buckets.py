@@ -70,13 +70,13 @@ def test_masters_and_moments_of_every_layout_are_found(tmp_path: Path, tp: int, 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp", "vpp", "padded"), [(1, 1, 1, 37), (1, 2, 2, 37), (2, 1, 1, 38), (2, 2, 2, 256), (4, 1, 1, 64)])
 def test_masters_and_moments_are_found_beside_weights_that_were_exported_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pp: int, vpp: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, vpp: int, padded: int
 ) -> None:
-    """As 0.8 and 0.9 save with a bridge, their default: the distributed checkpoint has the optimizer alone, and no row is padding."""
-    monkeypatch.setattr(test_megatron, "PADDED", test_megatron.VOCAB)
-    found = state_of(write(tmp_path, tp=1, pp=pp, vpp=vpp, is_exported=True))
+    """As 0.8 and 0.9 save with a bridge, their default: the distributed checkpoint has the optimizer alone, with rows of padding."""
+    monkeypatch.setattr(test_megatron, "PADDED", padded)
+    found = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, is_exported=True))
     assert same(found.model.weights, HF)
     assert same({name: kept.first for name, kept in found.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
 

@@ -100,10 +100,10 @@ def test_a_missing_rank_s_file_is_named(tmp_path: Path) -> None:
     assert any("stage 0, tensor rank 1 is missing" in reason for reason in state_of(folder).not_carried)
 
 
-def test_experts_over_several_ranks_stay_behind(tmp_path: Path) -> None:
+def test_experts_over_several_ranks_stay_behind_where_they_wrote_one_file(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(experts=EXPERTS), tp=1, ep=2)
     (tmp_path / "actor/optim").mkdir()
-    torch.save({"buckets_coalesced": True}, tmp_path / "actor/optim/distrib_optim_pp0_tp0.pt")
+    torch.save([None, {"buckets_coalesced": True}], tmp_path / "actor/optim/distrib_optim_pp0_tp0.pt")
     assert any("each overwrote the last" in reason for reason in state_of(tmp_path / "actor").not_carried)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from temper_legacy_shim.checkpoints import fsdp
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_adapter_optimizer
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.checkpoints.moments import OldOptimizer, read_trained_leaves
 from temper_legacy_shim.checkpoints.optimizer_files import check_is_beside_weights
@@ -37,14 +38,19 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
 
 
 def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> OldOptimizer:
-    """Moments of the adapter's halves, by the names of ``weights``.
+    """Moments and masters of the adapter's halves, by the names of ``weights``.
 
     Raises:
         LayoutError: they can't be told apart; says why, for the receipt.
     """
     role = model.role
+    if role.dist_folders:
+        read = read_megatron_adapter_optimizer(model)
+        if read.moments.keys() != weights.keys():
+            raise LayoutError(f"the optimizer keeps moments of {len(read.moments)} tensors, but the adapter has {len(weights)}")
+        return read
     if "optim" not in role.fsdp_files:
-        raise LayoutError("only FSDP's optimizer files tell what belongs to an adapter")
+        raise LayoutError("the old checkpoint has none that tells what belongs to an adapter")
     check_is_beside_weights(role)
     raw = fsdp.read_weights(role.fsdp_files["model"], where=role.path)
     leaves = [key for key in raw if any(side in key for side in _SIDES)]

@@ -1,7 +1,7 @@
 """Converting one role: read, plan, write through a staging folder, verify, and leave a receipt."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,12 +97,14 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
     total = plan.num_bytes
     with Staging(job.out, fingerprint=work) as staging:
         check_space(staging.folder.parent, total - staging.num_kept_bytes)
+        kept = staging.kept
         files = _write_shards(staging, plan, progress=progress)
+        compared = {file.path for file in files} - kept
         with_nan = [name for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
-        verified = _verify(staging.folder, plan, files, options)
+        verified = _verify(staging.folder, plan, files, options, compared=compared)
         made = _receipt(job, plan, options, sources, files, verified=verified, with_nan=with_nan)
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
@@ -160,9 +162,9 @@ def check_space(folder: Path, needed: int) -> None:
         raise OutputError(f"{needed / 1e9:.2f} GB are to be written, but {free / 1e9:.2f} GB are free at {folder}: choose another disk.")
 
 
-def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options) -> tuple[str, ...]:
-    found = receipts.check_files(folder, files)
-    said = [f"{len(files)} files read back: sizes, checksums, and {found} tensors in their headers"]
+def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:
+    found = receipts.check_files(folder, files, compared=compared)
+    said = [f"{len(files)} files read back: sizes, every byte or its checksum, and {found} tensors in their headers"]
     if options.checks_names and options.target == "hf":
         said.append(check_names(folder, plan.model.weights, head=plan.model.head))
     if options.verifies_logits:

@@ -56,7 +56,7 @@ BY_NAME = {name: Dtype(name, tag, np.dtype(container), is_float) for name, tag, 
 BY_TAG = {dtype.tag: dtype for dtype in BY_NAME.values()}
 BY_STORAGE = {storage: BY_NAME[name] for name, _, _, _, storage in _TABLE if storage}
 FLOAT32 = BY_NAME["float32"]
-_CACHED = 1 << 16
+_CACHED = 1 << 15
 CASTS = ("float32", "bfloat16", "float16")
 """What ``--dtype`` takes."""
 
@@ -76,13 +76,16 @@ def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
         return block.astype(dtype.container, copy=False)
     bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
+    held = np.empty(min(_CACHED, bits.size), np.uint32)
     for start in range(0, bits.size, _CACHED):  # a stretch at a time, so that the passes over it stay in the processor's cache
         part = bits[start : start + _CACHED]
-        carry = part >> np.uint32(16)
+        carry = held[: part.size]
+        np.right_shift(part, np.uint32(16), out=carry)
         carry &= np.uint32(1)
         carry += np.uint32(0x7FFF)
         carry += part
-        rounded[start : start + _CACHED] = carry.view(np.uint16)[1::2]
+        carry >>= np.uint32(16)
+        np.copyto(rounded[start : start + _CACHED], carry, casting="unsafe")  # twice as fast as every other element of a view
     if has_nan(block, FLOAT32):
         quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
         rounded = np.where(np.isnan(block).reshape(-1), quiet, rounded)
@@ -91,8 +94,11 @@ def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
 
 def has_nan(block: Block, dtype: Dtype) -> bool:
     """Whether a floating block holds NaN."""
+    if block.size == 0:
+        return False
     if dtype.name == "bfloat16":
-        return bool(((block.view(np.uint16) & np.uint16(0x7FFF)) > np.uint16(0x7F80)).any())
+        # Of positive patterns NaN are the largest, and of all patterns the negative NaN: two maxima, and nothing is allocated.
+        return bool(block.view(np.int16).max() > 0x7F80 or block.view(np.uint16).max() > 0xFF80)
     if dtype.name == "float32":
         flat = block.view(np.float32).reshape(-1)
         with np.errstate(all="ignore"):

@@ -1,8 +1,9 @@
 """Moments of Megatron's per-rank optimizer files (``optim/distrib_optim_pp0_tp0.pt``): flat, padded, nameless, one vector for each buffer.
 
 A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements, its buckets end to end without their
-own padding. Which elements are whose follows from the model file of the same rank, and is believed only if the lengths fit and every
-float32 master, rounded, is the weight that lies beside it.
+own padding. Experts that are divided over ranks have an optimizer and buffers of their own, in a list with the other. Which elements are
+whose follows from the model file of the same rank, and is believed only if the lengths fit and every float32 master, rounded, is the weight
+that lies beside it.
 """
 
 import re
@@ -26,6 +27,9 @@ _FILE = re.compile(r"distrib_optim_pp(\d{1,4})_tp(\d{1,4})(?:_cp(\d{1,4})_dp(\d{
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ALIGNMENT = 64
 """Elements, of which each parameter begins at a multiple in its bucket."""
+_OVERWRITTEN = (
+    "before 0.4.0 several expert ranks wrote one file, so that each overwrote the last; otherwise copy every rank's file into optim/"
+)
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tied over two stages, each is a bucket of its own."""
 
@@ -59,9 +63,9 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
         DamagedFileError: a file is damaged.
     """
     chunks = megatron_ranks.read_chunks(model.role.rank_files, where=model.role.path / "model")
-    if any(ep for _, ep, _ in chunks):
-        raise LayoutError("Megatron's per-rank optimizer files of several expert ranks had one name, so that each overwrote the last")
-    files = dict(_files(model.role.path / "optim"))
+    files: dict[tuple[int, int], list[Path]] = {}
+    for place, path in _files(model.role.path / "optim"):
+        files.setdefault(place, []).append(path)
     absent = sorted({(pp, tp) for pp, _, tp in chunks} - set(files))
     if absent:
         raise LayoutError(f"the optimizer file of stage {absent[0][0]}, tensor rank {absent[0][1]} is missing from optim/")
@@ -69,7 +73,8 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
         raise LayoutError(
             "Megatron's per-rank optimizer files do not say how many updates were made, without which moments mislead: give --num-updates"
         )
-    named = {place: _named(files[place[0], place[2]], of_rank) for place, of_rank in chunks.items()}
+    states = {place: [_optimizers(path) for path in paths] for place, paths in files.items()}
+    named = {place: _named(states[place[0], place[2]], of_rank, place=place) for place, of_rank in chunks.items()}
     assert model.config is not None, "Megatron's weights were read with it"
     geometry = Geometry.of(model.config, source="config.json")
     master, first, second = (_whole(named, kind, geometry, where=model.role.path) for kind in KINDS)
@@ -78,11 +83,11 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    """(stage, tensor rank) and file; of several data- or context-parallel ranks the first wrote all of it."""
-    for path in sorted(folder.glob("distrib_optim_*.pt")) if folder.is_dir() else ():
-        match = _FILE.fullmatch(path.name)
-        if match and int(match[3] or 0) == int(match[4] or 0) == 0:
-            yield (int(match[1]), int(match[2])), path
+    """(stage, tensor rank) and file, by context- and data-parallel rank; of these the first wrote what they share."""
+    paths = folder.glob("distrib_optim_*.pt") if folder.is_dir() else ()
+    matches = ((match, path) for path in paths if (match := _FILE.fullmatch(path.name)))
+    for (pp, tp, *_), path in sorted((tuple(int(number or 0) for number in match.groups()), path) for match, path in matches):
+        yield (pp, tp), path
 
 
 def _whole(
@@ -94,28 +99,68 @@ def _whole(
     return megatron_names.to_hf(megatron_ranks.merge_chunks(of_kind, where=where), geometry, where=where)
 
 
-def _named(path: Path, chunks: Sequence[Mapping[str, LazyTensor]]) -> list[dict[str, dict[str, LazyTensor]]]:
-    """By chunk, name and kind, one rank's tensors."""
-    buffers = _buffers(path)
+def _named(
+    states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+) -> list[dict[str, dict[str, LazyTensor]]]:
+    """By chunk, name and kind, one rank's tensors; experts that are divided over ranks have an optimizer of their own."""
+    shared = next((state[0] for state in states if state and state[0] is not None), None)
+    if shared is None:
+        raise LayoutError(
+            f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds what its data-parallel ranks share: {_OVERWRITTEN}"
+        )
+    if all(len(state) == 1 for state in states):
+        return _cut_all(shared, chunks)
+    with_experts = [{name: tensor for name, tensor in chunk.items() if megatron_ranks.is_of_expert(name)} for chunk in chunks]
+    without = [{name: tensor for name, tensor in chunk.items() if not megatron_ranks.is_of_expert(name)} for chunk in chunks]
+    found = _cut_all(shared, without)
+    places = [number for number, chunk in enumerate(with_experts) if chunk]
+    own = _experts([state[1] for state in states if len(state) > 1], [with_experts[number] for number in places], place=place)
+    for number, kinds in zip(places, own, strict=True):
+        found[number] |= kinds
+    return found
+
+
+def _experts(
+    states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+) -> list[dict[str, dict[str, LazyTensor]]]:
+    """An expert rank's, from whichever file has masters that round to its weights: their names tell data-parallel ranks alone."""
+    if not chunks:
+        return []
+    for state in states:
+        try:
+            if state is not None:
+                return _cut_all(state, chunks)
+        except LayoutError:
+            continue
+    raise LayoutError(
+        f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds masters of the experts of expert rank {place[1]}: "
+        + _OVERWRITTEN
+    )
+
+
+def _cut_all(buffers: Sequence[_Buffer], chunks: Sequence[Mapping[str, LazyTensor]]) -> list[dict[str, dict[str, LazyTensor]]]:
     if len(buffers) != len(chunks):
-        raise LayoutError(f"{path.name} has {len(buffers)} buffers, but one for each of {len(chunks)} chunks of layers is expected")
+        raise LayoutError(f"an optimizer file has {len(buffers)} buffers, but one for each of {len(chunks)} chunks of layers is expected")
     return [_cut(buffer, chunk) for buffer, chunk in zip(buffers, chunks, strict=True)]
 
 
-def _buffers(path: Path) -> list[_Buffer]:
+def _optimizers(path: Path) -> list[list[_Buffer] | None]:
+    """The buffers of each optimizer that a file may hold; None of one whose state another rank wrote."""
     archive = Archive(path)
     reader = TensorReader(archive)
     value = archive.value()
-    states = [state for state in (value if isinstance(value, list) else [value]) if state is not None]
+    return [None if state is None else _buffers(state, reader, path=path) for state in (value if isinstance(value, list) else [value])]
+
+
+def _buffers(state: object, reader: TensorReader, *, path: Path) -> list[_Buffer]:
+    if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
+        raise LayoutError(f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7")
     found = []
-    for state in states:
-        if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
-            raise LayoutError(f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7")
-        for number in sorted(key for key in state if isinstance(key, int)):
-            by_dtype = state[number]
-            if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
-                raise DamagedFileError(f"{path}: buffer {number} is no mapping of one dtype to its vectors.")
-            found.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
+    for number in sorted(key for key in state if isinstance(key, int)):
+        by_dtype = state[number]
+        if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
+            raise DamagedFileError(f"{path}: buffer {number} is no mapping of one dtype to its vectors.")
+        found.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
     return found
 
 
@@ -165,12 +210,18 @@ def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, Lazy
     return {kind: Unflattened(Rows(vector, ((start, stop),)), tensor.shape) for kind, vector in buffer.vectors.items()}
 
 
-def is_master(master: LazyTensor, weight: LazyTensor) -> bool:
-    """Whether the first and the last row agree, rounded to the weight's dtype: a shift by one element shows in either."""
+def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = None) -> bool:
+    """Whether the first and the last row agree, rounded to the weight's dtype: a shift by one element shows in either.
+
+    Args:
+        master: of the weight's shape.
+        weight: what it should round to.
+        num_rows: how many of the weight's rows are known; None is all.
+    """
     rounded = Cast(master, weight.dtype) if master.dtype != weight.dtype else master
-    last = weight.shape[0]
+    last = weight.shape[0] if num_rows is None else num_rows
     return all(
         rounded.read(start, stop).tobytes() == weight.read(start, stop).tobytes()
-        for start, stop in pairwise(sorted({0, 1, last - 1, last}))
+        for start, stop in pairwise(sorted({0, min(1, last), max(last - 1, 0), last}))
         if stop - start == 1
     )

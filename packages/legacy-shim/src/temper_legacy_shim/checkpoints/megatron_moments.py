@@ -3,15 +3,17 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from temper_legacy_shim.checkpoints import megatron_names
+from temper_legacy_shim.checkpoints import megatron_adapters, megatron_names
+from temper_legacy_shim.checkpoints.adapters import peft_tensors
 from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
-from temper_legacy_shim.checkpoints.megatron_buckets import bucket_settings, read_buckets
+from temper_legacy_shim.checkpoints.megatron_adapters import MARK
+from temper_legacy_shim.checkpoints.megatron_buckets import Whole, bucket_settings, read_buckets
 from temper_legacy_shim.checkpoints.megatron_flat import KINDS
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
-from temper_legacy_shim.checkpoints.model import OldModel
-from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer
+from temper_legacy_shim.checkpoints.model import OldModel, megatron_tensors
+from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.errors import LayoutError
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(?:module\.)*(.+)")
@@ -25,21 +27,66 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
         LayoutError: there are none in model space, or no file says how many updates were made; for the receipt.
         DamagedFileError: a file is damaged.
     """
+    geometry = _geometry(model)
+    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+    named = {kind: megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+    return _optimizer(model, named)
+
+
+def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
+    """Moments of an adapter's halves under PEFT's names.
+
+    What one half of a fused matrix' adapter keeps for several projections becomes the projections' own: rows of B are theirs anyway, and of
+    A, which they shared, each goes on with a copy.
+
+    Raises:
+        LayoutError: there are none, or no file says how many updates were made; for the receipt.
+        DamagedFileError: a file is damaged.
+    """
+    geometry = _geometry(model)
+    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+
+    def named(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        read = megatron_adapters.read_adapter(tensors, geometry, where=model.role.path, accepts_missing_layers=True)
+        return peft_tensors(read)
+
+    return _optimizer(model, {kind: named(kinds[kind]) if kinds[kind] else {} for kind in KINDS})
+
+
+def _geometry(model: OldModel) -> Geometry:
+    assert model.config is not None, "Megatron's weights were read with it"
+    return Geometry.of(model.config, source="config.json")
+
+
+def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
+    """In model space, by kind and Megatron's name; empty where the optimizer was saved otherwise."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
             match = _STATE.fullmatch(name)
             if match:
-                kinds.setdefault(match[1], {})[match[2]] = tensor
-    assert model.config is not None, "Megatron's weights were read with it"
-    geometry = Geometry.of(model.config, source="config.json")
+                kinds.setdefault(match[1], {})[match[2].replace(".to_wrap.", ".")] = tensor
     if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
-        named = read_buckets(model)
-    else:
-        kinds["param"] = kinds.get("fp32_param") or kinds.get("param") or {}
-        if kinds["param"].keys() != kinds["exp_avg"].keys():
-            kinds["param"] = {}
-        named = {kind: megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+        return {}
+    kinds["param"] = kinds.get("fp32_param") or kinds.get("param") or {}
+    if kinds["param"].keys() != kinds["exp_avg"].keys():
+        kinds["param"] = {}
+    return kinds
+
+
+def _from_buckets(model: OldModel, geometry: Geometry) -> Whole:
+    """Beside the weights of the distributed checkpoint, or of huggingface/, where they lie alone since 0.7 unless they were asked for."""
+    where = model.role.path
+    raw = megatron_tensors(model.role)
+    trained = {name: tensor for name, tensor in raw.items() if (MARK in name) == (model.adapter is not None)}
+    whole = dict(megatron_names.unstacked(trained, geometry, where=where))
+    are_exported = not whole
+    if are_exported:
+        whole = megatron_names.from_hf(model.weights, geometry)
+    return read_buckets(model, {name: tensor for name, tensor in whole.items() if not is_buffer(name)}, geometry, are_exported=are_exported)
+
+
+def _optimizer(model: OldModel, named: Whole) -> OldOptimizer:
     groups = [*_groups(model), *(group for value in bucket_settings(model) for group in _nested_groups(value))]
     counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
     if len(counts) != 1:

@@ -39,6 +39,7 @@ _TOP = {
 }
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.down_proj\.weight")
+_HF_EXPERT_OF_LAYER = re.compile(r"mlp\.experts\.(\d+)\.down_proj\.weight")
 _VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 _PADDED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
@@ -112,7 +113,7 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
 
 
 def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, LazyTensor]:
-    """Whole matrices of a dense model under Megatron's names, norms inside the linear layers; the inverse of ``to_hf`` without padding."""
+    """Whole matrices under Megatron's names, norms inside the linear layers; the inverse of ``to_hf`` without padding."""
     made = {name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights}
     plain = {hf: name for name, hf in reversed(_PLAIN.items())}
     for layer in range(geometry.num_layers):
@@ -123,10 +124,22 @@ def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, 
             attention = [mine[name] for name in (f"self_attn.{each}_proj.{end}" for each in "qkv") if name in mine]
             if len(attention) == 3:
                 made[f"{to}self_attention.linear_qkv.{end}"] = _fused_qkv(attention, geometry)
-            gated = [mine[name] for name in (f"mlp.gate_proj.{end}", f"mlp.up_proj.{end}") if name in mine]
-            if len(gated) == 2:
-                made[f"{to}mlp.linear_fc1.{end}"] = concatenated(gated, dim=0)
+        for theirs, ours in _gated_modules(mine):
+            for end in ("weight", "bias"):
+                gated = [mine[name] for name in (f"{theirs}gate_proj.{end}", f"{theirs}up_proj.{end}") if name in mine]
+                if len(gated) == 2:
+                    made[f"{to}{ours}linear_fc1.{end}"] = concatenated(gated, dim=0)
+            if f"{theirs}down_proj.weight" in mine:
+                made[f"{to}{ours}linear_fc2.weight"] = mine[f"{theirs}down_proj.weight"]
     return made
+
+
+def _gated_modules(mine: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
+    """(Hugging Face's prefix, Megatron's) of a layer's gated MLPs."""
+    yield "mlp.", "mlp."
+    yield "mlp.shared_expert.", "mlp.shared_experts."
+    for match in filter(None, map(_HF_EXPERT_OF_LAYER.fullmatch, mine)):
+        yield f"mlp.experts.{match[1]}.", f"mlp.experts.local_experts.{match[1]}."
 
 
 def _fused_qkv(parts: Sequence[LazyTensor], geometry: Geometry) -> LazyTensor:

@@ -120,6 +120,11 @@ def _with_expert_ranks(
     return chunks
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a tensor belongs to an expert that other ranks may not have."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
     """Every tensor rank of every stage with every expert rank; or each with one, where experts are divided over tensor ranks too."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
@@ -178,7 +183,7 @@ def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool
     first_rank, first = next(iter(ranks.items()))
     merged: dict[str, LazyTensor] = {}
     for name in first:
-        if (_EXPERT.fullmatch(name) is not None) != experts:
+        if is_of_expert(name) != experts:
             continue
         absent = next((tp for tp, of_rank in ranks.items() if name not in of_rank), None)
         if absent is not None:
@@ -202,7 +207,7 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
         raise DamagedFileError(f"{where}: {name} differs in dimensions or dtype between tensor ranks: the files are not of one save.")
     adapter = _ADAPTER.fullmatch(name)
     if adapter:
-        if adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name:
+        if _is_gated(name, adapter):
             return _side_by_side_halves(name, parts, where=where)
         is_row_parallel = adapter[1] in ("linear_proj", "linear_fc2")
         return _joined(name, parts, dim=1 if is_row_parallel and adapter[2] == "in" else 0, where=where)
@@ -223,18 +228,31 @@ def part_of(name: str, whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyT
     if num_ranks == 1:
         return whole
     rows = whole.shape[0]
-    if _GATED.fullmatch(name):
+    adapter = _ADAPTER.fullmatch(name)
+    if adapter and adapter[1] in ("linear_proj", "linear_fc2") and adapter[2] == "in":
+        return _columns(whole, rank=rank, num_ranks=num_ranks)
+    if _GATED.fullmatch(name) or (adapter and _is_gated(name, adapter)):
         if rows % (2 * num_ranks):
             return None
         half, size = rows // 2, rows // (2 * num_ranks)
         return Rows(whole, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size)))
     if _ROWS.fullmatch(name):
-        size, rest = divmod(whole.shape[1], num_ranks)
-        return None if rest else Columns(whole, rank * size, (rank + 1) * size)
-    if name.endswith(_COLUMNS) and not (name == "output_layer.weight" and rows == 1):
+        return _columns(whole, rank=rank, num_ranks=num_ranks)
+    is_value_head = name == "output_layer.weight" and rows == 1
+    if adapter or (name.endswith(_COLUMNS) and not is_value_head):
         size, rest = divmod(rows, num_ranks)
         return None if rest else Rows(whole, ((rank * size, (rank + 1) * size),))
     return whole
+
+
+def _is_gated(name: str, adapter: re.Match[str]) -> bool:
+    """Whether an adapter's half has gate rows above up rows on each rank, as the matrix beside it."""
+    return adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name
+
+
+def _columns(whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
+    size, rest = divmod(whole.shape[1], num_ranks)
+    return None if rest else Columns(whole, rank * size, (rank + 1) * size)
 
 
 def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) -> LazyTensor:

@@ -148,7 +148,7 @@ def _megatron(
             "the model that was trained."
         )
     geometry = Geometry.of(config, source=f"{folder}/config.json")
-    named = _megatron_tensors(role)
+    named = megatron_tensors(role)
     base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
     adapter = None
     if any(megatron_adapters.MARK in name for name in named):
@@ -164,7 +164,8 @@ def _megatron(
     return weights, adapter or _exported_adapter(role)
 
 
-def _megatron_tensors(role: Role) -> dict[str, LazyTensor]:
+def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
+    """Base and adapter under Megatron's names, where its own files hold them; whole, layers perhaps stacked."""
     tensors: dict[str, LazyTensor] = {}
     if role.rank_files:
         tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")

@@ -57,6 +57,11 @@ class Staging:
             ) from error
 
     @property
+    def kept(self) -> frozenset[str]:
+        """Paths of what is finished already; at first, of files that an earlier run finished."""
+        return frozenset(self._finished)
+
+    @property
     def num_kept_bytes(self) -> int:
         """Of files that an earlier run finished."""
         return sum(file.num_bytes for file in self._finished.values())

@@ -123,25 +123,27 @@ def resumable(model: OldModel) -> ResumableState:
 def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     """Of an adapter alone: the base is not part of what an engine saves."""
     weights = adapter_weights(adapter, model)
-    moments: Mapping[str, OldMoments] = {}
-    settings: Mapping[str, object] = {}
+    optimizer = OldOptimizer(moments={})
     extra = read_extra(model.role)
     carried, why_not = ["the adapter's weights, as float32 masters"], [*extra.not_carried]
     try:
         optimizer = adapter_optimizer(model, weights)
-        moments, settings = optimizer.moments, optimizer.settings
-        carried.append(f"both moments and the update counts of {len(moments)} parameters")
+        carried[0] += ", the optimizer's own" if optimizer.masters else ""
+        carried.append(f"both moments and the update counts of {len(optimizer.moments)} parameters")
     except LayoutError as error:
         why_not.insert(0, f"optimizer moments: {error}")
-    note = f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"
+    notes = [*model.notes, f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"]
+    if len({id(pair.down) for pair in adapter.pairs.values()}) < len(adapter.pairs):
+        notes.append("q, k and v shared one A, and so did gate and up: each goes on with a copy of it and of its moments")
     return ResumableState(
         model=replace(
             model,
-            weights={name: _in_float32(tensor) for name, tensor in weights.items()},
-            notes=(*model.notes, note),
+            weights={name: _in_float32(optimizer.masters.get(name, tensor)) for name, tensor in weights.items()},
+            notes=tuple(notes),
         ),
-        moments=moments,
-        settings=settings,
+        moments=optimizer.moments,
+        settings=optimizer.settings,
+        decays_vectors=optimizer.decays_vectors,
         extra=extra,
         carried=(*carried, *extra.carried),
         not_carried=tuple(why_not),

@@ -1,0 +1,224 @@
+"""Checkpoints that Megatron itself writes on several ranks, in the layouts of the old managers: jobs for rank processes.
+
+The moments are drawn, and two updates are counted. What each job returns is what the engine exports of the same weights and its optimizer
+holds, under Hugging Face names.
+"""
+
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from temper_engine_api.conformance.batches import ragged_batch, with_training_columns
+from temper_engine_api.conformance.checkpoint_jobs import train
+from temper_engine_api.conformance.measure import Update
+from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.weights import TrainingState
+from temper_legacy_shim.checkpoints.temper import read_training_state
+
+State = dict[str, TrainingState]
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Megatron's saves wait for a device that is not here, gather on it and send from it, and start processes for a queue and for files."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.cuda, "synchronize", lambda *_: None))
+        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: "cpu"))
+        stack.enter_context(patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor))
+        stack.enter_context(patch.object(filesystem_async, "_results_queue", queue.Queue()))
+        stack.enter_context(patch.dict(multiprocessing.current_process()._config, daemon=False))  # type: ignore[attr-defined]
+        yield
+
+
+def drawn(engine: Any) -> State:
+    """Give the engine's optimizer moments, as if two updates had been made; the same on every rank."""
+    draw = torch.Generator().manual_seed(0)
+    some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
+    expected = {
+        state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
+        for state in engine.export_state()
+    }
+    engine.load_state(iter(expected.values()))
+    return expected
+
+
+def optimizer_of(engine: Any) -> Any:
+    """Megatron's own, whose collectives on the host go over the groups that are there: on a CPU these are gloo's already."""
+    chain = engine._built.optimizer._chain
+    for each in chain.chained_optimizers:
+        each.data_parallel_group_gloo = each.data_parallel_group
+    return chain
+
+
+def save_distributed(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, with_weights: bool = True) -> State:
+    """``dist_ckpt/`` as 0.4.1 to 0.8 left it; without weights as they save with a bridge."""
+    engine = rank.engine(recipe)
+    expected = drawn(engine)
+    with on_cpu():
+        write_distributed(
+            list(engine._built.runner._chunks.bare), optimizer_of(engine), folder=folder, sharding=sharding, with_weights=with_weights
+        )
+    return expected if rank.index == 0 else {}
+
+
+def write_distributed(chunks: list[Any], optimizer: Any, *, folder: Path, sharding: str, with_weights: bool) -> None:
+    """Model and optimizer through Megatron's own dist_checkpointing."""
+    from megatron.core import dist_checkpointing, mpu
+
+    metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    model: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        if len(chunks) > 1:
+            mpu.set_virtual_pipeline_model_parallel_rank(number)
+        of_model = {**metadata, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+        model["model" if len(chunks) == 1 else f"model{number}"] = chunk.sharded_state_dict(metadata=of_model)
+    state = {"optimizer": optimizer.sharded_state_dict(model, metadata=metadata)}
+    (folder / "dist_ckpt").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        (model if with_weights else {}) | state | {"lr_scheduler": {"num_steps": 1, "max_lr": 1e-2}},
+        str(folder / "dist_ckpt"),
+        content_metadata=metadata,
+    )
+    dist.barrier()
+
+
+def save_ranks(rank: Rank, *, recipe: Recipe, folder: Path, is_of_0_4: bool, all_experts: bool) -> State:
+    """``model/mp_rank_*`` and ``optim/`` as 0.3 and 0.4.0 left them: a data-parallel rank that is not the first wrote no model.
+
+    Args:
+        rank: this one.
+        recipe: of the engine.
+        folder: the role's.
+        is_of_0_4: the names of optimizer files have the context- and data-parallel rank.
+        all_experts: let every expert rank write its model, which those releases did only where experts are divided over tensor ranks.
+    """
+    from megatron.core import mpu
+
+    engine = rank.engine(recipe)
+    expected = drawn(engine)
+    tp, pp, dp, cp = (
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_data_parallel_rank(),
+        mpu.get_context_parallel_rank(),
+    )
+    stage = f"_{pp:03d}" if mpu.get_pipeline_model_parallel_world_size() > 1 else ""
+    expert = f"_{mpu.get_expert_model_parallel_rank():03d}" if mpu.get_expert_model_parallel_world_size() > 1 else ""
+    if dp == 0 or (all_experts and mpu.get_expert_data_parallel_rank() == 0):
+        place = folder / f"model/mp_rank_{tp:02d}{stage}{expert}"
+        place.mkdir(parents=True)
+        torch.save([chunk.state_dict() for chunk in engine._built.runner._chunks.bare], place / "model.pt")  # type: ignore[attr-defined]
+    (folder / "optim").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    name = f"distrib_optim_pp{pp}_tp{tp}{f'_cp{cp}_dp{dp}' if is_of_0_4 else ''}.pt"
+    with on_cpu():
+        optimizer_of(engine).save_parameter_state(str(folder / "optim" / name))
+    dist.barrier()
+    return expected if rank.index == 0 else {}
+
+
+def next_update(rank: Rank, *, recipe: Recipe, folder: Path | None) -> Update:
+    """The third update: of the engine that had made the others, or of one that goes on from what its checkpoint was converted to."""
+    engine = rank.engine(recipe)
+    if folder is None:
+        drawn(engine)
+    else:
+        engine.load_state(read_training_state(folder))
+    bare = ragged_batch()
+    bare = replace(bare, tokens=bare.tokens % 37)
+    batch = with_training_columns(bare, logprobs=torch.full(bare.tokens.shape, -3.6))
+    return train(engine, [batch])[0]
+
+
+HOSTS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": False, "linear_fc2": True}
+"""Of every layer, and whether its input is divided over tensor ranks."""
+RANK, ALPHA = 4, 8
+
+
+def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, with_weights: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """What Megatron-Bridge's LoRA leaves: adapters of its own class around Megatron's layers, alone in optimizer and checkpoint.
+
+    Returns:
+        On the first rank, by kind and Megatron's name with layers stacked, what was given to the parameters and their state; the same
+        numbers are read from the checkpoint by torch alone.
+    """
+    engine: Any = rank.engine(replace(recipe, optimizer=None))  # also imports the bridge without TransformerEngine
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from megatron.bridge.peft.utils import ParallelLinearAdapter
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from temper_engine_megatron.cpu_device import megatron_on_cpu
+
+    chunks = list(engine._built.runner._chunks.bare)
+    settings = engine._built.runner._chunks.settings
+    with megatron_on_cpu():
+        for chunk in chunks:
+            chunk.requires_grad_(requires_grad=False)
+            for layer in chunk.decoder.layers:
+                for owner, name in ((layer.self_attention, "linear_qkv"), (layer.self_attention, "linear_proj")):
+                    _wrap(owner, name, settings, AdapterWrapper, ParallelLinearAdapter)
+                for name in ("linear_fc1", "linear_fc2"):
+                    _wrap(layer.mlp, name, settings, AdapterWrapper, ParallelLinearAdapter)
+        torch.manual_seed(7 + rank.index)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if ".adapter." in name:
+                    torch.nn.init.normal_(parameter)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
+        for each in wrapped:
+            each.broadcast_params()
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
+        optimizer: Any = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+        for each in optimizer.chained_optimizers:
+            each.data_parallel_group_gloo = each.data_parallel_group
+        draw = torch.Generator().manual_seed(rank.index)
+        for _ in range(2):
+            for each in wrapped:
+                for buffer in each.buffers:
+                    buffer.grad_data.copy_(torch.rand(buffer.grad_data.shape, generator=draw))
+                for parameter in each.parameters():
+                    if parameter.requires_grad:
+                        parameter.main_grad.copy_(torch.rand(parameter.shape, generator=draw))
+                each.start_grad_sync()
+                each.finish_grad_sync()
+            optimizer.step()
+    with on_cpu():
+        for kind in ("first", "again"):  # in both forms: what one says of names, the other must be found to hold
+            form = sharding if kind == "first" else "fully_reshardable"
+            write_distributed(chunks, optimizer, folder=folder / kind, sharding=form, with_weights=with_weights or kind == "again")
+    return {}
+
+
+def _wrap(owner: Any, name: str, settings: Any, wrapper: type, adapter_class: type) -> None:
+    """As LoRA.transform does, which needs TransformerEngine to be imported; the adapter itself does not."""
+    base = getattr(owner, name)
+
+    class Wrapped(wrapper):  # type: ignore[misc, valid-type]
+        def forward(self, *_: object, **__: object) -> None:
+            raise NotImplementedError
+
+    inner = settings.params_dtype
+    adapter = adapter_class(
+        base.input_size,
+        base.output_size,
+        RANK,
+        base_linear_name=name,
+        activation="identity",
+        input_is_parallel=HOSTS[name],
+        model_parallel_config=settings,
+        alpha=ALPHA,
+    )
+    setattr(owner, name, Wrapped(base, adapter.to(inner)))
