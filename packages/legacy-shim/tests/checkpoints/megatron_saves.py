@@ -146,72 +146,79 @@ HOSTS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": False, "linear_
 RANK, ALPHA = 4, 8
 
 
-def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, with_weights: bool) -> dict[str, dict[str, torch.Tensor]]:
+def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, is_private: bool) -> None:
     """What Megatron-Bridge's LoRA leaves: adapters of its own class around Megatron's layers, alone in optimizer and checkpoint.
 
-    Returns:
-        On the first rank, by kind and Megatron's name with layers stacked, what was given to the parameters and their state; the same
-        numbers are read from the checkpoint by torch alone.
+    ``first`` holds what is converted, and ``again`` the same whole by parameter, for torch alone to read.
+
+    Args:
+        rank: this one.
+        recipe: of the engine.
+        folder: of both.
+        sharding: of the optimizer in ``first``.
+        is_private: as in 0.7 with a bridge: weights of adapters in ``adapter_checkpoint/``, and the optimizer alone in ``dist_ckpt/``.
     """
     engine: Any = rank.engine(replace(recipe, optimizer=None))  # also imports the bridge without TransformerEngine
-    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
-    from megatron.bridge.peft.utils import ParallelLinearAdapter
+    from temper_engine_megatron.cpu_device import megatron_on_cpu
+
+    chunks, settings = list(engine._built.runner._chunks.bare), engine._built.runner._chunks.settings
+    with megatron_on_cpu():
+        _adapt(chunks, settings, seed=7 + rank.index)
+        optimizer = _updated(chunks, settings, seed=rank.index)
+    with on_cpu():
+        write_distributed(chunks, optimizer, folder=folder / "first", sharding=sharding, with_weights=not is_private)
+        write_distributed(chunks, optimizer, folder=folder / "again", sharding="fully_reshardable", with_weights=True)
+    if is_private:
+        _write_private(chunks, folder / "first/adapter_checkpoint")
+
+
+def _adapt(chunks: list[Any], settings: Any, *, seed: int) -> None:
+    for chunk in chunks:
+        chunk.requires_grad_(requires_grad=False)
+        for layer in chunk.decoder.layers:
+            for name in HOSTS:
+                _wrap(layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp, name, settings)
+    torch.manual_seed(seed)
+    for parameter in (p for chunk in chunks for name, p in chunk.named_parameters() if ".adapter." in name):
+        torch.nn.init.normal_(parameter)
+
+
+def _updated(chunks: list[Any], settings: Any, *, seed: int) -> Any:
+    """Megatron's optimizer after two updates with drawn gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from temper_engine_megatron.cpu_device import megatron_on_cpu
-
-    chunks = list(engine._built.runner._chunks.bare)
-    settings = engine._built.runner._chunks.settings
-    with megatron_on_cpu():
-        for chunk in chunks:
-            chunk.requires_grad_(requires_grad=False)
-            for layer in chunk.decoder.layers:
-                for owner, name in ((layer.self_attention, "linear_qkv"), (layer.self_attention, "linear_proj")):
-                    _wrap(owner, name, settings, AdapterWrapper, ParallelLinearAdapter)
-                for name in ("linear_fc1", "linear_fc2"):
-                    _wrap(layer.mlp, name, settings, AdapterWrapper, ParallelLinearAdapter)
-        torch.manual_seed(7 + rank.index)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                if ".adapter." in name:
-                    torch.nn.init.normal_(parameter)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
+    for each in wrapped:
+        each.broadcast_params()
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
+    optimizer: Any = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+    for each in optimizer.chained_optimizers:
+        each.data_parallel_group_gloo = each.data_parallel_group
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(2):
         for each in wrapped:
-            each.broadcast_params()
-        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
-        optimizer: Any = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
-        for each in optimizer.chained_optimizers:
-            each.data_parallel_group_gloo = each.data_parallel_group
-        draw = torch.Generator().manual_seed(rank.index)
-        for _ in range(2):
-            for each in wrapped:
-                for buffer in each.buffers:
-                    buffer.grad_data.copy_(torch.rand(buffer.grad_data.shape, generator=draw))
-                for parameter in each.parameters():
-                    if parameter.requires_grad:
-                        parameter.main_grad.copy_(torch.rand(parameter.shape, generator=draw))
-                each.start_grad_sync()
-                each.finish_grad_sync()
-            optimizer.step()
-    with on_cpu():
-        for kind in ("first", "again"):  # in both forms: what one says of names, the other must be found to hold
-            form = sharding if kind == "first" else "fully_reshardable"
-            write_distributed(chunks, optimizer, folder=folder / kind, sharding=form, with_weights=with_weights or kind == "again")
-    return {}
+            for parameter in (p for p in each.parameters() if p.requires_grad):
+                parameter.main_grad.copy_(torch.rand(parameter.shape, generator=draw))
+            each.start_grad_sync()
+            each.finish_grad_sync()
+        optimizer.step()
+    return optimizer
 
 
-def _wrap(owner: Any, name: str, settings: Any, wrapper: type, adapter_class: type) -> None:
+def _wrap(owner: Any, name: str, settings: Any) -> None:
     """As LoRA.transform does, which needs TransformerEngine to be imported; the adapter itself does not."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from megatron.bridge.peft.utils import ParallelLinearAdapter
+
     base = getattr(owner, name)
 
-    class Wrapped(wrapper):  # type: ignore[misc, valid-type]
+    class Wrapped(AdapterWrapper):
         def forward(self, *_: object, **__: object) -> None:
             raise NotImplementedError
 
-    inner = settings.params_dtype
-    adapter = adapter_class(
+    adapter = ParallelLinearAdapter(
         base.input_size,
         base.output_size,
         RANK,
@@ -221,4 +228,18 @@ def _wrap(owner: Any, name: str, settings: Any, wrapper: type, adapter_class: ty
         model_parallel_config=settings,
         alpha=ALPHA,
     )
-    setattr(owner, name, Wrapped(base, adapter.to(inner)))
+    setattr(owner, name, Wrapped(base, adapter.to(settings.params_dtype)))
+
+
+def _write_private(chunks: list[Any], folder: Path) -> None:
+    """A file for each tensor rank and stage, of the first chunk alone, under the stage's own numbers of layers."""
+    from megatron.core import mpu
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    stage = f"_{mpu.get_pipeline_model_parallel_rank():03d}" if mpu.get_pipeline_model_parallel_world_size() > 1 else ""
+    if mpu.get_data_parallel_rank() == 0:
+        state = {name.replace(".to_wrap.", "."): tensor for name, tensor in chunks[0].state_dict().items() if ".adapter." in name}
+        path = folder / f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}{stage}_adapter.pt"
+        torch.save({"adapter_state_dict": state}, path)
+    dist.barrier()

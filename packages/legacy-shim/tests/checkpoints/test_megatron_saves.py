@@ -209,18 +209,19 @@ def taken_apart(of_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("sharding", ["dp_reshardable", pytest.param("fully_reshardable", marks=nightly)])
 @pytest.mark.parametrize(
-    "at",
+    ("at", "is_private"),
     [
-        pytest.param(ALONE, id="alone", marks=nightly),
-        pytest.param(layout("tp2", 2, tensor_parallel=2), id="tp2"),
-        pytest.param(TP2_PP2, id="tp2-pp2", marks=nightly),
-        pytest.param(PP2_VPP2_DP2, id="pp2-vpp2-dp2", marks=nightly),
+        pytest.param(ALONE, False, id="alone", marks=nightly),
+        pytest.param(layout("tp2", 2, tensor_parallel=2), False, id="tp2"),
+        pytest.param(TP2_PP2, False, id="tp2-pp2", marks=nightly),
+        pytest.param(TP2_PP2, True, id="0.7-tp2-pp2", marks=nightly),
+        pytest.param(PP2_VPP2_DP2, False, id="pp2-vpp2-dp2", marks=nightly),
     ],
 )
 def test_an_adapters_masters_and_moments_are_those_of_its_optimizer(
-    fleets: Mapping[int, Fleet], tmp_path: Path, at: Layout, sharding: str
+    fleets: Mapping[int, Fleet], tmp_path: Path, at: Layout, is_private: bool, sharding: str
 ) -> None:
-    save(megatron_saves.save_adapter, fleets, tmp_path, DENSE, at, sharding=sharding, with_weights=True)
+    save(megatron_saves.save_adapter, fleets, tmp_path, DENSE, at, sharding=sharding, is_private=is_private)
     raw = read_by_torch(tmp_path / "actor/again/dist_ckpt")
     of_adapters = {name: tensor for name, tensor in raw.items() if ".adapter." in name}
 
