@@ -159,7 +159,10 @@ def check_space(folder: Path, needed: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
-        raise OutputError(f"{needed / 1e9:.2f} GB are to be written, but {free / 1e9:.2f} GB are free at {folder}: choose another disk.")
+        raise OutputError(
+            f"{(needed + _SPARE_BYTES) / 1e6:,.0f} MB are needed ({_SPARE_BYTES / 1e6:.0f} of them to spare), but {free / 1e6:,.0f} MB are "
+            f"free at {folder}: choose another disk, or make room."
+        )
 
 
 def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from temper_legacy_shim.checkpoints.archive import FileBytes
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32, Block, Dtype, from_float32, to_float32
 
-BLOCK_BYTES = 2 << 20
-"""What is held of a tensor at once; a single row may be larger."""
+BLOCK_BYTES = 1 << 19
+"""What is held of a tensor at once: casts, hashing and comparing find it in the processor's cache. A single row may be larger."""
 
 Shape = tuple[int, ...]
 
