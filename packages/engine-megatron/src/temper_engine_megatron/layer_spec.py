@@ -1,6 +1,6 @@
 """The decoder layer in plain torch on Megatron-Core's own parallel matrices: a norm and an attention that know packs and all splits.
 
-TransformerEngine's layers are not offered yet.
+TransformerEngine's layers are not offered: docs/decisions/0025-layers-in-plain-torch.md.
 """
 
 from typing import Any
