@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import huggingface, parts
@@ -93,6 +94,36 @@ def test_a_value_model_is_streamed_from_a_language_model(
     assert streamed.keys() == whole.keys()
     assert streamed["score.weight"].any()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in streamed.items())
+
+
+def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
+    start: Callable[..., FSDPEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    config = AutoConfig.for_model(**architecture)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    in_files = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise AssertionError("built whole")
+
+    monkeypatch.setattr(parts, "build_model", refused)
+    found = weights_of(start(model=ModelSpec(path=str(tmp_path))))
+    assert found.keys() == in_files.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
 
 
 def test_a_directory_with_other_names_is_left_to_transformers(

@@ -6,16 +6,17 @@ the others receive them.
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.expert_names import shapes_in_files, split
 from temper_engine_fsdp.huggingface import INDEX_NAME
 from temper_engine_fsdp.models import build_model, is_of_new_head, is_of_old_head
 from temper_engine_fsdp.process_group import Membership
@@ -44,13 +45,21 @@ class StreamedWeights:
         if key not in self._made:
             filled = torch.empty_like(parameter, device=self._membership.device)
             if self._membership.rank == 0:
-                name = self._names[key]
-                with safe_open(self._files[name], framework="pt") as file:
-                    filled.copy_(file.get_tensor(name))
+                self._read(self._names[key], filled)
             if self._membership.world_size > 1:
                 dist.broadcast(filled, src=0)
             self._made[key] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
         return self._made[key]
+
+    def _read(self, name: str, into: Tensor) -> None:
+        # Every file once: an opened one reads its list of tensors, and a layer may have hundreds of experts.
+        with ExitStack() as stack:
+            opened = {}
+            for part_name, part in split(name, into):
+                path = self._files[part_name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                part.copy_(opened[path].get_tensor(part_name))
 
     def forget(self) -> None:
         """What was made belongs to the sharded model now."""
@@ -60,7 +69,8 @@ class StreamedWeights:
 def build_streamed(spec: ModelSpec, *, attention: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights] | None:
     """The model without memory for its parameters, and its weights; None where its directory does not hold them name by name. Collective.
 
-    Safetensors whose names or shapes are not those of the model are for transformers to convert, which takes a whole model.
+    Experts are read one by one into what transformers joins of a layer. Safetensors whose names or shapes are other ones yet are for
+    transformers to convert, which takes a whole model.
     """
     files = {} if spec.path is None else _files_of(Path(spec.path))
     if not files:
@@ -119,7 +129,8 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _fits(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
-    wanted = {name: list(parameter.shape) for name, parameter in hf.named_parameters() if name not in head}
+    parameters = {name: parameter for name, parameter in hf.named_parameters() if name not in head}
+    wanted = {part: list(shape) for name, whole in parameters.items() for part, shape in shapes_in_files(name, whole.shape)}
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
     held = {name for name in files if not (head and is_of_old_head(name))}
     if wanted.keys() != held or buffers or not all(path.is_file() for path in files.values()):
