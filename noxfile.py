@@ -177,11 +177,15 @@ def scenarios(session: nox.Session, scenario: str) -> None:
 @nox.session
 @nox.parametrize("pair", list(PAIRS))
 def compat(session: nox.Session, pair: str) -> None:
-    """HEAD of one package with the last release of the other, both ways round: the tests of the one that depends on the other."""
+    """HEAD of one package with the last release of the other, both ways round: the tests of the one that depends on the other.
+
+    Arguments after -- name some of those tests, by path below their folder: a part, of which no record is kept.
+    """
     found = trials(ROOT, pair)
     if not found:
         session.skip(f"{pair}: neither is released yet, or their bounds leave each other's last release out")
-    forget(ROOT, pair)
+    if not session.posargs:
+        forget(ROOT, pair)
     for trial in found:
         session.log(trial.name)
         laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")
@@ -190,8 +194,9 @@ def compat(session: nox.Session, pair: str) -> None:
         session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
         _install_bridge(session, trial.dependent)
         with session.chdir(laid.root):
-            session.run("python", *pytest_arguments(laid))
-    session.log(f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it")
+            session.run("python", *pytest_arguments(laid, session.posargs))
+    if not session.posargs:
+        session.log(f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it")
 
 
 @nox.session
@@ -350,8 +355,9 @@ def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRO
 
 
 def _test_installed(session: nox.Session, package: str, *arguments: str) -> None:
-    """A package's own tests against what this session has installed."""
-    session.run("python", "-m", "pytest", f"packages/{package}/tests", "-m", "not nightly", *arguments)
+    """A package's own tests against what this session has installed; a session's arguments after -- go to pytest instead."""
+    tests = session.posargs or [f"packages/{package}/tests"]
+    session.run("python", "-m", "pytest", *tests, "-m", "not nightly", *arguments)
 
 
 def _pinned(tool: str) -> str:
