@@ -1,11 +1,14 @@
-"""Anything goes in; only our own error comes out, quickly, and the same text twice."""
+"""Anything goes in; only our own error comes out, quickly, and the same text twice.
+
+The nightly tests come in parts, each with a seed of its own, so that a shared machine can run them one by one.
+"""
 
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from temper_legacy_shim.configs import translate
@@ -31,6 +34,7 @@ TOKENS = st.one_of(
         ["--config-name=ppo_megatron_trainer", "--config-name", "model_engine=megatron", '"$@"', "engine=fsdp", "~data", "a.b=1"]
     ),
 )
+OVERRIDES = st.lists(TOKENS, max_size=12)
 ENTRIES = st.sampled_from(
     [
         "",
@@ -64,17 +68,22 @@ def check(tokens: list[str], entry: str, version: str | None) -> None:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(TOKENS, max_size=12), ENTRIES, RELEASES)
+@given(OVERRIDES, ENTRIES, RELEASES)
 def test_any_override_list_is_translated_or_refused(tokens: list[str], entry: str, version: str | None) -> None:
     check(tokens, entry, version)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@settings(max_examples=20_000, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(TOKENS, max_size=12), ENTRIES, RELEASES)
-def test_twenty_thousand_override_lists(tokens: list[str], entry: str, version: str | None) -> None:
-    check(tokens, entry, version)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(10))
+def test_twenty_thousand_override_lists(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+    @given(OVERRIDES, ENTRIES, RELEASES)
+    def one(tokens: list[str], entry: str, version: str | None) -> None:
+        check(tokens, entry, version)
+
+    one()
 
 
 TREES = st.recursive(
@@ -89,6 +98,9 @@ TREES = st.recursive(
 )
 
 
+FILES = st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80))
+
+
 def check_file(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     try:
@@ -98,14 +110,19 @@ def check_file(path: Path, text: str) -> None:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
+@given(FILES)
 def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.one_of(TREES.map(yaml.safe_dump), st.text(max_size=80)))
-def test_ten_thousand_yaml_files(tmp_path: Path, text: str) -> None:
-    check_file(tmp_path / "fuzz.yaml", text)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(5))
+def test_ten_thousand_yaml_files(tmp_path: Path, part: int) -> None:
+    @seed(part)
+    @settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+    @given(FILES)
+    def one(text: str) -> None:
+        check_file(tmp_path / "fuzz.yaml", text)
+
+    one()

@@ -6,7 +6,7 @@ The rewriting too: the same bytes twice, a new script that is read without compl
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from temper_legacy_shim.errors import ScriptError, ShimError
@@ -140,11 +140,16 @@ def test_what_launches_is_rewritten_or_refused(text: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@given(_PROJECTS)
-@settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
-def test_ten_thousand_projects_are_rewritten_or_refused(text: str) -> None:
-    _check_new_script(text)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_projects_are_rewritten_or_refused(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=1_000, suppress_health_check=[HealthCheck.too_slow])
+    @given(_PROJECTS)
+    def one(text: str) -> None:
+        _check_new_script(text)
+
+    one()
 
 
 @given(_SCRIPTS)
@@ -160,11 +165,16 @@ def test_any_characters_are_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@given(st.one_of(_SCRIPTS, _CHARACTERS))
-@settings(max_examples=20_000)
-def test_twenty_thousand_texts_are_read_or_refused(text: str) -> None:
-    _check(text)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(5))
+def test_twenty_thousand_texts_are_read_or_refused(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=4_000, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.one_of(_SCRIPTS, _CHARACTERS))
+    def one(text: str) -> None:
+        _check(text)
+
+    one()
 
 
 @pytest.mark.parametrize(
