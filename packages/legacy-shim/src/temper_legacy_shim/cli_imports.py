@@ -26,8 +26,9 @@ def imports(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Change old imports. Exit code 0: there are none; 10: all have a successor of the same kind; 20: some need a person."""
-    from temper_legacy_shim.imports.files import change_files, write_in_place
+    from temper_legacy_shim.imports.files import change_files, copies_below, write_in_place
 
+    copies = copies_below(paths)
     changes = change_files(paths, keeps_legacy=keep_legacy)
     is_written = write and not check
     if is_written:
@@ -44,18 +45,25 @@ def imports(
             }
             for change in changes
         ]
-        typer.echo(json.dumps({"schema": SCHEMA, "is_written": is_written, "files": report}, indent=1))
+        typer.echo(
+            json.dumps({"schema": SCHEMA, "is_written": is_written, "files": report, "copies": [str(path) for path in copies]}, indent=1)
+        )
     else:
         for change in changes:
             if not is_written and not check:
-                typer.echo(change.diff(), nl=False)
+                typer.echo(change.diff().encode("utf-8", errors="surrogateescape"), nl=False)
             for remark in change.remarks:
                 if remark.what_to_do:
                     new = f" -> {remark.new}" if remark.new else ""
                     typer.echo(f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}", err=True)
+        for path in copies:
+            typer.echo(
+                f"{path} is a copy of the old package itself, and stays as it is: what you changed in it has to be moved by hand", err=True
+            )
         num_changed = sum(change.before != change.after for change in changes)
         what = "changed" if is_written else "would change (--write changes them)"
         typer.echo(
             f"{num_changed} file{'s' * (num_changed != 1)} {what}, {sum(c.needs_person for c in changes)} with work for a person", err=True
         )
-    raise typer.Exit(EXIT_PERSON if any(change.needs_person for change in changes) else EXIT_CHANGES if changes else 0)
+    is_left = bool(copies) or any(change.needs_person for change in changes)
+    raise typer.Exit(EXIT_PERSON if is_left else EXIT_CHANGES if changes else 0)

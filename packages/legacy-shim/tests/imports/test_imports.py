@@ -3,6 +3,8 @@
 import ast
 import importlib
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,19 @@ def test_a_module_imported_whole_is_replaced_with_what_was_used_of_it() -> None:
     assert _change(plain, keeps_legacy=True) == "from temper_legacy_shim.workers.fsdp_workers import CriticWorker\n\nx = CriticWorker(1)\n"
 
 
+def test_a_module_imported_from_its_package_goes_by_what_was_used_of_it() -> None:
+    text = "from verl.trainer.ppo import core_algos\n\nx = core_algos.kl_penalty(a, b)\ny = core_algos.my_own(a)\n"
+    changed = change_imports(text.encode(), keeps_legacy=False)
+    assert changed.content.decode() == (
+        "from verl.trainer.ppo import core_algos\nfrom temper_trainer.algorithms.kl import estimate_kl\n\n"
+        "x = estimate_kl(a, b)\ny = core_algos.my_own(a)\n"
+    )
+    assert [(remark.line, remark.old) for remark in changed.remarks] == [
+        (1, "verl.trainer.ppo.core_algos.my_own"),
+        (3, "verl.trainer.ppo.core_algos.kl_penalty"),
+    ]
+
+
 def test_a_local_name_of_the_same_spelling_is_not_touched() -> None:
     text = (
         "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\ndef f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n"
@@ -72,6 +87,34 @@ def test_imports_inside_blocks_and_on_shared_lines_keep_their_place() -> None:
     changed = _change(text, keeps_legacy=True)
     assert ast.parse(changed)
     assert "    import os\n    from temper_legacy_shim.data_proto import DataProto  # late\n" in changed
+
+
+def test_an_import_on_the_line_of_its_if_is_changed_with_its_uses() -> None:
+    text = "import typing\nif typing.TYPE_CHECKING: from verl import DataProto\nx: DataProto\n"
+    expected = "import typing\nif typing.TYPE_CHECKING: from temper_engine_api.batch import PackedBatch\nx: PackedBatch\n"
+    assert _change(text) == expected
+
+
+def test_uses_on_the_line_of_the_import_are_changed_too() -> None:
+    text = "from verl import DataProto; x = DataProto()\n"
+    assert _change(text) == "from temper_engine_api.batch import PackedBatch\nx = PackedBatch()\n"
+
+
+def test_a_name_that_a_quoted_annotation_or_all_mentions_stays() -> None:
+    quoted = 'from verl import DataProto\n\n\ndef f(x: "list[DataProto]") -> DataProto: ...\n'
+    assert _change(quoted) == quoted.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+    listed = 'from verl import DataProto\n\n__all__ = ["DataProto"]\n'
+    assert _change(listed) == listed.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+
+
+def test_a_package_keeps_the_names_that_other_files_import_from_it() -> None:
+    changed = change_imports(b"from verl import DataProto\n", keeps_legacy=False, is_package=True)
+    assert changed.content == b"from temper_engine_api.batch import PackedBatch as DataProto\n"
+
+
+def test_comments_between_the_parentheses_of_an_import_stay() -> None:
+    text = "from verl import (  # all of it\n    # the batch\n    DataProto,  # data\n)\n"
+    assert _change(text) == "# all of it\n# the batch\n# data\nfrom temper_engine_api.batch import PackedBatch\n"
 
 
 def test_texts_and_stars_are_left_to_a_person() -> None:
@@ -115,3 +158,40 @@ def test_nothing_is_written_without_write_and_only_changed_files_with_it(tmp_pat
     assert old.read_text() == "from temper_legacy_shim.data_proto import DataProto\n"
     assert other.stat().st_mtime_ns == stamp
     assert CliRunner().invoke(app, ["imports", str(tmp_path)], catch_exceptions=False).exit_code == 0
+
+
+ODD = {
+    "plain.py": b"from verl import DataProto\nDataProto()\n",
+    "no_end.py": b"import os\n\n\nx = 1\nfrom verl import DataProto\nDataProto()",
+    "page.py": b"import os\n\x0c\n# one\n# two\n# three\n# four\nfrom verl import DataProto\n",
+    "windows.py": b"import os\r\nfrom verl import DataProto\r\n",
+    "with blank.py": b"from verl import DataProto\n",
+    "latin.py": b"# -*- coding: latin-1 -*-\n# \xe9t\xe9\nfrom verl import DataProto\n",
+}
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch, which a machine with build tools has")
+def test_the_diff_applies_to_odd_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in ODD.items():
+        (tmp_path / name).write_bytes(content)
+    done = CliRunner().invoke(app, ["imports", "."], catch_exceptions=False)
+    subprocess.run(["patch", "--binary", "-p1", "-s"], input=done.stdout_bytes, check=True)
+    for name, content in ODD.items():
+        assert (tmp_path / name).read_bytes() == change_imports(content, keeps_legacy=False).content, name
+        assert b"PackedBatch" in (tmp_path / name).read_bytes()
+
+
+def test_a_copy_of_the_old_package_is_named_and_left(tmp_path: Path) -> None:
+    copy = tmp_path / "fork/verl"
+    (copy / "trainer").mkdir(parents=True)
+    (copy / "__init__.py").write_text("from .protocol import DataProto\n")
+    (copy / "tools.py").write_text("from verl import DataProto\n")
+    (tmp_path / "fork/mine.py").write_text("from verl.workers.fsdp_workers import CriticWorker\n")
+    done = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy", "--json"], catch_exceptions=False)
+    report = json.loads(done.stdout)
+    assert [Path(each["path"]).name for each in report["files"]] == ["mine.py"]
+    assert report["copies"] == [str(copy)]
+    assert done.exit_code == 20
+    asked = CliRunner().invoke(app, ["imports", str(copy), "--keep-legacy", "--json"], catch_exceptions=False)
+    assert [Path(each["path"]).name for each in json.loads(asked.stdout)["files"]] == ["tools.py"]

@@ -1,6 +1,7 @@
 """Change the old imports of one file, and nothing else in it: libcst keeps every blank and comment."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,10 +9,11 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from temper_legacy_shim.imports.successors import Successor, advice_for, successor_of
+from temper_legacy_shim.imports.successors import Successor, advice_for, is_module, successor_of
 from temper_legacy_shim.old_paths import PACKAGE
 
 _OLD_NAME = re.compile(rf"{PACKAGE}(\.\w+)+")
+_ANNOTATION = re.compile(r"[\w.\[\], |'\"]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +41,13 @@ class NotPythonError(ValueError):
     """A file that libcst can't parse."""
 
 
-def change_imports(content: bytes, *, keeps_legacy: bool) -> Changed:
+def change_imports(content: bytes, *, keeps_legacy: bool, is_package: bool = False) -> Changed:
     """Change one file's content.
 
     Args:
         content: a Python file.
         keeps_legacy: use this package's deprecated classes where it has them.
+        is_package: whether it is an ``__init__.py``, whose names other files import: they stay.
 
     Raises:
         NotPythonError: it can't be parsed; says where.
@@ -54,30 +57,46 @@ def change_imports(content: bytes, *, keeps_legacy: bool) -> Changed:
     except (cst.ParserSyntaxError, UnicodeDecodeError, RecursionError) as error:
         raise NotPythonError(" ".join(str(error).split())[:200]) from error
     wrapper = MetadataWrapper(module)
-    changer = _Changer(keeps_legacy=keeps_legacy, taken=_names_in(module))
+    names = _names_in(module)
+    changer = _Changer(keeps_legacy=keeps_legacy, taken=names.all, staying=names.all if is_package else names.in_texts)
     changed = wrapper.visit(changer)
     remarks = sorted(dict.fromkeys(changer.remarks), key=lambda remark: (remark.line, remark.old))
     return Changed(content=changed.bytes, remarks=tuple(remarks))
 
 
-def _names_in(module: cst.Module) -> frozenset[str]:
-    """Every name that occurs in a file, so that a new one does not hide it."""
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names that occur in a file."""
+
+    all: frozenset[str]
+    """So that a new one does not hide one of them."""
+    in_texts: frozenset[str]
+    """Of annotations in quotes and of ``__all__``."""
+
+
+def _names_in(module: cst.Module) -> _Names:
     found: set[str] = set()
+    quoted: set[str] = set()
 
     class Collector(cst.CSTVisitor):
         def visit_Name(self, node: cst.Name) -> None:
             found.add(node.value)
 
+        def visit_SimpleString(self, node: cst.SimpleString) -> None:
+            value = node.evaluated_value
+            if isinstance(value, str) and _ANNOTATION.fullmatch(value):
+                quoted.update(re.findall(r"\w+", value))
+
     module.visit(Collector())
-    return frozenset(found)
+    return _Names(frozenset(found), frozenset(quoted))
 
 
 class _Changer(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
-    def __init__(self, *, keeps_legacy: bool, taken: frozenset[str]) -> None:
+    def __init__(self, *, keeps_legacy: bool, taken: frozenset[str], staying: frozenset[str]) -> None:
         super().__init__()
-        self.keeps_legacy, self.taken = keeps_legacy, taken
+        self.keeps_legacy, self.taken, self.staying = keeps_legacy, taken, staying
         self.remarks: list[Remark] = []
         self._renamed: dict[str, str] = {}
         """Old full names whose uses get this name."""
@@ -106,8 +125,10 @@ class _Changer(cst.CSTTransformer):
         return successor_of(old, keeps_legacy=self.keeps_legacy)
 
     def _new_name(self, old: str, successor: Successor) -> str:
-        """The name to use from now on: the successor's own, or the old one where that is taken."""
+        """The name to use from now on: the successor's own, or the old one where that is taken, or where a text names the old one."""
         name, before = successor.target.partition(":")[2], old.rpartition(".")[2]
+        if before in self.staying:
+            return before
         others = {each for key, each in self._renamed.items() if self._successor(key) != successor}
         return name if name == before or (name not in self.taken and name not in others) else before
 
@@ -160,12 +181,14 @@ class _Changer(cst.CSTTransformer):
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         out: list[cst.BaseSmallStatement] = []
         is_changed = False
-        for small in original_node.body:
+        for small, updated in zip(original_node.body, updated_node.body, strict=True):
             new = self._changed_import(small)
             is_changed = is_changed or new is not None
-            out.extend([small] if new is None else new)
+            out.extend([updated] if new is None else new)
         if not is_changed:
             return updated_node
+        lost = _comments_of(original_node.body) - _comments_of(out)
+        above = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in lost.elements()]
         lines: list[cst.BaseStatement] = []
         for number, small in enumerate(out):
             body = [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]
@@ -173,11 +196,20 @@ class _Changer(cst.CSTTransformer):
             lines.append(
                 cst.SimpleStatementLine(
                     body=body,
-                    leading_lines=updated_node.leading_lines if number == 0 else (),
+                    leading_lines=[*updated_node.leading_lines, *above] if number == 0 else (),
                     trailing_whitespace=updated_node.trailing_whitespace if is_last else cst.TrailingWhitespace(),
                 )
             )
         return cst.FlattenSentinel(lines)
+
+    def leave_SimpleStatementSuite(self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite) -> cst.BaseSuite:
+        """Statements on the line of their ``if`` or ``try`` stay there."""
+        changed = [(small, self._changed_import(small)) for small in original_node.body]
+        if all(new is None for _, new in changed):
+            return updated_node
+        pairs = zip(changed, updated_node.body, strict=True)
+        out = [each for (_, new), updated in pairs for each in ([updated] if new is None else new)]
+        return updated_node.with_changes(body=[small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in out])
 
     def _changed_import(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement] | None:
         if isinstance(small, cst.ImportFrom):
@@ -204,6 +236,9 @@ class _Changer(cst.CSTTransformer):
         moved: dict[str, list[tuple[str, str | None]]] = {}
         for alias in node.names:
             old = f"{module}.{alias.evaluated_name}"
+            if old in self._whole:
+                kept += [alias] if self._stays(node, old, moved) else []
+                continue
             self._remark(node, old)
             successor = self._successor(old)
             if successor is None:
@@ -219,6 +254,20 @@ class _Changer(cst.CSTTransformer):
             statements.append(node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]))
         return [*statements, *(_from_import(target, names) for target, names in moved.items())]
 
+    def _stays(self, node: cst.CSTNode, module: str, moved: dict[str, list[tuple[str, str | None]]]) -> bool:
+        """Whether an old module is still needed; successors of what is used of it are added to `moved`."""
+        uses = self._whole.get(module, {})
+        stays = [old for old in uses if old not in self._renamed]
+        for old in uses:
+            successor = self._successor(old)
+            if successor is not None:
+                target, _, name = successor.target.partition(":")
+                bound = self._renamed[old]
+                moved.setdefault(target, []).append((name, None if bound == name else bound))
+        for old in (stays or [module]) if stays or not uses else []:
+            self._remark(node, old)
+        return bool(stays) or not uses
+
     def _changed_whole(self, node: cst.Import) -> list[cst.BaseSmallStatement] | None:
         kept: list[cst.ImportAlias] = []
         moved: dict[str, list[tuple[str, str | None]]] = {}
@@ -227,18 +276,7 @@ class _Changer(cst.CSTTransformer):
             if module.partition(".")[0] != PACKAGE:
                 kept.append(alias)
                 continue
-            uses = self._whole.get(module, {})
-            stays = [old for old in uses if old not in self._renamed]
-            for old in uses:
-                successor = self._successor(old)
-                if successor is not None:
-                    target, _, name = successor.target.partition(":")
-                    bound = self._renamed[old]
-                    moved.setdefault(target, []).append((name, None if bound == name else bound))
-            if stays or not uses:
-                kept.append(alias)
-                for old in stays or [module]:
-                    self._remark(node, old)
+            kept += [alias] if self._stays(node, module, moved) else []
         if not moved:
             return None
         statements: list[cst.BaseSmallStatement] = []
@@ -258,7 +296,9 @@ class _Imports(cst.CSTVisitor):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = _module_of(node)
         if module is not None and module.partition(".")[0] == PACKAGE and not isinstance(node.names, cst.ImportStar):
-            self.names += [f"{module}.{alias.evaluated_name}" for alias in node.names]
+            for alias in node.names:
+                name = f"{module}.{alias.evaluated_name}"
+                (self.modules if is_module(name) else self.names).append(name)
 
     def visit_Import(self, node: cst.Import) -> None:
         self.modules += [alias.evaluated_name for alias in node.names if alias.evaluated_name.partition(".")[0] == PACKAGE]
@@ -292,6 +332,19 @@ class _Uses(cst.CSTVisitor):
                 if f"{found}.{attribute}" not in modules and not any(each.startswith(f"{found}.{attribute}.") for each in modules):
                     out[found][f"{found}.{attribute}"] = None
         return out
+
+
+def _comments_of(statements: Sequence[cst.BaseSmallStatement]) -> Counter[str]:
+    """Comments inside statements: between the parentheses of an import."""
+    found: Counter[str] = Counter()
+
+    class Collector(cst.CSTVisitor):
+        def visit_Comment(self, node: cst.Comment) -> None:
+            found[node.value] += 1
+
+    for statement in statements:
+        statement.visit(Collector())
+    return found
 
 
 def _module_of(node: cst.ImportFrom) -> str | None:

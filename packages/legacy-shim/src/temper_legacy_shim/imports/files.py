@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,22 @@ class FileChange:
         """What changes, as ``patch`` reads it; empty where nothing does."""
         if self.before == self.after:
             return ""
-        before, after = (content.decode("utf-8", errors="replace").splitlines(keepends=True) for content in (self.before, self.after))
-        return "".join(difflib.unified_diff(before, after, fromfile=f"a/{self.path}", tofile=f"b/{self.path}"))
+        before, after = (_lines(content) for content in (self.before, self.after))
+        name = self.path.as_posix().lstrip("/")
+        name += "\t" * (" " in name)  # as git writes it, since patch ends a name at a blank otherwise
+        changed = difflib.unified_diff(before, after, fromfile=f"a/{name}", tofile=f"b/{name}")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in changed)
+
+
+def _lines(content: bytes) -> list[str]:
+    """Lines as patch counts them: a form feed ends none. Bytes that are no UTF-8 come through."""
+    return re.findall(r"[^\n]*\n|[^\n]+", content.decode("utf-8", errors="surrogateescape"))
 
 
 def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChange]:
     """Every Python file below the paths that mentions the old package; nothing is written.
+
+    A copy of the old package itself below a path is left alone: see ``copies_below``.
 
     Raises:
         UsageError: a path is not there.
@@ -62,7 +73,7 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
     out = []
     for path, content in mentioning:
         try:
-            changed = change_imports(content, keeps_legacy=keeps_legacy)
+            changed = change_imports(content, keeps_legacy=keeps_legacy, is_package=path.name == "__init__.py")
         except NotPythonError as error:
             remark = FileRemark(line=1, old="", new="", what_to_do=f"this is no Python that can be parsed ({error}): change it by hand")
             out.append(FileChange(path=path, before=content, after=content, remarks=(remark,)))
@@ -70,6 +81,22 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
         remarks = tuple(FileRemark(line=r.line, old=r.old, new=r.new, what_to_do=r.what_to_do) for r in changed.remarks)
         if remarks:
             out.append(FileChange(path=path, before=content, after=changed.content, remarks=remarks))
+    return out
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is the old package itself, as forks carry it along."""
+    return folder.name == PACKAGE and (folder / "__init__.py").is_file() and (folder / "trainer").is_dir()
+
+
+def copies_below(paths: Sequence[Path]) -> list[Path]:
+    """Copies of the old package below the paths, in order."""
+    out = []
+    for path in paths:
+        for folder, names, _ in os.walk(path):
+            found = [name for name in sorted(names) if is_copy(Path(folder) / name)]
+            out += [Path(folder) / name for name in found]
+            names[:] = sorted(name for name in names if name not in _SKIPPED and name not in found)
     return out
 
 
@@ -98,7 +125,7 @@ def _python_files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         raise UsageError(f"{path} is not there: give Python files, or folders with some.")
     for folder, names, files in os.walk(path):
-        names[:] = sorted(name for name in names if name not in _SKIPPED)
+        names[:] = sorted(name for name in names if name not in _SKIPPED and not is_copy(Path(folder) / name))
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 

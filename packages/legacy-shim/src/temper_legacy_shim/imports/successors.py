@@ -112,6 +112,11 @@ def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
     return _OURS.get(name)
 
 
+def is_module(name: str) -> bool:
+    """Whether an old full name is that of a module with successors of its own."""
+    return name in MODULES or any(each.startswith(f"{name}.") for each in _OURS)
+
+
 def advice_for(name: str) -> str:
     """What to do about a name without a successor."""
     found = next((advice for start, advice in WITHOUT if name == start or name.startswith((f"{start}.", f"{start}_"))), "")
