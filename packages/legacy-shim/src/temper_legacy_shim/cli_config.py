@@ -64,7 +64,7 @@ def config(
 def _translate_all(
     given: list[str], *, from_version: str | None, entry: str, name: str | None, cluster: object, numerics: str
 ) -> list[tuple[str, "Translation"]]:
-    from temper_legacy_shim.configs.files import entry_of, find_files, read_if_old, read_old_file
+    from temper_legacy_shim.configs.files import old_files, translate_file
     from temper_legacy_shim.configs.translate import translate
 
     files = [text for text in given if _is_path(text)]
@@ -76,24 +76,8 @@ def _translate_all(
         return [("command line", translate(overrides, entry=entry, config_name=name, **options))]  # type: ignore[arg-type]
     results = []
     for file in files:
-        found = find_files(Path(file))
-        for path in found:
-            old = read_old_file(path) if path == Path(file) else read_if_old(path)
-            if old is None:
-                continue
-            groups = [f"{group}={choice}" for group, choice in old.groups.items()]
-            results.append(
-                (
-                    str(path),
-                    translate(
-                        [*groups, *old.overrides, *overrides],
-                        entry=entry or entry_of(old.entry),
-                        config_name=name or old.entry or None,
-                        base=old.values,
-                        **options,  # type: ignore[arg-type]
-                    ),
-                )
-            )
+        found = old_files(Path(file))
+        results += [(str(old.path), translate_file(old, overrides, entry=entry, config_name=name, **options)) for old in found]  # type: ignore[arg-type]
     if not results:
         raise UsageError(f"{', '.join(files)}: no file there looks like an old configuration.")
     return results

@@ -73,6 +73,26 @@ def test_a_step_may_be_left_out(project: Path, tmp_path: Path) -> None:
     assert done.exit_code == 20
 
 
+def test_a_forks_copy_of_the_old_package_is_one_step_and_its_files_are_none(project: Path) -> None:
+    copy = project / "verl"
+    (copy / "trainer/config").mkdir(parents=True)
+    (copy / "__init__.py").write_text("")
+    (copy / "trainer/main_ppo.py").write_text("from verl import DataProto\n")
+    (copy / "trainer/config/ppo_trainer.yaml").write_text(CONFIG)
+    steps = {str(step.path): step for step in examine(project)}
+    assert list(steps) == ["conf.yaml", "scripts/run.sh", "reward.py", "verl"]
+    assert steps["verl"].effort is Effort.REWRITE
+    assert "has to be written anew" in steps["verl"].blockers[0]
+
+
+def test_a_file_that_another_one_builds_on_is_a_part_of_it(project: Path, tmp_path: Path) -> None:
+    (project / "base.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
+    (project / "conf.yaml").write_text(CONFIG.replace("[ppo_trainer, _self_]", "[ppo_trainer, _self_, base]"))
+    assert [str(step.path) for step in examine(project) if step.kind is Kind.CONFIG] == ["conf.yaml"]
+    CliRunner().invoke(app, ["doctor", str(project), "--apply", str(tmp_path / "new"), "--yes"], catch_exceptions=False)
+    assert "group_size: 16" in (tmp_path / "new/conf.yaml").read_text()
+
+
 def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0

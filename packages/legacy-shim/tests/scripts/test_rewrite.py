@@ -244,6 +244,26 @@ def test_the_users_own_configuration_is_found_around_the_script(tmp_path: Path) 
     assert "of your own" in missing.script.persons[0]
 
 
+def test_a_folder_that_the_default_made_of_the_experiments_name_is_whole() -> None:
+    run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=1 trainer.experiment_name=run_$SEED"
+    for text in (f"{run}\n", f"for SEED in 1 2; do\n  {run}\ndone\n"):
+        script = migrate_script(text).script
+        assert script is not None
+        assert "run.dir=checkpoints/verl_examples/run_$SEED " in script.text.replace('"', "")
+        assert script.persons == []
+
+
+def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/ppo_trainer.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
+    for path, num_completions in (("$PWD/conf", 16), ("config", 1), ("$HOME/verl/trainer/config", 1)):
+        options = f"--config-path={path} --config-name=ppo_trainer algorithm.adv_estimator=grpo trainer.nnodes=1"
+        script = migrate_script(f"python3 -m verl.trainer.main_ppo {options}\n", folder=tmp_path).script
+        assert script is not None
+        assert f"algorithm.group_size={num_completions}" in script.text, path
+        assert "of your own" not in " ".join(script.persons)
+
+
 def test_torchruns_numbers_are_the_cluster() -> None:
     text = "torchrun --nnodes=2 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=a model.partial_pretrain=b\n"
     migration = migrate_script(text)

@@ -9,6 +9,8 @@ from temper_legacy_shim.configs.interpolation import UNRESOLVED, Unresolved, res
 from temper_legacy_shim.configs.overrides import Override
 from temper_legacy_shim.configs.values import Plain, flatten
 
+_ONE_KEY = re.compile(r"\$\{(?:oc\.select:)?[\w.]+(?:,[^{}]*)?\}")
+
 
 @dataclass(slots=True, kw_only=True)
 class OldConfig:
@@ -75,6 +77,11 @@ class OldConfig:
     def is_set(self, *keys: str) -> bool:
         """Whether the user gave any of them a value."""
         return any(self.sources(key) for key in keys)
+
+    def is_whole(self, key: str) -> bool:
+        """Whether the value is one that was set, and not a text around another key's (``checkpoints/${trainer.project_name}``)."""
+        value = self.tree.get(key)
+        return key in self.origin or not isinstance(value, str) or "${" not in value or _ONE_KEY.fullmatch(value) is not None
 
     def sources(self, *keys: str) -> tuple[int, ...]:
         """Tokens that gave these keys their values, through one interpolation at most."""

@@ -63,7 +63,7 @@ class Draft:
             rule=rule,
             old_keys=tuple(old),
             sources=tuple(index for index in sources if index >= 0),
-            is_verbatim=verbatim and len(sources) == 1,
+            is_verbatim=verbatim and len(sources) == 1 and all(self.old.is_whole(key) for key in old),
             comment=comment,
             is_group=group,
             is_number=number,

@@ -1,15 +1,21 @@
 """Old YAML files: a user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in a folder."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from temper_legacy_shim.configs.defaults_lists import compose_file
+from temper_legacy_shim.configs.draft import Numerics
+from temper_legacy_shim.configs.translate import translate
+from temper_legacy_shim.configs.translation import Cluster, Finding, Translation
 from temper_legacy_shim.configs.values import Plain, flatten
 from temper_legacy_shim.errors import DamagedFileError, UsageError
 
 _OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.]*=|~[A-Za-z_]")
 _SUFFIXES = (".yaml", ".yml")
+DEFAULTS_LIST = "defaults-list"
+"""Of findings about a file, and no key of it: it stands beside the table of rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,10 @@ class OldFile:
     """Engine groups that its defaults list chooses."""
     overrides: tuple[str, ...] = ()
     """Of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
+    parts: tuple[Path, ...] = ()
+    """Files of the user's own that it builds on."""
+    missing: tuple[str, ...] = ()
+    """What it builds on and was not found, or has no effect; a sentence each."""
 
 
 _BASES = {
@@ -63,40 +73,21 @@ def find_files(path: Path) -> list[Path]:
     return [path]
 
 
-def read_old_file(path: Path, *, seen: tuple[Path, ...] = ()) -> OldFile:
-    """Read one file, and the files beside it that its defaults list names.
-
-    Args:
-        path: the file.
-        seen: files that led here; a circle is an error.
+def read_old_file(path: Path) -> OldFile:
+    """Read one file, and the files of the user's own that its defaults list names.
 
     Raises:
         DamagedFileError: it is not YAML, or no mapping, or builds on itself.
     """
-    if path.resolve() in seen:
-        raise DamagedFileError(f"{path} builds on itself through its defaults list: take one of the entries out.")
     loaded = _load(path)
     if isinstance(loaded, list):
         return OldFile(path=path, values={}, overrides=tuple(loaded))
-    tree = loaded
-    defaults = tree.pop("defaults", None)
-    tree.pop("hydra", None)
-    values: dict[str, Plain] = {}
-    entry, groups = "", {}
-    for item in defaults if isinstance(defaults, list) else []:
-        name, choice = _default(item)
-        if name in ("model_engine", "engine", "optim"):
-            groups[name] = choice
-        elif not name and choice.rpartition("/")[2] in _BASES:
-            entry = choice.rpartition("/")[2]
-        elif not name and choice != "_self_" and (path.parent / f"{choice}.yaml").is_file():
-            below = read_old_file(path.parent / f"{choice}.yaml", seen=(*seen, path.resolve()))
-            values = _merged(values, below.values)
-            entry, groups = below.entry or entry, {**below.groups, **groups}
+    found = compose_file(path, load=_load_mapping, bases=_BASES)
     own = path.stem if path.stem in _BASES else ""
+    entry = found.base or own
     if own and not _BASES[own].startswith("verl.trainer."):
         entry = own  # a recipe's own file, whatever it builds on
-    return OldFile(path=path, values=_merged(values, tree), entry=entry or own, groups=groups)
+    return OldFile(path=path, values=found.values, entry=entry, groups=found.groups, parts=tuple(found.parts), missing=tuple(found.missing))
 
 
 def read_if_old(path: Path) -> OldFile | None:
@@ -112,6 +103,54 @@ def read_if_old(path: Path) -> OldFile | None:
             raise
         return None
     return old if old.overrides or is_old(old.values) else None
+
+
+def translate_file(
+    old: OldFile,
+    overrides: Sequence[str] = (),
+    *,
+    entry: str = "",
+    config_name: str | None = None,
+    version: str | None = None,
+    cluster: Cluster | None = None,
+    numerics: Numerics = "temper",
+) -> Translation:
+    """Translate a file with overrides on top; arguments as of ``translate``, where what is empty is taken from the file."""
+    given = {token.partition("=")[0] for token in overrides}
+    groups = [f"{group}={choice}" for group, choice in old.groups.items() if group not in given]
+    translation = translate(
+        [*groups, *old.overrides, *overrides],
+        entry=entry or entry_of(old.entry),
+        config_name=config_name or old.entry or None,
+        version=version,
+        cluster=cluster,
+        numerics=numerics,
+        base=old.values,
+    )
+    return with_missing(translation, old)
+
+
+def with_missing(translation: Translation, old: OldFile) -> Translation:
+    """The translation with what its file builds on and nobody found, which a person has to decide about."""
+    said = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
+    return replace(translation, findings=(*said, *translation.findings)) if said else translation
+
+
+def old_files(path: Path) -> list[OldFile]:
+    """The file itself, or the old configurations below a folder; what another one builds on is a part of that one.
+
+    Raises:
+        UsageError: there is no YAML file.
+        DamagedFileError: one speaks of an old configuration, and can't be read.
+    """
+    found = find_files(path)
+    return [read_old_file(path)] if found == [path] else whole_files([old for each in found if (old := read_if_old(each)) is not None])
+
+
+def whole_files(found: Sequence[OldFile]) -> list[OldFile]:
+    """Without those that another one builds on."""
+    parts = {part.resolve() for old in found for part in old.parts}
+    return [old for old in found if old.path.resolve() not in parts]
 
 
 def entry_of(base: str) -> str:
@@ -138,6 +177,13 @@ def _load(path: Path) -> dict[str, Plain] | list[str]:
     return {str(key): _plain(value) for key, value in tree.items()}
 
 
+def _load_mapping(path: Path) -> dict[str, Plain]:
+    loaded = _load(path)
+    if isinstance(loaded, list):
+        raise DamagedFileError(f"{path} is a list, but a file of a defaults list is a mapping of keys.")
+    return loaded
+
+
 def _plain(value: object) -> Plain:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -154,22 +200,6 @@ def _number(text: str) -> Plain:
 
     value = scalar(text) if text and (text[0].isdigit() or text[0] in "+-.") else text
     return value if isinstance(value, float) else text
-
-
-def _default(item: object) -> tuple[str, str]:
-    """(group, choice) of one entry of a defaults list; a file has no group."""
-    if isinstance(item, Mapping) and len(item) == 1:
-        ((name, choice),) = item.items()
-        return str(name).removeprefix("override").strip().lstrip("/").partition("@")[0], str(choice)
-    return "", str(item).lstrip("/").partition("@")[0]
-
-
-def _merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def is_old(values: Mapping[str, Plain]) -> bool:

@@ -77,7 +77,7 @@ def build_habits(draft: Draft) -> None:
     folder = draft.text("trainer.default_local_dir")
     if folder:
         old = ["trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"]
-        is_own = draft.old.is_set("trainer.default_local_dir")
+        is_own = "trainer.default_local_dir" in draft.old.origin
         draft.put("run.dir", folder, rule="run-dir", old=old[:1] if is_own else old, verbatim=is_own)
     _trackers(draft)
 

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError
+from temper_legacy_shim.imports.files import is_copy
+
+if TYPE_CHECKING:
+    from temper_legacy_shim.configs.files import OldFile
 
 SKIPPED = frozenset({".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", ".tox", ".nox"})
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -71,10 +76,13 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         from temper_legacy_shim.configs.trees import known_version
 
         known_version(version)
-    configs: list[Step] = []
+    configs: list[Path] = []
     scripts: list[Step] = []
     checkpoints: list[Step] = []
+    copies: list[Path] = []
     for directory, names, files in _walk(folder):
+        copies += [directory / name for name in names if is_copy(directory / name)]
+        names[:] = [name for name in names if directory / name not in copies]
         checkpoint = _checkpoint(folder, directory, names, files)
         if checkpoint is not None:
             checkpoints.append(checkpoint)
@@ -83,10 +91,26 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         for name in files:
             path = directory / name
             if path.suffix in (".yaml", ".yml"):
-                configs += _config(folder, path, version=version)
+                configs.append(path)
             elif path.suffix in SCRIPT_SUFFIXES:
                 scripts += _script(folder, path, version=version)
-    return [*configs, *scripts, *checkpoints, *_imports(folder)]
+    return [
+        *_configs(folder, configs, version=version),
+        *scripts,
+        *checkpoints,
+        *_imports(folder),
+        *(_copy(folder, path) for path in copies),
+    ]
+
+
+def _copy(folder: Path, path: Path) -> Step:
+    """The old package itself, as forks carry it along."""
+    shown = path.relative_to(folder)
+    left = "what you changed in it has to be written anew (a reward, a tool, an advantage, a loss of your own); the rest stays behind"
+    what = "a copy of the old package itself"
+    return Step(
+        kind=Kind.IMPORTS, path=shown, what=what, effort=Effort.REWRITE, blockers=(left,), command=f"temper-migrate imports {shown}"
+    )
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -105,23 +129,38 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
     return (Effort.NONE if translation.outcome is Outcome.CLEAN else Effort.REVIEW), ()
 
 
-def _config(folder: Path, path: Path, *, version: str | None) -> list[Step]:
-    from temper_legacy_shim.configs import translate
-    from temper_legacy_shim.configs.files import entry_of, read_if_old
+def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[Step]:
+    """Old configurations among YAML files; what another one builds on is a part of that one."""
+    from temper_legacy_shim.configs.files import read_if_old, whole_files
 
-    shown = path.relative_to(folder)
-    command = f"temper-migrate config {shown}{_option(version)}"
+    found, damaged = [], []
+    for path in paths:
+        try:
+            old = read_if_old(path)
+        except ShimError as error:
+            damaged.append(_damaged(Kind.CONFIG, path.relative_to(folder), error, version=version))
+            continue
+        found += [] if old is None or old.overrides else [old]
+    return [*damaged, *(_config(folder, old, version=version) for old in whole_files(found))]
+
+
+def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
+    from temper_legacy_shim.configs.files import translate_file
+
+    shown = old.path.relative_to(folder)
     try:
-        old = read_if_old(path)
-        if old is None or old.overrides:
-            return []
-        groups = [f"{group}={choice}" for group, choice in old.groups.items()]
-        translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, version=version, base=old.values)
+        translation = translate_file(old, version=version)
     except ShimError as error:
-        return [Step(kind=Kind.CONFIG, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)]
+        return _damaged(Kind.CONFIG, shown, error, version=version)
     effort, blockers = effort_of(translation)
     what = f"{translation.source.program} of {translation.source.version}"
-    return [Step(kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
+    command = f"temper-migrate config {shown}{_option(version)}"
+    return Step(kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command)
+
+
+def _damaged(kind: Kind, shown: Path, error: ShimError, *, version: str | None) -> Step:
+    command = f"temper-migrate {kind} {shown}{_option(version)}"
+    return Step(kind=kind, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)
 
 
 def _option(version: str | None) -> str:
@@ -141,7 +180,7 @@ def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     except ShimError as error:
         if not re.search(r"\b(verl|recipe)[./]", text):
             return []
-        return [Step(kind=Kind.SCRIPT, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)]
+        return [_damaged(Kind.SCRIPT, shown, error, version=version)]
     if not migration.launches:
         return []
     efforts = [effort_of(each.translation)[0] for each in migration.launches]

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.files import entry_of, read_old_file
+from temper_legacy_shim.configs.files import read_old_file, translate_file
 from temper_legacy_shim.configs.written import yaml_of
 from temper_legacy_shim.doctor.examination import Effort, Kind, Step
 from temper_legacy_shim.errors import ShimError
@@ -48,9 +47,7 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
 
 
 def _config(path: Path, target: Path, *, version: str | None) -> str:
-    old = read_old_file(path)
-    groups = [f"{group}={choice}" for group, choice in old.groups.items()]
-    translation = translate(groups, entry=entry_of(old.entry), config_name=old.entry or None, version=version, base=old.values)
+    translation = translate_file(read_old_file(path), version=version)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(yaml_of(translation), encoding="utf-8")
     return f"wrote {target}"
@@ -91,5 +88,5 @@ def _imports(path: Path, target: Path) -> str:
     if not diff:
         return "no old name has a successor: nothing was written"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(diff, encoding="utf-8")
+    target.write_bytes(diff.encode("utf-8", errors="surrogateescape"))
     return f"wrote {target}; `temper-migrate imports {path} --write` applies it"

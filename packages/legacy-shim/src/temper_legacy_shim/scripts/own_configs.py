@@ -1,9 +1,13 @@
 """The user's own YAML that a launch names with ``--config-path`` and ``--config-name``, looked for around the script."""
 
+import re
 from pathlib import Path
 
 from temper_legacy_shim.configs.files import OldFile, entry_of, read_old_file
 from temper_legacy_shim.scripts.launches import Launch
+
+_PACKAGED = re.compile(r"^(?:\./)?config/?$|(?:verl/trainer|recipe/\w+(?:/src)?|verl/experimental/\w+)/config/?$")
+"""Folders of the old package: its programs' own, relative to their module, or the same from somewhere else."""
 
 
 def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
@@ -31,6 +35,7 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
 
 
 def uses_own_config(launch: Launch) -> bool:
-    """Whether the file is the user's own."""
+    """Whether the file is the user's own: one of another name than the old package's, or of the same name in another folder."""
     name = (launch.config_name or "").removesuffix(".yaml").rpartition("/")[2]
-    return bool(name) and "$" not in name and not entry_of(name)
+    is_packaged = bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None
+    return bool(name) and "$" not in name and not is_packaged

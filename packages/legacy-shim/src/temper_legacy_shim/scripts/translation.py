@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
+from temper_legacy_shim.configs.files import with_missing
+from temper_legacy_shim.configs.values import hydra_text
 from temper_legacy_shim.scripts.launches import Launch, Override
 from temper_legacy_shim.scripts.own_configs import find_own_config, uses_own_config
 from temper_legacy_shim.scripts.values import Piece, Text, literal
 
+_NAMED_PART = re.compile(r"\$\{\w+\}")
 _PLAIN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _PLAIN_PATH = re.compile(r"(?:[\w./:@+-]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})+")
 _TORCHRUN_NUMBERS = ("nnodes", "nproc_per_node")
@@ -106,6 +109,7 @@ def translate_launch(
         cluster=_cluster(launch) or options.cluster,
         numerics="legacy" if options.numerics == "legacy" else "temper",
     )
+    translation = translation if own is None else with_missing(translation, own)
     arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
     return TranslatedLaunch(
         launch=launch, translation=translation, arguments=arguments, unknowns=unknowns, own_config=None if own is None else own.path
@@ -165,8 +169,22 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
         if inner:
             text = literal(f'{setting.key}=["') + origins[0].value() + literal('"]')
             return NewArgument(key=setting.key, text=text, source=f'"{setting.key}=[\\"{inner}\\"]"', at=at, comment=setting.comment)
-    text = _with_sources(setting.override, unknowns)
+    around = _around(setting, origins, unknowns) if setting.key not in literal_keys else None
+    text = _with_sources(setting.override, unknowns) if around is None else around
     return NewArgument(key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment)
+
+
+def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str]) -> Text | None:
+    """A text that was made around the values of tokens (``checkpoints/PROJECT/EXPERIMENT``), with the script's own words in it."""
+    if not isinstance(setting.value, str) or _NAMED_PART.sub("", setting.value) != hydra_text(_NAMED_PART.sub("", setting.value)):
+        return None
+    text, rest = literal(f"{setting.key}="), setting.value
+    for old in origins:
+        before, shown, rest = rest.partition(_shown(old.value(), unknowns) or "$")
+        if not shown:
+            return None
+        text = text + literal(before) + old.value()
+    return text + literal(rest)
 
 
 def _in_list(old: Override) -> str:
