@@ -253,6 +253,25 @@ def test_a_folder_that_the_default_made_of_the_experiments_name_is_whole() -> No
         assert script.persons == []
 
 
+@pytest.mark.parametrize(
+    ("head", "name", "keys"),
+    [
+        ("NNODES=${SLURM_NNODES:-2}; ADV=grpo", "SLURM_NNODES", "actor.num_workers, rollout.num_replicas"),
+        ("NNODES=${1:-2}; ADV=grpo", "argument 1", "actor.num_workers"),
+        ("NNODES=2; K=${K:-group}; case $K in\n  group) ADV=grpo ;;\n  value) ADV=gae ;;\nesac", "K", "algorithm.advantage"),
+        ('NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi', "CRITIC", "algorithm.advantage"),
+    ],
+)
+def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_said(head: str, name: str, keys: str) -> None:
+    run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ADV trainer.nnodes=$NNODES data.train_batch_size=64"
+    migration = migrate_script(f"{head}\n{run} actor_rollout_ref.model.path=${{MODEL:-m}}\n")
+    (sentence,) = [remark for remark in remarks(migration) if "has a default in the script" in remark]
+    assert sentence.startswith(
+        f"{name} has a default in the script, from which {keys}"
+    )  # and nothing of MODEL, which the new script reads as the old one did
+    assert "translate again with --set" in sentence
+
+
 def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/ppo_trainer.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.environment import held_fixed
 from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.left_behind import left_behind
 from temper_legacy_shim.scripts.parser import parse
@@ -54,6 +55,7 @@ def migrate_script(
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
     script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
+    script.notes += held_fixed(reading, launches, settings or {})
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
 

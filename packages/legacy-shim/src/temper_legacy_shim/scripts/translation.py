@@ -176,7 +176,11 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
 
 def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str]) -> Text | None:
     """A text that was made around the values of tokens (``checkpoints/PROJECT/EXPERIMENT``), with the script's own words in it."""
-    if not isinstance(setting.value, str) or _NAMED_PART.sub("", setting.value) != hydra_text(_NAMED_PART.sub("", setting.value)):
+    if (
+        setting.rule != "run-dir"
+        or not isinstance(setting.value, str)
+        or _NAMED_PART.sub("", setting.value) != hydra_text(_NAMED_PART.sub("", setting.value))
+    ):
         return None
     text, rest = literal(f"{setting.key}="), setting.value
     for old in origins:
