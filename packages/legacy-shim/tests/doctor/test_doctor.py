@@ -93,6 +93,13 @@ def test_a_file_that_another_one_builds_on_is_a_part_of_it(project: Path, tmp_pa
     assert "group_size: 16" in (tmp_path / "new/conf.yaml").read_text()
 
 
+def test_a_script_that_writes_one_which_launches_is_a_step(project: Path) -> None:
+    (project / "submit.sh").write_text(f"cat > job.sh <<'END'\n{RUN}END\nsbatch job.sh\n")
+    step = next(step for step in examine(project) if str(step.path) == "submit.sh")
+    assert (step.kind, step.effort) == (Kind.SCRIPT, Effort.DECIDE)
+    assert "line 2: verl.trainer.main_ppo is named there" in step.blockers[0]
+
+
 def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0

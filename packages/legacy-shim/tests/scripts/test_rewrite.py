@@ -9,7 +9,7 @@ import pytest
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.reading import read_script
-from temper_legacy_shim.scripts.reports import remarks
+from temper_legacy_shim.scripts.reports import persons, remarks
 
 GRPO = """\
 #!/usr/bin/env bash
@@ -272,6 +272,15 @@ def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixe
     assert "translate again with --set" in sentence
 
 
+def test_a_branch_that_only_chooses_between_texts_of_overrides_stops_where_it_was_not_taken() -> None:
+    head = 'A="trainer.total_epochs=1"\nB="trainer.total_epochs=2"\nif [ "${K:-a}" = a ]; then\n  X="$A"\nelse\n  X=$B\nfi\n'
+    script = migrate_script(f"{head}python3 -m verl.trainer.main_ppo $X {' '.join(REST)}\n").script
+    assert script is not None
+    lines = script.text.splitlines()
+    assert [line[:2] for line in lines if "trainer.total_epochs=" in line and "run." not in line] == ["# ", "# "]
+    assert "choose it with --set" in lines[lines.index("else") + 1]
+
+
 def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/ppo_trainer.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
@@ -313,14 +322,16 @@ def test_a_fork_with_a_configuration_of_another_kind_is_asked_about() -> None:
     assert "EasyR1" in migration.launches[0].persons[0].message
 
 
-def test_an_old_trainer_that_is_only_named_is_mentioned() -> None:
+def test_an_old_trainer_that_is_only_named_needs_a_person() -> None:
     inside = (
         "cat > run.sh <<'END'\n# python3 -m verl.trainer.main_ppo\npython3 -m verl.trainer.main_ppo trainer.nnodes=1\nEND\nbash run.sh\n"
     )
     migration = migrate_script(inside)
     assert migration.script is None
-    (remark,) = remarks(migration)
-    assert remark == "line 3: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: look at what does"
+    assert migration.outcome is Outcome.PERSON
+    (sentence,) = persons(migration)
+    assert sentence.startswith("line 3: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: translate")
+    assert migrate_script("echo use python3 -m verl.trainer.main_ppo\n").outcome is Outcome.CLEAN
 
 
 @pytest.mark.parametrize("files", ["['$one', '$HOME/two.parquet']", "[$one,$HOME/two.parquet]"])

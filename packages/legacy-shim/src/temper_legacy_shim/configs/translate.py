@@ -27,6 +27,8 @@ _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "generation": build_generation,
     "evaluation": build_evaluation,
 }
+_USUAL: Mapping[str, tuple[Plain, ...]] = {"trainer.device": ("cuda", "auto")}
+"""Values that ask for what there is anyway."""
 _WEIGHTS = {"person": 0, "refused": 1, "hazard": 2, "note": 3}
 
 
@@ -159,7 +161,7 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
     """What a user set, nothing carries on, and may be missed: said, not only listed."""
     told = {key for finding in draft.findings for key in finding.old_keys}
     for token, report in zip(tokens, reports, strict=True):
-        is_lost = report.disposition == "dropped" and report.hazard and token.value not in NEUTRAL
+        is_lost = report.disposition == "dropped" and report.hazard and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
         if is_lost and token.key not in told and token.key not in draft.spoken:
             draft.find("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
 

@@ -181,12 +181,11 @@ def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
         if not re.search(r"\b(verl|recipe)[./]", text):
             return []
         return [_damaged(Kind.SCRIPT, shown, error, version=version)]
-    if not migration.launches:
+    blockers = tuple(persons(migration))
+    if not migration.launches and not blockers:
         return []
     efforts = [effort_of(each.translation)[0] for each in migration.launches]
-    order = list(Effort)
-    effort = max(efforts, key=order.index)
-    blockers = tuple(persons(migration))
+    effort = max(efforts, key=list(Effort).index, default=Effort.DECIDE)
     if blockers and effort is not Effort.REWRITE:
         effort = Effort.DECIDE
     what = headline(migration).removeprefix(", ")

@@ -22,6 +22,7 @@ from temper_legacy_shim.scripts.tree import (
     Word,
 )
 
+_ONE_VARIABLE = re.compile(r"\"?\$\{?([A-Za-z_]\w*)\}?\"?")
 _OVERRIDES = re.compile(r"(?:^|[\s\"'])(?:\+\+?|~)?[A-Za-z_]\w*(?:\.\w+)+=")
 
 
@@ -53,11 +54,11 @@ def find_dead_arrays(
         executed: where the assignments stand that were carried out.
         kept: what stands there instead.
     """
-    found = list(_assignments(program, is_top=True))
+    found = _with_overrides(list(_assignments(program, is_top=True)))
     used = {each.name for each in found if any(element.word.span.start in tokens for element in each.elements)}
     used |= {each.name for each in found if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)}
-    used = {name for name in used if not _is_read(name, kept, [])}
-    dead = {name for name in used if not _is_read(name, text, rewritten + [each.span for each in found if each.name == name])}
+    used |= {each.alias for each in found if each.name in used and each.alias}
+    dead = _read_by_none_but({name for name in used if not _is_read(name, kept, [])}, found, text, rewritten)
     return [
         DeadArray(each.name, each.span, not each.is_top, _is_own_line(text, each.span), each.start in executed, each.elements)
         for each in found
@@ -72,6 +73,26 @@ class _Found:
     start: int
     is_top: bool
     elements: tuple[ArrayElement, ...]
+    alias: str = ""
+    """The one variable that the value is."""
+
+
+def _with_overrides(found: list[_Found]) -> list[_Found]:
+    """Without names that only stand for variables which hold no overrides."""
+    holding = {each.name for each in found if not each.alias}
+    while more := {each.name for each in found if each.alias in holding} - holding:
+        holding |= more
+    return [each for each in found if not each.alias or each.alias in holding]
+
+
+def _read_by_none_but(names: set[str], found: list[_Found], text: str, rewritten: list[Span]) -> set[str]:
+    """Those of the names that nothing reads but rewritten commands and assignments of the others."""
+    while True:
+        own = [each.span for each in found if each.name in names]
+        left = {name for name in names if not _is_read(name, text, rewritten + own)}
+        if left == names:
+            return names
+        names = left
 
 
 def _is_read(name: str, text: str, but: list[Span]) -> bool:
@@ -83,9 +104,16 @@ def _elements(assignment: Assignment) -> tuple[ArrayElement, ...] | None:
     """The words of an array, or a text that holds overrides; None for other values."""
     if isinstance(assignment.value, tuple):
         return assignment.value
-    if isinstance(assignment.value, Word) and _OVERRIDES.search(assignment.value.source):
+    if isinstance(assignment.value, Word) and (
+        _OVERRIDES.search(assignment.value.source) or _ONE_VARIABLE.fullmatch(assignment.value.source)
+    ):
         return (ArrayElement(assignment.value),)
     return None
+
+
+def _alias(elements: tuple[ArrayElement, ...], assignment: Assignment) -> str:
+    match = _ONE_VARIABLE.fullmatch(elements[0].word.source) if isinstance(assignment.value, Word) else None
+    return "" if match is None else match[1]
 
 
 def _is_own_line(text: str, span: Span) -> bool:
@@ -108,7 +136,7 @@ def _of_command(command: Command, *, is_top: bool) -> Iterator[_Found]:
         declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
         for assignment in (alone, declared):
             if isinstance(assignment, Assignment) and (elements := _elements(assignment)) is not None:
-                yield _Found(assignment.name, command.span, assignment.span.start, is_top, elements)
+                yield _Found(assignment.name, command.span, assignment.span.start, is_top, elements, _alias(elements, assignment))
     elif isinstance(command, Redirected):
         yield from _of_command(command.command, is_top=is_top)
     elif isinstance(command, Function):

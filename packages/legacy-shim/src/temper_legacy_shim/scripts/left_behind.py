@@ -7,6 +7,7 @@ from itertools import pairwise
 from temper_legacy_shim.scripts.launches import OLD_MODULE
 from temper_legacy_shim.scripts.tree import Block, Case, Command, CountingFor, For, Function, If, Loop, Program, Redirected, Simple, Word
 
+_NAMED = re.compile(rf"(?!\s*(?:echo|printf|:)\s)[^#]*\s-m\s+({OLD_MODULE.pattern})\b")
 _OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\w*|\w*main)\.py")
 
 
@@ -20,6 +21,16 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
         for _, pipeline in item.pipelines:
             for command in pipeline.commands:
                 yield from _of_command(command)
+
+
+def only_named(text: str) -> list[str]:
+    """Sentences about old trainers that a script without launches names in a line of a command, such as in a file that it writes."""
+    found = [(number, match[1]) for number, line in enumerate(text.splitlines(), 1) if (match := _NAMED.match(line))]
+    return [
+        f"line {number}: {name} is named there, but nothing in this script was seen to start it: translate what does, such as the file "
+        "that this script writes"
+        for number, name in found
+    ]
 
 
 def _of_command(command: Command) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.environment import held_fixed
 from temper_legacy_shim.scripts.launches import Launch, find_launches
-from temper_legacy_shim.scripts.left_behind import left_behind
+from temper_legacy_shim.scripts.left_behind import left_behind, only_named
 from temper_legacy_shim.scripts.parser import parse
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
@@ -44,7 +44,8 @@ def migrate_script(
     reading = read_script(text, settings=settings)
     launches = _translated(reading.launches, options, folder)
     if not launches:
-        return Migration(reading=reading, launches=(), script=None, outcome=Outcome.CLEAN)
+        outcome = Outcome.PERSON if only_named(text) else Outcome.CLEAN
+        return Migration(reading=reading, launches=(), script=None, outcome=outcome)
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:

@@ -1,16 +1,13 @@
 """What a script's migration says of itself: sentences for people, plain values of a documented form for machines."""
 
-import re
-
 from temper_legacy_shim.configs import EXIT_CODES
 from temper_legacy_shim.configs.reports import OUTCOMES, unmapped_lines
 from temper_legacy_shim.configs.reports import plain_report as plain_translation
 from temper_legacy_shim.configs.values import Plain
-from temper_legacy_shim.scripts.launches import OLD_MODULE
+from temper_legacy_shim.scripts.left_behind import only_named
 from temper_legacy_shim.scripts.migrate import Migration
 from temper_legacy_shim.scripts.reading import Alternative, ScriptReading
 
-_NAMED = re.compile(rf"[^#]*\s-m\s+({OLD_MODULE.pattern})\b")
 SCHEMA = "temper-migrate/script/1"
 """Name of the form of ``plain_report``; it changes with the form. docs/migration/scripts.md describes it."""
 
@@ -35,6 +32,8 @@ def evidence(migration: Migration) -> list[str]:
 
 def persons(migration: Migration) -> list[str]:
     """What a person has to decide."""
+    if not migration.launches:
+        return only_named(migration.reading.text)
     out = [each.readable(finding.message) for each in migration.launches for finding in each.persons]
     out += migration.script.persons if migration.script is not None else []
     return list(dict.fromkeys(out))
@@ -50,22 +49,12 @@ def remarks(migration: Migration) -> list[str]:
         for override in each.launch.open_arguments:
             out.append(f"passed on: {override.source}; what it brings must be Temper's own keys from now on")
     out += migration.script.notes if migration.script is not None else []
-    out += [] if migration.launches else _only_named(migration.reading.text)
     out += [f"line {line}: {sentence}" for sentence, line in migration.reading.notes.items()]
     out += [_sentence(migration.reading, alternative) for alternative in migration.reading.alternatives]
     bare = sorted(name for name, is_bare in migration.reading.free.items() if is_bare)
     if bare:
         out.append(f"not set in the script: {', '.join(bare)}; give their values with --set where the report needs them")
     return list(dict.fromkeys(out))
-
-
-def _only_named(text: str) -> list[str]:
-    """Old trainers that a script without launches names outside of comments, such as in a file that it writes."""
-    found = [(number, match[1]) for number, line in enumerate(text.splitlines(), 1) if (match := _NAMED.match(line))]
-    return [
-        f"line {number}: {name} is named there, but nothing in this script was seen to start it: look at what does"
-        for number, name in found
-    ]
 
 
 def _sentence(reading: ScriptReading, alternative: Alternative) -> str:
