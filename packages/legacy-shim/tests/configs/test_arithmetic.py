@@ -44,6 +44,27 @@ def test_what_the_ranks_do_not_divide_is_refused_as_it_was() -> None:
     assert "64 x 4 = 256, which 7 data-parallel ranks do not divide" in message
 
 
+def test_copies_of_the_model_that_do_not_fill_the_ranks_ask_as_the_old_workers_failed() -> None:
+    shared = translated("v0.4.0", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=2")
+    assert "layout-divides" in rules_found(shared, "person")
+    sizes = ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1")
+    for gpus, is_asked in ((4, False), (6, True)):
+        overrides = [f"actor_rollout_ref.actor.megatron.{item}" for item in sizes]
+        found = translated("v0.6.1", *overrides, config_name="ppo_megatron_trainer.yaml", cluster=Cluster(nodes=1, gpus_per_node=gpus))
+        assert ("layout-divides" in rules_found(found, "person")) is is_asked
+    experts = ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=3",)
+    assert "layout-divides" in rules_found(translated("v0.6.1", *experts, config_name="ppo_megatron_trainer.yaml"), "person")
+    unknown = translated("v0.4.0", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=$N")
+    assert "layout-divides" not in rules_found(unknown, "person")
+
+
+def test_a_model_that_is_sharded_over_more_ranks_than_there_are_is_sharded_over_all() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    assert values(translated("v0.5.0", f"{key}=4"))["actor.engine.fsdp_size"] == 4
+    assert "actor.engine.fsdp_size" not in values(translated("v0.5.0", f"{key}=32"))
+    assert "layout-divides" in rules_found(translated("v0.5.0", f"{key}=3"), "person")
+
+
 def test_mini_batches_that_were_rounded_down_are_said() -> None:
     found = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34")
     assert "mini-batch-floor" in rules_found(found, "hazard")  # 17 x 4 = 68 over 8 ranks is 8 each, 64 in all

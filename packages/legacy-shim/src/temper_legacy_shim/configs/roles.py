@@ -321,9 +321,7 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
         )
         strategy = "fsdp2"
     draft.put(f"{engine}.strategy", strategy, rule="strategy", old=[strategy_key])
-    size = draft.integer(f"{block}.fsdp_size")
-    if size is not None and size > 0:
-        draft.put(f"{engine}.fsdp_size", size, rule="fsdp-size", old=[f"{block}.fsdp_size"], verbatim=True)
+    _fsdp_size(draft, role, block)
     sharing = sequence_parallel(draft, role)
     draft.put(f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=ulysses_keys(role))
     reshard, prefetch = draft.old.get(f"{block}.reshard_after_forward"), draft.switch(f"{block}.forward_prefetch")
@@ -337,6 +335,20 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
     key = f"{role.model}.enable_gradient_checkpointing"
     if role.is_trained:
         draft.put(f"{engine}.activation_checkpointing", draft.switch(key), rule="checkpointing", old=[key])
+
+
+def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
+    """Ranks that one copy is sharded over; the old mesh took more than there are for all."""
+    key = f"{block}.fsdp_size"
+    size, world = draft.integer(key), _known_world(draft)
+    if size is None or size < 1:
+        return
+    if world is not None and size > world:
+        draft.say(key, f"there are {world} ranks, and all of them shard, as with -1")
+        return
+    draft.put(f"{role.engine}.fsdp_size", size, rule="fsdp-size", old=[key], verbatim=True)
+    if world is not None and world % size:
+        _refuse_ranks(draft, role, size, world, [key])
 
 
 def _megatron(draft: Draft, role: OldRole) -> None:
@@ -393,11 +405,56 @@ def _workers(draft: Draft, role: OldRole) -> None:
         world = replica_size(draft, role)
     if world > 1:
         draft.put(f"{role.name}.num_workers", world, rule="cluster", old=CLUSTER_KEYS)
+    _check_copies(draft, role)
+
+
+def _check_copies(draft: Draft, role: OldRole) -> None:
+    """Ranks that copies of the model, or of its experts, do not fill: the old workers failed as they began."""
+    world = _known_world(draft)
+    if world is None:
+        return
+    copies = [_megatron_sizes(role), _expert_sizes(draft, role)] if is_megatron(draft) else [ulysses_keys(role)]
+    for keys in copies:
+        sizes = {key: draft.integer(key) or 1 for key in keys if draft.old.has(key)}
+        ranks = math.prod(sizes.values()) if is_megatron(draft) else max(sizes.values(), default=1)
+        if world % ranks:
+            _refuse_ranks(draft, role, ranks, world, [key for key, size in sizes.items() if size > 1])
+            return
+
+
+def _refuse_ranks(draft: Draft, role: OldRole, size: int, world: int, keys: list[str]) -> None:
+    said = ", ".join(f"{key}={draft.integer(key)}" for key in keys)
+    draft.find(
+        "person",
+        "layout-divides",
+        f"{role.name}: {said} takes {size} ranks at a time, which do not divide the {world} of the run: {draft.old.version} failed as its "
+        "workers began. Lower the size, or take a number of GPUs that it divides (trainer.nnodes, trainer.n_gpus_per_node).",
+        *keys,
+    )
+
+
+def _known_world(draft: Draft) -> int | None:
+    """Ranks of the run, where every number of them is known."""
+    if draft.cluster is None and any(draft.old.has(key) and draft.integer(key) is None for key in CLUSTER_KEYS):
+        return None
+    return world_size(draft)
+
+
+def _megatron_sizes(role: OldRole) -> list[str]:
+    return [f"{role.megatron}.{name}_model_parallel_size" for name in ("tensor", "pipeline")] + [f"{role.megatron}.context_parallel_size"]
+
+
+def _expert_sizes(draft: Draft, role: OldRole) -> list[str]:
+    """Sizes whose product holds one copy of the experts; none where they are not divided."""
+    key, split = f"{role.megatron}.expert_model_parallel_size", f"{role.megatron}.expert_tensor_parallel_size"
+    if (draft.integer(key) or 1) == 1:
+        return []
+    tensor, pipeline, _ = _megatron_sizes(role)
+    return [key, pipeline, tensor if draft.text(split) in ("", "None") else split]
 
 
 def replica_size(draft: Draft, role: OldRole) -> int:
     """Ranks that hold one copy of the model and see the same samples."""
     if not is_megatron(draft):
         return sequence_parallel(draft, role)
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return math.prod(draft.integer(f"{role.megatron}.{name}") or 1 for name in names)
+    return math.prod(draft.integer(key) or 1 for key in _megatron_sizes(role))
