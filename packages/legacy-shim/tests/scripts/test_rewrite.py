@@ -169,6 +169,14 @@ def test_a_launch_that_no_reading_came_by_needs_a_person() -> None:
         assert any("and still stands as it was" in person for person in migration.script.persons), text
 
 
+@pytest.mark.parametrize("outside", ["A=$({})", 'A="$({})"', "for x in $({}); do :; done", "echo ${{A:-$({})}}"])
+def test_an_old_launch_in_a_branch_of_a_substitution_is_said(outside: str) -> None:
+    command = "python3 -m verl.trainer.main_ppo"
+    migration = migrate_script(outside.format(f"if {command}; then\n{command}\nelse\n{command}\nfi"))
+    assert migration.script is not None
+    assert any("and still stands as it was" in person for person in migration.script.persons)
+
+
 def test_a_command_substitution_before_the_command_stays_whole() -> None:
     text = GRPO.replace("PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")')
     migration = migrate_script(text)

@@ -2,25 +2,28 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 
 from temper_legacy_shim.scripts.launches import OLD_MODULE
-from temper_legacy_shim.scripts.tree import Block, Case, Command, CountingFor, For, Function, If, Loop, Program, Redirected, Simple, Word
+from temper_legacy_shim.scripts.tree import Program, Simple, Word
 
 _NAMED = re.compile(rf"(?!\s*(?:echo|printf|:)\s)[^#]*\s-m\s+({OLD_MODULE.pattern})\b")
 _OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\w*|\w*main)\.py")
 
 
 def left_behind(program: Program) -> Iterator[tuple[int, str]]:
-    """Where commands stand that name an old trainer's module or file as an argument of their own, and what they name.
+    """Where commands stand that name an old trainer's module or file as an argument of their own, and what they name; in order.
 
     Args:
-        program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at.
+        program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at, commands in ``$(...)`` are.
     """
-    for item in program.items:
-        for _, pipeline in item.pipelines:
-            for command in pipeline.commands:
-                yield from _of_command(command)
+    for command in sorted(_simple_commands(program), key=lambda each: each.span.start):
+        names = [word.literal() or "" for word in command.words if isinstance(word, Word)]
+        for before, name in pairwise(names):
+            if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (names[0] != "echo" and _OLD_FILE.fullmatch(name)):
+                yield command.span.start, name
+                break
 
 
 def only_named(text: str) -> list[str]:
@@ -33,26 +36,14 @@ def only_named(text: str) -> list[str]:
     ]
 
 
-def _of_command(command: Command) -> Iterator[tuple[int, str]]:
-    if isinstance(command, Simple):
-        names = [word.literal() or "" for word in command.words if isinstance(word, Word)]
-        for before, name in pairwise(names):
-            if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (names[0] != "echo" and _OLD_FILE.fullmatch(name)):
-                yield command.span.start, name
-                return
-    elif isinstance(command, Redirected):
-        yield from _of_command(command.command)
-    elif isinstance(command, Function):
-        yield from _of_command(command.body)
-    elif isinstance(command, If):
-        for condition, body in command.branches:
-            yield from left_behind(condition) if condition is not None else ()
-            yield from left_behind(body)
-    elif isinstance(command, Case):
-        for _, body, _ in command.branches:
-            yield from left_behind(body)
-    elif isinstance(command, Loop):
-        yield from left_behind(command.condition)
-        yield from left_behind(command.body)
-    elif isinstance(command, Block | For | CountingFor):
-        yield from left_behind(command.body)
+def _simple_commands(program: Program) -> Iterator[Simple]:
+    """Every one below the program, however deep: on a stack of its own, since nesting may exceed Python's."""
+    left: list[object] = [program]
+    while left:
+        node = left.pop()
+        if isinstance(node, Simple):
+            yield node
+        if isinstance(node, tuple):
+            left += node
+        elif is_dataclass(node):
+            left += [getattr(node, field.name) for field in fields(node)]
