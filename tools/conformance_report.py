@@ -34,7 +34,7 @@ from tools.held_before import held_in
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
-PARTS = ("gradient", "logprob", "adapter", "weights", "checkpoint", "batch,update,value")
+PARTS = ("gradient", "logprob", "adapter,expert_adapter", "weights", "checkpoint", "batch,update,value")
 """Groups that are runs of their own where a layout is divided; the rest is one more."""
 
 

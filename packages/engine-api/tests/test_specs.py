@@ -48,6 +48,9 @@ from temper_engine_api.topology import Axis
         (lambda: LoraSpec(dora=True), r"lora.dora is True, but lora.rank is 0, so it has no effect: set lora.rank"),
         (lambda: LoraSpec(path="a", rslora=True), r"lora.rslora is True, but lora.path is 'a', whose adapter_config.json decides it"),
         (lambda: LoraSpec(rank=8, alpha=8.0, target_modules=()), r"lora.target_modules is empty"),
+        (lambda: LoraSpec(target_parameters=("down_proj",)), r"lora.target_parameters is \('down_proj',\), but lora.rank is 0"),
+        (lambda: LoraSpec(rank=8, alpha=8.0, dropout=0.1, target_parameters=("down_proj",)), r"lora.dropout is 0.1, which PEFT does not"),
+        (lambda: LoraSpec(rank=8, alpha=8.0, dora=True, target_parameters=("down_proj",)), r"lora.dora is True, which PEFT does not"),
         (lambda: LoraSpec(rank=8, alpha=8.0, dropout=1.0), r"lora.dropout is 1.0, but must be in \[0, 1\)"),
         (lambda: Axis(size=2, rank=2), r"axis rank 2 is outside \[0, 2\)"),
         (lambda: Aggregation(horizon=8), r"horizon has no effect with aggregation token_mean"),
@@ -57,6 +60,10 @@ from temper_engine_api.topology import Axis
 def test_a_setting_without_sense_is_refused_with_a_sentence(build: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build()
+
+
+def test_experts_alone_can_be_adapted() -> None:
+    assert LoraSpec(rank=8, alpha=8.0, target_modules=(), target_parameters=("experts.down_proj",)).is_on
 
 
 def test_defaults_make_sense() -> None:

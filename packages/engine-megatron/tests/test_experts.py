@@ -27,7 +27,7 @@ from temper_engine_api.layout import Layout
 from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
 
 EXPERTS = TinyModel(
@@ -257,16 +257,6 @@ def refusal_of(rank, *, recipe):
     with pytest.raises(ConfigError) as caught:
         rank.unbuilt_engine(recipe).init_model()
     return str(caught.value)
-
-
-def test_adapters_lie_around_experts_and_are_refused_inside(config, start):
-    mixture = with_experts(config).model
-    around = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj"))
-    described, tensors = start(model=mixture, lora=around).export_adapter()
-    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "o_proj"} == set(described["target_modules"])
-    for inside in ("all-linear", ("q_proj", "gate_proj", "up_proj")):
-        with pytest.raises(ConfigError, match="takes in what lies inside this model's experts"):
-            start(model=mixture, lora=replace(around, target_modules=inside))
 
 
 def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):

@@ -18,6 +18,8 @@ class Capability(StrEnum):
     """Answers ``Query.LOGPROB_AT``."""
     ADAPTER = "adapter"
     """LoRA adapters: ``adapter_disabled``, ``export_adapter``, ``load_adapter``."""
+    ADAPTER_ON_EXPERTS = "adapter_on_experts"
+    """The same on the tensors in which a layer's experts are joined: ``lora.target_parameters``."""
     OFFLOAD = "offload"
     """Parameters, gradients and optimiser states can leave the device between contexts."""
     ANY_OPTIMIZER = "any_optimizer"

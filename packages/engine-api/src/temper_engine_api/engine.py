@@ -56,6 +56,7 @@ class BaseEngine(UpdateCycle):
         needed = {Capability(self.config.model.model_type), *_needed_by_precision(self.config.precision)}
         needed |= {Capability.ANY_OPTIMIZER} if self.config.optimizer is not None and not self.config.optimizer.is_adamw else set()
         needed |= {Capability.ADAPTER} if self.config.lora.is_on else set()
+        needed |= {Capability.ADAPTER_ON_EXPERTS} if self.config.lora.target_parameters else set()
         needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
         self.require(*needed)
         self._topology = self._build()

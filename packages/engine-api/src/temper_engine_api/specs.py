@@ -62,6 +62,10 @@ class LoraSpec:
     """Last parts of module names, a regular expression for whole names, or ``all-linear``: every linear layer but the head."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules that stay without an adapter although they are targets, named in the same way."""
+    target_parameters: tuple[str, ...] = ()
+    """Last parts of the names of tensors in which a layer's experts are joined, such as ``mlp.experts.gate_up_proj`` and
+    ``mlp.experts.down_proj``: PEFT's word. With them ``all-linear`` is every linear layer around experts, and target_modules may be empty.
+    """
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole; a value or reward head is one of them by itself."""
     rslora: bool = False
@@ -82,8 +86,14 @@ class LoraSpec:
             raise ConfigError(f"lora.path is {self.path!r}, and that adapter has a rank of its own: remove lora.rank.")
         if self.rank > 0 and self.alpha is None:
             raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
-        if not self.target_modules:
+        if not self.target_modules and not self.target_parameters:
             raise ConfigError("lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear.")
+        if self.target_parameters and (self.dropout > 0 or self.dora):
+            setting = "dora" if self.dora else "dropout"
+            raise ConfigError(
+                f"lora.target_parameters is {', '.join(self.target_parameters)} and lora.{setting} is {getattr(self, setting)}, which PEFT "
+                f"does not have for tensors of experts: remove lora.{setting}, or leave lora.target_parameters empty."
+            )
         if self.rank == 0:
             self._refuse_what_has_no_effect()
 

@@ -5,13 +5,14 @@ The one module that imports peft. Outside it an adapter's tensors go by the name
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
@@ -21,13 +22,15 @@ from transformers import PreTrainedModel
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_complete
-from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_of_adapter, peft_name
+from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, hf_name, is_of_adapter, peft_name
 from temper_engine_fsdp.sharded import Parameters
 
 _ADAPTER = "default"
 """What peft calls the one adapter."""
 _MUST_AGREE = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Fields that decide what the same tensors compute."""
+_JOINED = ("gate_up_proj", "down_proj")
+"""Tensors of a module with experts, [experts, rows, columns], in which transformers joins their matrices."""
 
 
 class Adapter:
@@ -41,6 +44,7 @@ class Adapter:
         modules = dict(hf.named_modules())
         self._switches = [m for m in modules.values() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
         self._linears = {name: module for name, module in modules.items() if isinstance(module, LoraLinear)}
+        self._experts = {_joined_name(name, module): (name, module) for name, module in _wrappers(hf)}
         self._whole = tuple(name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper))
 
     @contextmanager
@@ -83,6 +87,8 @@ class Adapter:
             return weight
         if any(name.startswith(f"{whole}.") for whole in self._whole):
             return _full(PEFT_PREFIX + name, trained)
+        if name in self._experts:
+            return self._merged_experts(name, weight, trained=trained)
         if owner not in self._linears or kind != "weight":
             return weight
         down, up = (_full(f"{PEFT_PREFIX}{owner}.{part}.weight", trained) for part in ("lora_A", "lora_B"))
@@ -92,6 +98,13 @@ class Adapter:
             # DoRA: each row has a trained length; arXiv:2402.09353, equation 5.
             whole *= (_full(magnitude, trained).float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
         return whole
+
+    def _merged_experts(self, name: str, weight: Tensor, *, trained: Parameters) -> Tensor:
+        """Of the joined matrices of all experts: PEFT has A expert after expert, and in B the experts next to each other."""
+        module_name, module = self._experts[name]
+        down, up = (_full(f"{PEFT_PREFIX}{module_name}.{part}.weight", trained).float() for part in ("lora_A", "lora_B"))
+        down, up = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+        return torch.baddbmm(weight.float(), up, down, alpha=module.scaling[_ADAPTER])
 
     def export(self, trained: Parameters) -> tuple[dict[str, object], dict[str, Tensor]]:
         """What PEFT's two files hold: the configuration, and full float32 tensors. Collective."""
@@ -142,8 +155,11 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
         WeightError: the directory's tensors are not those that its configuration asks for.
     """
     config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
-    asked = config.target_modules
+    asked, given = config.target_modules, tuple(config.target_parameters or ())
     head = hf.get_output_embeddings()
+    if asked == "all-linear" and config.target_parameters:
+        # PEFT would take in all tensors of experts, whichever are named, and with another rank.
+        config.target_modules = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and module is not head}
     with torch.random.fork_rng(), warnings.catch_warnings():
         # What peft warns of (tied embeddings, modules that are not there) is refused below.
         warnings.simplefilter("ignore")
@@ -154,6 +170,7 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
             raise ConfigError(f"lora.target_modules {_told(asked)} can't be adapted in {type(hf).__name__}: {error}") from error
         _begin(hf)
     _refuse_unsupported(hf, spec=spec, head=head)
+    _refuse_other_parameters(hf, asked=given)
     config.target_modules = _shortest_names(hf) if asked == "all-linear" else asked
     adapter = Adapter(hf, config=config)
     if spec.path is not None:
@@ -164,7 +181,7 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
 def _begin(hf: nn.Module) -> None:
     """First values, layer by layer: peft gives an adapter no memory where the layer that it is put beside has none yet."""
     for layer in hf.modules():
-        if isinstance(layer, LoraLinear):
+        if isinstance(layer, LoraLinear | ParamWrapper):
             for part in (layer.lora_A, layer.lora_B):
                 if any(parameter.is_meta for parameter in part.parameters()):
                     part.to_empty(device="cpu")
@@ -195,6 +212,7 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
         exclude_modules=excluded or None,
+        target_parameters=list(spec.target_parameters) or None,
         modules_to_save=sorted(whole) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
@@ -210,6 +228,10 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
         raise CapabilityError(f"the adapter in {path} is of type {kind}; only LORA can be trained here.")
     config = LoraConfig.from_pretrained(path)
     assert isinstance(config, LoraConfig)
+    if config.target_parameters and dropout > 0:
+        raise ConfigError(
+            f"lora.dropout is {dropout}, but the adapter in {path} has target_parameters, for which PEFT has no dropout: set it to 0."
+        )
     config.inference_mode = False
     config.lora_dropout = dropout
     return config
@@ -230,6 +252,8 @@ def read_tensors(path: str) -> dict[str, Tensor]:
 def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None) -> None:
     modules = dict(hf.named_modules())
     for name, module in modules.items():
+        if isinstance(module, ParamWrapper):
+            continue
         if isinstance(module, BaseTunerLayer) and (not isinstance(module, LoraLinear) or module.base_layer is head):
             raise ConfigError(
                 f"lora.target_modules takes in {name}, which can't have an adapter: only linear layers below the head can. "
@@ -242,6 +266,34 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
     missing = [wanted for wanted in spec.modules_to_save if not any(f".{name}".endswith(f".{wanted}") for name in found)]
     if missing:
         raise ConfigError(f"lora.modules_to_save names {', '.join(missing)}, which {type(hf).__name__} does not have.")
+
+
+def _wrappers(hf: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
+    """What adapts tensors instead of modules, by its own name."""
+    for name, module in hf.named_modules():
+        if isinstance(module, ParamWrapper):
+            yield name, module
+
+
+def _joined_name(name: str, module: ParamWrapper) -> str:
+    return hf_name(f"{name}.base_layer.{module.parameter_name}")
+
+
+def _refuse_other_parameters(hf: nn.Module, *, asked: Collection[str]) -> None:
+    """Of tensors those of experts can be adapted, and only by their own names: other names would give them another rank."""
+    found = {_joined_name(name, module) for name, module in _wrappers(hf)}
+    wrong = sorted(name for name in found if name.rpartition(".experts.")[2] not in _JOINED)
+    if found and not asked:
+        raise ConfigError(
+            "lora.target_modules takes in what lies inside this model's experts: name in it linear layers around them, and in "
+            f"lora.target_parameters the tensors of experts, such as {' and '.join(f'mlp.experts.{part}' for part in _JOINED)}."
+        )
+    unknown = sorted(name for name in asked if not any(f".{each}".endswith(f".{name}") for each in found))
+    if wrong or unknown:
+        raise ConfigError(
+            f"lora.target_parameters names {', '.join(wrong or unknown)}, but only tensors of experts can be named, and only ones that "
+            f"this model has; {' and '.join(f'mlp.experts.{part}' for part in _JOINED)} where it is one with experts."
+        )
 
 
 def _shortest_names(hf: PreTrainedModel) -> set[str]:

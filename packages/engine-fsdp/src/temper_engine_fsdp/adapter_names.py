@@ -1,5 +1,7 @@
 """Names of an adapter's parameters, and of the weights around which it lies, from their names in the model's own tree."""
 
+import re
+
 from temper_engine_fsdp.sharded import Parameters
 
 PEFT_PREFIX = "base_model.model."
@@ -18,7 +20,8 @@ def is_of_adapter(name: str) -> bool:
 
 def hf_name(name: str) -> str:
     """Hugging Face's name of a weight."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    # Wrappers of the tensors of one module with experts lie one inside the other.
+    return re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
 
 
 def peft_name(name: str) -> str:

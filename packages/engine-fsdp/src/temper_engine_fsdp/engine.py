@@ -49,6 +49,7 @@ class FSDPEngine(BaseEngine):
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
             Capability.ADAPTER,
+            Capability.ADAPTER_ON_EXPERTS,
             Capability.OFFLOAD,
             Capability.ANY_OPTIMIZER,
             Capability.FP16,

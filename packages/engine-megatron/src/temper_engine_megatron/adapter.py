@@ -18,7 +18,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_complete
 from temper_engine_megatron.adapter_layers import LowRank
-from temper_engine_megatron.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from temper_engine_megatron.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, peft_stem
 
 _NOT_OFFERED = (
     "rank_pattern",
@@ -26,7 +26,6 @@ _NOT_OFFERED = (
     "lora_bias",
     "layer_replication",
     "trainable_token_indices",
-    "target_parameters",
     "use_qalora",
     "fan_in_fan_out",
 )
@@ -40,7 +39,9 @@ _OLD_LAYOUT = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
 class AdapterPlan:
     """Which Hugging Face modules are adapted or trained whole, and how; known before the model is built."""
 
-    def __init__(self, spec: LoraSpec, *, model: ModelSpec, modules: tuple[str, ...], others: tuple[str, ...], head: str) -> None:
+    def __init__(
+        self, spec: LoraSpec, *, model: ModelSpec, modules: tuple[str, ...], others: tuple[str, ...], joined: tuple[str, ...], head: str
+    ) -> None:
         """Decide.
 
         Args:
@@ -48,6 +49,7 @@ class AdapterPlan:
             model: of the engine.
             modules: Hugging Face modules that may have an adapter, in the order of the model.
             others: Hugging Face modules that have weights and may have none.
+            joined: tensors in which transformers joins the matrices of experts, in the order of the model.
             head: the output layer's module.
 
         Raises:
@@ -57,7 +59,9 @@ class AdapterPlan:
         self.spec, self.head = spec, head
         self.config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
         asked = self.config.target_modules
-        _refuse_experts(asked, modules=modules, others=others)
+        _refuse_experts(self.config, modules=modules, joined=joined)
+        self.experts = _chosen_of(self.config, joined)
+        """Of the joined tensors those that are adapted."""
         if asked == "all-linear":
             self.targets = tuple(name for name in modules if not _is_excluded(self.config, name))
             self.config.target_modules = {name.rpartition(".")[2] for name in self.targets}
@@ -69,7 +73,7 @@ class AdapterPlan:
                     f"lora.target_modules takes in {wrong[0]}, which can't have an adapter: only linear layers below the head can. "
                     "Name it in lora.exclude_modules, or train it whole through lora.modules_to_save."
                 )
-        if not self.targets:
+        if not self.targets and not self.experts:
             raise ConfigError(f"lora.target_modules {_told(asked)} names no linear layer of this model; it has {_told(_kinds(modules))}.")
         self.trains_head = self._trains_head((*modules, *others))
         scale = math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
@@ -100,6 +104,15 @@ class AdapterPlan:
         """The last parts of those of the modules that are adapted."""
         return tuple(name.rpartition(".")[2] for name in modules if name in self.targets)
 
+    def experts_of(self, module: str) -> tuple[str, ...]:
+        """The last parts of the adapted tensors of one module with experts."""
+        return tuple(name.rpartition(".")[2] for name in self.experts if name.rpartition(".")[0] == module)
+
+    def stem_of(self, joined: str) -> str:
+        """What PEFT puts before ``.lora_A`` for one of the joined tensors."""
+        module, _, part = joined.rpartition(".")
+        return peft_stem(module, part, joined=self.experts_of(module))
+
     def tensors(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """What the adapter begins with, full tensors by PEFT name; magnitudes of a fresh DoRA are left out.
 
@@ -117,8 +130,8 @@ class AdapterPlan:
         fresh: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            for module in self.targets:
-                down, up = (f"{PEFT_PREFIX}{module}.{part}.weight" for part in ("lora_A", "lora_B"))
+            for stem in (*(PEFT_PREFIX + module for module in self.targets), *map(self.stem_of, self.experts)):
+                down, up = (f"{stem}.{part}.weight" for part in ("lora_A", "lora_B"))
                 fresh[down], fresh[up] = _fresh_pair(shapes[down], shapes[up])
         for name in shapes.keys() - fresh.keys():
             if not name.endswith("lora_magnitude_vector"):
@@ -139,6 +152,7 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
         exclude_modules=excluded or None,
+        target_parameters=list(spec.target_parameters) or None,
         modules_to_save=sorted(whole) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
@@ -162,6 +176,9 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     others = [name for name in _NOT_OFFERED if vars(config).get(name)] + (["bias"] if config.bias != "none" else [])
     if others:
         raise CapabilityError(f"the adapter in {path} sets {', '.join(others)}, which the Megatron engine does not compute.")
+    if config.target_parameters and (dropout > 0 or config.use_dora):
+        setting = f"lora.dropout is {dropout}" if dropout > 0 else f"the adapter in {path} is a DoRA"
+        raise ConfigError(f"{setting}, but PEFT has that beside linear layers only, and the adapter in {path} has target_parameters.")
     config.inference_mode = False
     config.lora_dropout = dropout
     return config
@@ -201,16 +218,36 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
     return bool(check_target_module_exists(probe, name))
 
 
-def _refuse_experts(asked: object, *, modules: tuple[str, ...], others: tuple[str, ...]) -> None:
-    """PEFT would adapt them too, as target_parameters."""
-    if not any(name.endswith(".experts") for name in others):
-        return
-    takes_in = asked == "all-linear" or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))
-    if takes_in:
+def _refuse_experts(config: LoraConfig, *, modules: tuple[str, ...], joined: tuple[str, ...]) -> None:
+    """PEFT has no modules inside experts; of such names it makes target_parameters, with twice the rank where two matrices are joined."""
+    asked = config.target_modules
+    is_all = asked == "all-linear" and not config.target_parameters
+    if joined and (is_all or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))):
         raise ConfigError(
-            f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: the Megatron engine adapts what "
-            f"lies around them, so name modules of {_told(_kinds(modules))}."
+            f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: name in it modules of "
+            f"{_told(_kinds(modules))}, and in lora.target_parameters the tensors of experts, of {_told(_tensors_of(joined))}."
         )
+
+
+def _chosen_of(config: LoraConfig, joined: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the joined tensors that the configuration names, by the ends of their names.
+
+    Raises:
+        ConfigError: it names others.
+    """
+    asked = config.target_parameters or ()
+    unknown = sorted(name for name in asked if not any(f".{each}".endswith(f".{name}") for each in joined))
+    if unknown:
+        raise ConfigError(
+            f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts can be named, and this model has "
+            f"{_told(_tensors_of(joined)) if joined else 'no experts'}."
+        )
+    return tuple(each for each in joined if any(f".{each}".endswith(f".{name}") for name in asked))
+
+
+def _tensors_of(joined: tuple[str, ...]) -> list[str]:
+    """The ends of their names, which all layers share."""
+    return sorted({".".join(name.split(".")[-3:]) for name in joined})
 
 
 def _kinds(modules: tuple[str, ...]) -> list[str]:

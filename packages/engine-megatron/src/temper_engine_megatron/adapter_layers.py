@@ -47,6 +47,8 @@ class Surroundings:
 
     tp: dist.ProcessGroup
     """Ranks that hold parts of the same matrices."""
+    expert_tp: dist.ProcessGroup
+    """Ranks that hold parts of the same expert's matrices."""
     is_sequence_parallel: bool
     """Whether activations between matrices are split along the sequence."""
     switch: Switch

@@ -14,8 +14,18 @@ from transformers import PretrainedConfig
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.adapter import AdapterPlan
+from temper_engine_megatron.adapter_experts import put_beside_experts
 from temper_engine_megatron.adapter_layers import BesideHost, Surroundings, Switch, hosts_of, put_beside
-from temper_engine_megatron.adapter_names import ATTENTION_HOSTS, DENSE_HOSTS, TRAINED_BIAS, TRAINED_WEIGHT, modules_of
+from temper_engine_megatron.adapter_names import (
+    ATTENTION_HOSTS,
+    DENSE_HOSTS,
+    EXPERT_HOSTS,
+    EXPERTS,
+    TRAINED_BIAS,
+    TRAINED_WEIGHT,
+    experts_module,
+    modules_of,
+)
 from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.groups import Membership
@@ -76,6 +86,10 @@ class AdapterSite:
             if targets:
                 beside = put_beside(host, targets=targets, settings=self.plan.settings, around=self.around)
                 self.beside |= {name: beside for name in modules[path] if name in self.plan.targets}
+        if self.plan.experts:
+            inside = self.plan.experts_of(experts_module(number, recipe_of=self.translation.recipe_of))
+            if inside:
+                put_beside_experts(layer.get_submodule(EXPERTS), targets=inside, settings=self.plan.settings, around=self.around)
 
     def _own_head(self, layer: nn.Module) -> TrainedHead:
         weight, bias = layer.get_parameter("weight"), dict(layer.named_parameters(recurse=False)).get("bias")
@@ -116,16 +130,23 @@ def plan_adapter(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
         for module in modules_of(translation.recipe_of(f"decoder.layers.{number}.{path}.weight"))
     }
     found = modules_with_weights(config.model, hf_config)
+    joined = tuple(f"{module}.{part}" for module in found if module.endswith(".experts") for part in EXPERT_HOSTS)
     head = "lm_head" if config.model.model_type == "language_model" else "score"
     plan = AdapterPlan(
         config.lora,
         model=config.model,
         modules=tuple(name for name in found if name in candidates),
         others=tuple(name for name in found if name not in candidates),
+        joined=joined,
         head=head,
     )
     if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
         raise ConfigError("lora.modules_to_save names lm_head, which this model ties to its other embedding: take an untied model.")
+    if plan.experts and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
+        raise ConfigError(
+            f"lora.target_parameters names tensors of experts and expert_tensor_parallel is {config.expert_ranks_of_a_matrix}, where "
+            f"Megatron's gradient norm would miscount what ranks hold twice: set it to 1 or to tensor_parallel ({config.tensor_parallel})."
+        )
     return AdapterSite(plan=plan, translation=translation, around=_surroundings(config, membership=membership, model=config.model))
 
 
@@ -139,6 +160,7 @@ def _surroundings(config: MegatronConfig, *, membership: Membership, model: Mode
     shared, own = ((model.seed << 32) + (place << 12) + offset for offset in (0, 1 + topology.tp.rank))
     return Surroundings(
         tp=membership.tp,
+        expert_tp=membership.expert_tp,
         is_sequence_parallel=config.sequence_parallel,
         switch=Switch(),
         shared_draws=torch.Generator(membership.device).manual_seed(shared),

@@ -1,8 +1,8 @@
 """Names of an adapter's parameters: Megatron's, where they lie beside their layer, and those of an ``adapter_model.safetensors``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from temper_engine_megatron.bridge_compat import Recipe
+from temper_engine_megatron.bridge_compat import ParameterKind, Recipe
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of every tensor of an adapter."""
@@ -15,7 +15,12 @@ TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
 """Parameters of the output layer that are trained in the place of its own."""
 ATTENTION_HOSTS = ("self_attention.linear_qkv", "self_attention.linear_proj")
 DENSE_HOSTS = (*ATTENTION_HOSTS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""Linear layers of a decoder layer that may have an adapter beside them; experts may not, see decision 19."""
+"""Linear layers of a decoder layer that may have an adapter beside them."""
+EXPERTS = "mlp.experts"
+"""A decoder layer's module with its experts."""
+EXPERT_HOSTS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+"""By the tensor in which transformers joins the matrices of all experts of a layer, what each expert calls its own. Where both are adapted,
+PEFT's wrapper of the first one lies inside that of the second."""
 
 
 def is_of_adapter(name: str) -> bool:
@@ -23,27 +28,56 @@ def is_of_adapter(name: str) -> bool:
     return f".{BESIDE}." in name or name in (f"output_layer.{TRAINED_WEIGHT}", f"output_layer.{TRAINED_BIAS}")
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is an adapter's, and made of a part for each expert."""
+    return f".{EXPERTS}.{BESIDE}." in name
+
+
 def is_trained_head(name: str) -> bool:
     """Whether it is the head that is trained in the place of the base's."""
     return name == f"output_layer.{TRAINED_WEIGHT}"
 
 
-def peft_recipe(name: str, *, recipe_of: Callable[[str], Recipe], head: str) -> Recipe:
+def peft_recipe(name: str, *, recipe_of: Callable[[str], Recipe], head: str, names: Collection[str]) -> Recipe:
     """What PEFT's file calls an adapter's parameter.
 
     Args:
         name: Megatron's, with the layer's global number.
         recipe_of: of the weight of a layer of the base.
         head: Hugging Face's name of the output layer.
+        names: of all parameters of the adapter.
     """
     if name.startswith("output_layer."):
         kind = "weight" if name.endswith(TRAINED_WEIGHT) else "bias"
         return Recipe(kind="plain", names=(f"{PEFT_PREFIX}{head}.{kind}",))
     host, _, rest = name.partition(f".{BESIDE}.")
     part, _, parameter = rest.partition(".")
+    if is_of_experts(name):
+        module = experts_module(int(name.split(".")[2]), recipe_of=recipe_of)
+        stem = peft_stem(module, part, joined=[other for other in EXPERT_HOSTS if f"{host}.{BESIDE}.{other}.{parameter}" in names])
+        kinds: dict[str, ParameterKind] = {"lora_A": "experts_a", "lora_B": "gated_experts_b" if part == "gate_up_proj" else "experts_b"}
+        return Recipe(kind=kinds[parameter], names=(f"{stem}.{parameter}.weight",))
     module = next(module for module in modules_of(recipe_of(f"{host}.weight")) if module.rpartition(".")[2] == part)
     suffix = "" if parameter == "lora_magnitude_vector" else ".weight"
     return Recipe(kind="plain", names=(f"{PEFT_PREFIX}{module}.{parameter}{suffix}",))
+
+
+def experts_module(number: int, *, recipe_of: Callable[[str], Recipe]) -> str:
+    """The transformers module that holds the joined experts of a layer, by the layer's number."""
+    first = recipe_of(f"decoder.layers.{number}.{EXPERTS}.local_experts.0.linear_fc1.weight").names[0]
+    return first.partition(".experts.")[0] + ".experts"
+
+
+def peft_stem(module: str, part: str, *, joined: Collection[str]) -> str:
+    """What PEFT puts before ``.lora_A`` for one joined tensor of a module with experts.
+
+    Args:
+        module: of transformers, as its name ends in experts.
+        part: which tensor.
+        joined: those of this module that are adapted.
+    """
+    is_inside = part == "gate_up_proj" and "down_proj" in joined
+    return f"{PEFT_PREFIX}{module}.base_layer" if is_inside else f"{PEFT_PREFIX}{module}"
 
 
 def modules_of(recipe: Recipe) -> tuple[str, ...]:

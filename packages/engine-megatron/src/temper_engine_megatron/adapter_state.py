@@ -15,8 +15,9 @@ from temper_engine_megatron.adapter import AdapterPlan
 from temper_engine_megatron.adapter_layers import Switch
 from temper_engine_megatron.adapter_model import AdapterSite
 from temper_engine_megatron.adapter_names import PEFT_PREFIX
+from temper_engine_megatron.expert_names import Place, place_of
 from temper_engine_megatron.huggingface import TensorReader
-from temper_engine_megatron.state import StateOfRanks
+from temper_engine_megatron.state import Merge, StateOfRanks
 
 _MUST_AGREE = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Fields of PEFT's configuration that decide what the same tensors compute."""
@@ -41,13 +42,21 @@ class Adapter:
         finally:
             self._switch.is_off = before
 
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A weight with what the adapter does to it, in float32 arithmetic; itself while the adapter is disabled. Collective."""
+    def merging(self) -> Merge:
+        """What does to the weights of one export what the adapter does to them; those of a layer's experts may be asked in a row."""
+        kept: dict[str, tuple[Tensor, Tensor]] = {}
+        return lambda name, weight: self._merged(name, weight, kept)
+
+    def _merged(self, name: str, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """In float32 arithmetic; itself while the adapter is disabled. Collective."""
         owner, _, kind = name.rpartition(".")
         if self._switch.is_off:
             return weight
         if self._plan.trains_head and owner == self._plan.head:
             return self.state.full(PEFT_PREFIX + name)
+        place = place_of(name)
+        if place is not None and place.joined in self._plan.experts:
+            return self._merged_expert(place, weight, kept)
         if owner not in self._plan.targets or kind != "weight":
             return weight
         down, up = (self.state.full(f"{PEFT_PREFIX}{owner}.{part}.weight") for part in ("lora_A", "lora_B"))
@@ -57,6 +66,19 @@ class Adapter:
             magnitude = self.state.full(f"{PEFT_PREFIX}{owner}.lora_magnitude_vector")
             whole *= (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]
         return whole
+
+    def _merged_expert(self, place: Place, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        stem = self._plan.stem_of(place.joined)
+        if place.joined not in kept:
+            # Two tensors a layer, which every expert has a part of.
+            for other in [name for name in kept if name.rpartition(".")[0] != place.joined.rpartition(".")[0]]:
+                del kept[other]
+            kept[place.joined] = self.state.full(f"{stem}.lora_A.weight"), self.state.full(f"{stem}.lora_B.weight")
+        down, up = kept[place.joined]
+        rank = self._plan.settings.rank
+        own_down, own_up = down[place.expert * rank : (place.expert + 1) * rank], up[:, place.expert :: down.shape[0] // rank]
+        rows = own_up.chunk(place.num_parts)[place.part]
+        return torch.addmm(weight.float(), rows, own_down, alpha=self._plan.settings.scale)
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         """What PEFT's two files hold: the configuration, and full float32 tensors. Collective."""

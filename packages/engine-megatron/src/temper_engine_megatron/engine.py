@@ -55,6 +55,7 @@ class MegatronEngine(BaseEngine):
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
             Capability.ADAPTER,
+            Capability.ADAPTER_ON_EXPERTS,
             Capability.BACKGROUND_SAVE,
         }
     )
@@ -150,7 +151,7 @@ class MegatronEngine(BaseEngine):
 
     def _iterate_merged(self, adapter: "Adapter") -> Iterator[NamedWeight]:
         with self._parts.residency.resident(OPTIMIZER):
-            yield from self._parts.state.iterate_weights(dtype=self._export_dtype(), merge=adapter.merged)
+            yield from self._parts.state.iterate_weights(dtype=self._export_dtype(), merge=adapter.merging())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         with self._parts.residency.resident(OPTIMIZER):

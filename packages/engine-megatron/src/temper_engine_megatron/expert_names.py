@@ -4,7 +4,7 @@ In: tensors by their names in memory, as fresh models have them and FSDPEngine's
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,30 @@ from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
 
 _PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Of each expert, one above the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor of a file is in memory."""
+
+    joined: str
+    """The tensor that it is a part of."""
+    expert: int
+    """Of the first dimension of that."""
+    part: int
+    """Of its rows."""
+    num_parts: int
+    """Equal parts that its rows are."""
+
+
+def place_of(name: str) -> Place | None:
+    """Of a tensor by its name in files; None where it is no expert's."""
+    layer, _, rest = name.partition(".experts.")
+    number, _, kind = rest.removesuffix(".weight").partition(".")
+    for joined, parts in _PARTS.items():
+        if number.isdecimal() and kind in parts:
+            return Place(joined=f"{layer}.experts.{joined}", expert=int(number), part=parts.index(kind), num_parts=len(parts))
+    return None
 
 
 def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import WeightEntry
-from temper_engine_megatron.adapter_names import is_of_adapter, is_trained_head, peft_recipe
+from temper_engine_megatron import adapter_experts
+from temper_engine_megatron.adapter_names import is_of_adapter, is_of_experts, is_trained_head, peft_recipe
 from temper_engine_megatron.bridge_compat import Recipe, Translation
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.model import Chunks, PackedGPTModel
@@ -45,6 +46,8 @@ class _Described:
     """Along which parts lie; None where every rank has all of it."""
     is_embedding: bool
     """Whether its rows are words, padded to equal parts."""
+    is_of_experts: bool
+    """Whether its first dimension is the experts of a rank; those of the ranks with other experts follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ class ParameterMap:
         # Ranks with other experts repeat what is no expert.
         of_stage = list(dict.fromkeys(_gathered(described, membership.ep)))
         order = sorted(_gathered(of_stage, membership.pp), key=lambda entry: _place(entry.name))
+        self._names = frozenset(entry.name for entry in order)
         self.entries = tuple(
             MappedParameter(described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)) for entry in order
         )
@@ -106,12 +110,21 @@ class ParameterMap:
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
         full = self._translation.join_heads(tensors) if entry.recipe.kind == "qkv" else tensors[0]
         described = entry.described
+        if described.is_of_experts:
+            return self._to_local_experts(entry, full)
         if described.split_dim is None:
             return full
         if described.is_embedding:
             padding = described.shape[0] * size - full.shape[0]
             full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])])
         return full.chunk(size, dim=described.split_dim)[rank]
+
+    def _to_local_experts(self, entry: MappedParameter, full: Tensor) -> Tensor:
+        described, ep, group = entry.described, self._membership.ep, self._splitters(entry.described)
+        rank, size = (0, 1) if described.split_dim is None else (group.rank(), group.size())
+        count = described.shape[0] * ep.size()
+        part = adapter_experts.part_of(full, kind=entry.recipe.kind, num_experts=count, rank=rank, size=size)
+        return part.chunk(ep.size())[ep.rank()]
 
     def to_full(self, entry: MappedParameter, local: Tensor | None, *, dtype: torch.dtype) -> dict[str, Tensor]:
         """Full tensors by Hugging Face name, on every rank. Collective over tensor-parallel ranks and stages.
@@ -126,6 +139,8 @@ class ParameterMap:
         if entry.recipe.kind == "gated":
             halves = [part.chunk(2) for part in parts]
             tensors: Sequence[Tensor] = [torch.cat([half[i] for half in halves]) for i in range(2)]
+        elif described.is_of_experts:
+            tensors = [adapter_experts.joined(parts, kind=entry.recipe.kind)]
         else:
             full = parts[0] if described.split_dim is None else torch.cat(parts, dim=described.split_dim)
             if described.is_embedding:
@@ -150,8 +165,10 @@ class ParameterMap:
         """Every tensor-parallel part, on every rank."""
         group = self._splitters(described)
         count = 1 if described.split_dim is None else group.size()
+        if local is not None and described.is_of_experts:
+            local = _concatenated(local, self._membership.ep)
         if local is None:
-            parts = [torch.empty(described.shape, dtype=dtype, device=self._membership.device) for _ in range(count)]
+            parts = [torch.empty(self._shape_of_parts(described), dtype=dtype, device=self._membership.device) for _ in range(count)]
         elif count == 1:
             parts = [local.contiguous()]
         else:
@@ -160,6 +177,12 @@ class ParameterMap:
         for part in parts:
             self._share(described, part)
         return parts
+
+    def _shape_of_parts(self, described: _Described) -> tuple[int, ...]:
+        """Of what one tensor-parallel rank has together with those that have the same part of other experts."""
+        if not described.is_of_experts:
+            return described.shape
+        return (described.shape[0] * self._membership.ep.size(), *described.shape[1:])
 
     def _share(self, described: _Described, numbers: Tensor) -> None:
         """From the ranks that hold a parameter to those with other experts, and then to the other stages; in place."""
@@ -172,7 +195,8 @@ class ParameterMap:
 
     def _splitters(self, described: _Described) -> dist.ProcessGroup:
         """Ranks that hold parts of the same matrix."""
-        return self._membership.tp if _EXPERT.search(described.name) is None else self._membership.expert_tp
+        is_expert = described.is_of_experts or _EXPERT.search(described.name) is not None
+        return self._membership.expert_tp if is_expert else self._membership.tp
 
     def _named(self, chunks: Chunks) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in chunks.bare:
@@ -198,7 +222,7 @@ class ParameterMap:
     def _describe(self, name: str, parameter: nn.Parameter) -> _Described:
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = _EXPERT.search(name) is not None
-        splitters = self._membership.expert_tp if is_expert else self._membership.tp
+        splitters = self._membership.expert_tp if is_expert or is_of_experts(name) else self._membership.tp
         is_split = bool(marks.get("tensor_model_parallel")) and splitters.size() > 1
         is_head = name == "output_layer.weight" and not self._has_scalar_head
         return _Described(
@@ -208,17 +232,19 @@ class ParameterMap:
             shape=tuple(parameter.shape),
             split_dim=int(marks["partition_dim"]) if is_split else None,
             is_embedding=is_head or name == EMBEDDING or (is_trained_head(name) and not self._has_scalar_head),
+            is_of_experts=is_of_experts(name),
         )
 
     def _recipe(self, name: str) -> Recipe:
         if self._of_adapter:
-            return peft_recipe(name, recipe_of=self._translation.recipe_of, head="score" if self._has_scalar_head else "lm_head")
+            head = "score" if self._has_scalar_head else "lm_head"
+            return peft_recipe(name, recipe_of=self._translation.recipe_of, head=head, names=self._names)
         if self._has_scalar_head and name in SCALAR_RECIPES:
             return SCALAR_RECIPES[name]
         return self._translation.recipe_of(name)
 
     def _full_shape(self, described: _Described) -> tuple[int, ...]:
-        shape = list(described.shape)
+        shape = list(self._shape_of_parts(described))
         if described.split_dim is not None:
             shape[described.split_dim] *= self._splitters(described).size()
         if described.is_embedding:
@@ -230,11 +256,24 @@ class ParameterMap:
         if kind == "plain":
             yield names[0], tuple(full.shape)
             return
+        if entry.described.is_of_experts:
+            # Without gates: the parts were put together already.
+            yield names[0], tuple(adapter_experts.joined([full], kind="experts_a" if kind == "experts_a" else "experts_b").shape)
+            return
         settings, rest = self._translation.settings, tuple(full.shape[1:])
         key_rows = settings.num_query_groups * settings.kv_channels
         rows = (full.shape[0] - 2 * key_rows, key_rows, key_rows) if kind == "qkv" else (full.shape[0] // 2,) * 2
         for name, count in zip(names, rows, strict=True):
             yield name, (count, *rest)
+
+
+def _concatenated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks of a group, along the first dimension."""
+    if group.size() == 1:
+        return local
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def _gathered(mine: list[_Described], group: dist.ProcessGroup) -> list[_Described]:

@@ -40,6 +40,7 @@ class OracleEngine(BaseEngine):
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
             Capability.ADAPTER,
+            Capability.ADAPTER_ON_EXPERTS,
             Capability.PORTABLE_STATE,
         }
     )

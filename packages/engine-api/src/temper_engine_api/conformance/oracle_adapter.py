@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -66,6 +67,10 @@ class OracleAdapter:
     """An adapter inside a model, by the methods of peft alone."""
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        unknown = [asked for asked in spec.target_parameters if not any(f".{name}".endswith(f".{asked}") for name in names)]
+        if unknown:
+            raise ConfigError(f"lora.target_parameters names {unknown[0]}, which the model does not have.")
         self.peft = _continued(model, spec) if spec.path is not None else get_peft_model(model, _config(spec))
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -82,7 +87,7 @@ class OracleAdapter:
         """Frozen weights by Hugging Face name."""
         trained = {id(parameter) for parameter in self.parameters().values()}
         return {
-            name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
+            re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", "."): parameter
             for name, parameter in self.peft.get_base_model().named_parameters()
             if id(parameter) not in trained
         }
@@ -138,6 +143,7 @@ def _config(spec: LoraSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
         exclude_modules=spec.exclude_modules or None,
+        target_parameters=list(spec.target_parameters) or None,
         modules_to_save=list(spec.modules_to_save) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
@@ -147,6 +153,8 @@ def _config(spec: LoraSpec) -> LoraConfig:
 def _continued(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
     assert spec.path is not None
     config = LoraConfig.from_pretrained(spec.path)
+    if config.target_parameters and spec.dropout:
+        raise ConfigError(f"lora.dropout is {spec.dropout}, and PEFT has none on tensors of experts.")
     config.lora_dropout = spec.dropout
     return PeftModel.from_pretrained(model, spec.path, config=config, is_trainable=True)
 

@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without an engine before anything is collected."""
     config.addinivalue_line("markers", "claims(*capabilities): a law for engines that claim all of these")
     config.addinivalue_line("markers", "disclaims(*capabilities): a law for engines that claim none of these")
+    config.addinivalue_line("markers", "mixtures: a law about mixtures of experts, for an engine's defaults and layouts with experts")
     if config.option.help:
         return
     settings = read_settings(config)
@@ -71,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[FINDINGS].unclaimed += [law.name for law in laws if law in unclaimed]
     needless = {law for law in laws if _capabilities_of(law, "disclaims") & settings.claims}
     _expect_failures(settings.expected, laws)
+    needless |= {law for law in laws if law.get_closest_marker("mixtures") and not _may_have_experts(_layout_of(law))}
     left_out = [law for law in laws if law not in unclaimed | needless and _property(law, "group") not in settings.groups]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -146,7 +148,8 @@ def mixtures(dense: Reference) -> Reference:
 @pytest.fixture
 def reference(request: pytest.FixtureRequest, layout: Layout) -> Reference:
     """What this layout is compared with."""
-    found: Reference = request.getfixturevalue("mixtures" if layout.has_experts else "dense")
+    is_of_mixtures = layout.has_experts or request.node.get_closest_marker("mixtures") is not None
+    found: Reference = request.getfixturevalue("mixtures" if is_of_mixtures else "dense")
     return found
 
 
@@ -166,6 +169,11 @@ def subject(request: pytest.FixtureRequest, fleet: Fleet, layout: Layout) -> Ite
 
 def _lender(config: pytest.Config) -> Lender | None:
     return cast(Lender | None, config.pluginmanager.get_plugin(LENT))
+
+
+def _may_have_experts(layout: Layout) -> bool:
+    """Other layouts may ask more of a model with experts: Megatron's tensor parallelism, for one, that sequences are split too."""
+    return layout.has_experts or not layout.fields
 
 
 def _layout_of(law: pytest.Function) -> Layout:

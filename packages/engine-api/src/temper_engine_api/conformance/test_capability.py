@@ -74,6 +74,14 @@ def call_adapter(rank: Rank, *, recipe: Recipe) -> None:
         engine.load_adapter({}, {})
 
 
+@pytest.mark.claims(Capability.ADAPTER)
+@pytest.mark.disclaims(Capability.ADAPTER_ON_EXPERTS)
+def test_adapters_on_experts_are_refused(subject: Subject, reference: Reference) -> None:
+    inside = replace(reference.fresh_adapter(rank=2), target_parameters=("mlp.experts.down_proj",))
+    for told in subject.run(refusal_of_init, recipe=reference.recipe(QWEN2_GROUPED, lora=inside)):
+        assert repr(Capability.ADAPTER_ON_EXPERTS.value) in told
+
+
 @pytest.mark.disclaims(Capability.LOGPROB_AT)
 def test_given_ids_are_refused_by_name(subject: Subject, reference: Reference) -> None:
     subject.run(ask_given_ids, recipe=reference.recipe(QWEN2_GROUPED), batch=reference.batch())

@@ -5,6 +5,6 @@ In: a Hugging Face configuration. Out: a Megatron configuration, and for each of
 """
 
 from temper_engine_megatron.bridge_compat.lines import LINES, Line, line_in_use, submodules_of_experts
-from temper_engine_megatron.bridge_compat.translation import Recipe, Translation
+from temper_engine_megatron.bridge_compat.translation import ParameterKind, Recipe, Translation
 
-__all__ = ["LINES", "Line", "Recipe", "Translation", "line_in_use", "submodules_of_experts"]
+__all__ = ["LINES", "Line", "ParameterKind", "Recipe", "Translation", "line_in_use", "submodules_of_experts"]

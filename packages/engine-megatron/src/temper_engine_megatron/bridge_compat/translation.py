@@ -16,7 +16,7 @@ from temper_engine_megatron.bridge_compat.stand_ins import import_bridge
 
 USE_ANOTHER = "use a qwen2, qwen3, qwen3_moe or llama model."
 
-ParameterKind = Literal["plain", "qkv", "gated"]
+ParameterKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_experts_b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class Recipe:
     """What one of Megatron's parameters is made of."""
 
     kind: ParameterKind
-    """plain: one tensor. qkv: query, key and value, interleaved by group of heads. gated: gate and up, one above the other."""
+    """plain: one tensor. qkv: query, key and value, interleaved by group of heads. gated: gate and up, one above the other.
+    experts_a, experts_b: a low-rank adapter's A or B of every expert in PEFT's order, see ``adapter_experts``; gated where B's rows are."""
     names: tuple[str, ...]
     """Hugging Face names in the order that the kind says."""
 
