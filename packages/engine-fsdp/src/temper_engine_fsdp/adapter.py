@@ -47,6 +47,11 @@ class Adapter:
         self._experts = {_joined_name(name, module): (name, module) for name, module in _wrappers(hf)}
         self._whole = tuple(name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper))
 
+    @property
+    def is_on_experts(self) -> bool:
+        """Whether it changes tensors of experts, and not linear layers alone."""
+        return bool(self._experts)
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The base model alone inside; nested entries are harmless."""
@@ -167,7 +172,8 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
         try:
             inject_adapter_in_model(config, hf)
         except ValueError as error:
-            raise ConfigError(f"lora.target_modules {_told(asked)} can't be adapted in {type(hf).__name__}: {error}") from error
+            named = f"target_modules {_told(asked)}" + (f" with lora.target_parameters {', '.join(given)}" if given else "")
+            raise ConfigError(f"lora.{named} can't be adapted in {type(hf).__name__}: {error}") from error
         _begin(hf)
     _refuse_unsupported(hf, spec=spec, head=head)
     _refuse_other_parameters(hf, asked=given)
