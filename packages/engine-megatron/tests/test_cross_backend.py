@@ -90,6 +90,21 @@ def test_an_adapter_goes_on_in_the_other_engine(fleet, reference, tmp_path, firs
     check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
 
 
+@pytest.mark.parametrize(
+    ("first", "before", "second", "after"),
+    [
+        pytest.param("fsdp", TWO, "megatron", MEGATRON["ep2"], id="fsdp-to-ep2"),
+        pytest.param("megatron", MEGATRON["ep2"], "fsdp", ALONE, id="ep2-to-fsdp", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_adapter_inside_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+    mixtures = reference.with_experts()
+    inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = TinyAdapter(name="inside-crossing", model=QWEN2_TIED, fields={"target_modules": ["q_proj"], "target_parameters": inside})
+    recipe = mixtures.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
+    check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
+
+
 def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
     """Three updates in one engine, and two followed by one in the other."""
     (first, before), (second, after) = one, other

@@ -121,6 +121,7 @@ SABOTEURS = (
     Saboteur(state.MergesWithoutScale, ("test_adapter::test_merged_weights_give_same_logits_in_transformers",)),
     Saboteur(state.AdapterStaysOn, ("test_adapter::test_disabled_adapter_is_the_base",)),
     Saboteur(state.ExportsAdapterWithoutAlpha, ("test_adapter::test_adapter_loads_in_peft_with_same_logits",)),
+    Saboteur(state.OrdersExpertsOfAnAdapterAlike, ("test_expert_adapter::test_adapter_loads_in_peft_with_same_logits",)),
     Saboteur(state.LoadsAdapterLeniently, ("test_adapter::test_a_wrong_adapter_is_refused_and_nothing_changes",)),
     Saboteur(state.SavesTheBase, ("test_adapter::test_a_checkpoint_holds_the_adapter_for_peft_and_no_base",)),
     Saboteur(state.DropsInEval, ("test_adapter::test_dropout_of_an_adapter_is_for_training_only",)),

@@ -280,6 +280,19 @@ class ExportsAdapterWithoutAlpha(DataParallelOracle):
         return {**config, "lora_alpha": config["r"]}, tensors
 
 
+class OrdersExpertsOfAnAdapterAlike(DataParallelOracle):
+    """Both factors come out expert after expert; PEFT has them next to each other in the second."""
+
+    def _export_adapter(self):
+        config, tensors = super()._export_adapter()
+        shape = (-1, self.model.config.to_dict().get("num_experts", 1))
+        swapped = {
+            name: tensor.unflatten(1, shape).transpose(1, 2).flatten(1) if ".experts." in name and "lora_B" in name else tensor
+            for name, tensor in tensors.items()
+        }
+        return config, swapped
+
+
 class LoadsAdapterLeniently(DataParallelOracle):
     """Takes the tensors that it knows, and says nothing of the others."""
 

@@ -114,8 +114,8 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     adapter: Adapter | None = _adapters().attach(hf, spec=config.lora, model=config.model) if config.lora.is_on else None
     if adapter is not None and adapter.is_on_experts and config.strategy == "fsdp1":
         raise ConfigError(
-            "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces while they are used; those of FSDP1 are views, "
-            "which it can't replace: take strategy fsdp2."
+            "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces while they are used; those of FSDP1 are "
+            "views, which it can't replace: take strategy fsdp2."
         )
     if config.liger_layers:
         use_liger(hf, device=device, compute=dtype_named(config.precision.compute))
