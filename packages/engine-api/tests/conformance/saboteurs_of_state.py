@@ -285,9 +285,8 @@ class OrdersExpertsOfAnAdapterAlike(DataParallelOracle):
 
     def _export_adapter(self):
         config, tensors = super()._export_adapter()
-        shape = (-1, self.model.config.to_dict().get("num_experts", 1))
         swapped = {
-            name: tensor.unflatten(1, shape).transpose(1, 2).flatten(1) if ".experts." in name and "lora_B" in name else tensor
+            name: tensor.unflatten(1, (config["r"], -1)).transpose(1, 2).flatten(1) if ".experts." in name and "lora_B" in name else tensor
             for name, tensor in tensors.items()
         }
         return config, swapped
