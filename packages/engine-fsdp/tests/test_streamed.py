@@ -96,9 +96,9 @@ def test_a_value_model_is_streamed_from_a_language_model(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in streamed.items())
 
 
-def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
-    start: Callable[..., FSDPEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    """A model directory, of a mixture of experts in many files."""
     architecture = {
         "model_type": "qwen3_moe",
         "hidden_size": 32,
@@ -111,19 +111,43 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     }
-    config = AutoConfig.for_model(**architecture)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
-    in_files = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return tmp_path
 
-    def refused(*args: object, **kwargs: object) -> None:
-        raise AssertionError("built whole")
 
-    monkeypatch.setattr(parts, "build_model", refused)
-    found = weights_of(start(model=ModelSpec(path=str(tmp_path))))
+def _refused(*args: object, **kwargs: object) -> None:
+    raise AssertionError("built whole")
+
+
+def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
+    start: Callable[..., FSDPEngine], mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_files = {name: tensor for path in mixture.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
+    monkeypatch.setattr(parts, "build_model", _refused)
+    found = weights_of(start(model=ModelSpec(path=str(mixture))))
     assert found.keys() == in_files.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
+
+
+def test_an_adapter_inside_experts_begins_beside_streamed_weights(
+    start: Callable[..., FSDPEngine], mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj",), target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    build = parts.build_model
+    monkeypatch.setattr(parts, "build_model", _refused)
+    streamed = start(model=ModelSpec(path=str(mixture)), lora=lora)
+    monkeypatch.setattr(parts, "build_model", build)
+    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    whole = start(model=ModelSpec(path=str(mixture)), lora=lora)
+    (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
+    assert config == other
+    assert any("experts" in name and tensor.any() for name, tensor in ours.items())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    weights = weights_of(whole)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(streamed).items())
 
 
 def test_a_directory_with_other_names_is_left_to_transformers(
