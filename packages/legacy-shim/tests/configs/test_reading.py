@@ -116,6 +116,18 @@ def test_a_block_given_as_a_whole_goes_by_the_rules_of_its_keys() -> None:
     assert found.unmapped == {}
 
 
+def test_one_value_in_the_place_of_a_block_is_a_forks_own() -> None:
+    foreign = "actor_rollout_ref.actor.policy_loss=plusplus"
+    for version in ("v0.3.0.post1", "v0.7.1"):
+        found = translated(version, foreign, "actor_rollout_ref.model.path=/models/q")
+        assert found.tokens[-2].disposition == "unmapped"
+        assert any("policy_loss=plusplus" in finding.message for finding in found.findings if finding.rule == "unmapped")
+        assert values(found)["actor.engine.model.path"] == "/models/q"
+    assert values(translated("v0.7.1", "trainer=mine", "actor_rollout_ref.rollout=mine")) == values(translated("v0.7.1"))
+    inferred = translate(["algorithm.kl_ctrl.kl_coef=0.1", "critic.model.fsdp_config.param_offload=True", foreign])
+    assert any("refuses actor_rollout_ref.actor.policy_loss" in said for said in inferred.source.evidence)
+
+
 def test_a_forks_key_in_a_block_that_we_know_is_still_unmapped() -> None:
     found = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
     assert [token.disposition for token in found.tokens[-3:]] == ["unmapped"] * 3

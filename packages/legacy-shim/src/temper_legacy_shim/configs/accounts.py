@@ -51,6 +51,8 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
 
 def _block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
     """A block that was given, or taken away, as a whole: by the rules of its keys."""
+    if token.is_no_block:
+        return _made(token, "unmapped", "one value in the place of a block of keys: a fork's own. Nothing was guessed.", None)
     leaves = flatten(token.value, f"{token.key}.") if isinstance(token.value, dict) else {}
     found = [find_rule(program, key) for key in leaves]
     if leaves and any(rule is None for rule in found):

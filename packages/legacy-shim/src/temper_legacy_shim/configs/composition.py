@@ -123,7 +123,8 @@ def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
         complaint = _complaint(old, override)
         if complaint is not None:
             old.refused.setdefault(override.index, complaint)
-        assign(old, key, override.value, override.index)
+        if not (key in old.blocks and override.is_no_block):  # a fork's own: the release's keys stay what they are
+            assign(old, key, override.value, override.index)
 
 
 def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:

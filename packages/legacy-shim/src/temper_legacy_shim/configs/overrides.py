@@ -34,6 +34,12 @@ class Override:
     """Why Hydra would not have read it."""
 
     @property
+    def is_no_block(self) -> bool:
+        """Whether it sets one value, which cannot stand for a block of keys: no mapping, not nothing, no reference to another block."""
+        refers = isinstance(self.value, str) and "${" in self.value
+        return self.kind == "set" and self.prefix != "~" and self.value is not None and not isinstance(self.value, dict) and not refers
+
+    @property
     def has_value(self) -> bool:
         """Whether there is a sign at all; ``~key`` has none."""
         return "=" in self.text

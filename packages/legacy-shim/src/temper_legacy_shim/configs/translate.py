@@ -149,11 +149,14 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
     found = {
         key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
     }
+    unruled = [token for token in tokens if token.is_no_block and find_rule(program, token.key) is None]
+    found |= {token.key: token.value for token in unruled if is_block(token.key)}
     for key, value in found.items():
-        index = draft.old.origin[key]
+        index = draft.old.origin.get(key, -1)
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
         what = "took it because of the + and never read it" if is_added else "would not have started with it"
-        draft.find("hazard", "unmapped", f"{key}={value} is a key of no release: {draft.old.version} {what}.", key)
+        is_what = "stands for a block of keys" if is_block(key) else "is a key of no release"
+        draft.find("hazard", "unmapped", f"{key}={value} {is_what}: {draft.old.version} {what}.", key)
     return found
 
 

@@ -62,7 +62,7 @@ def _refusals(
         is_there = key in leaves or key in blocks or key in recipe
         if override.prefix == "+" and key in leaves and leaves[key] is not None:
             refused.add(f"+{key}")
-        if override.prefix == "" and not is_there:
+        if (override.prefix == "" and not is_there) or (key in blocks and override.is_no_block):
             refused.add(key)
     return refused
 
