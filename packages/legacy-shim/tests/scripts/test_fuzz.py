@@ -200,3 +200,8 @@ def test_twenty_thousand_texts_are_read_or_refused(part: int) -> None:
 )
 def test_what_would_never_end_is_refused_or_cut_short(text: str) -> None:
     _check(text)
+
+
+def test_a_list_that_an_endless_loop_lengthens_is_refused() -> None:
+    with pytest.raises(ScriptError, match="words"):
+        read_script('while LIST=(a "${LIST[@]}" b); do LIST=(c "${LIST[@]}" d); done')

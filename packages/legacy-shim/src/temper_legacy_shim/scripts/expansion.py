@@ -35,8 +35,10 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
     """Arguments of words, as a command gets them."""
     fields: list[Field] = []
     for word in words:
+        before = len(fields)
         for single in braces.expand(word):
             fields.extend(_fields(shell, single, is_whole=single is word))
+        shell.reading.count_words(len(fields) - before)
         if len(fields) > MAX_FIELDS:
             raise ScriptError(f"a command has more than {MAX_FIELDS} arguments: the script builds more than a launch command.")
     return fields

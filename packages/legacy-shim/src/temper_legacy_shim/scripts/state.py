@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from temper_legacy_shim.scripts.conditions import Truth
 
 MAX_STEPS = 10_000
+MAX_WORDS = 100_000
 MAX_FORKS = 60
 AMBIENT = frozenset(
     (
@@ -102,6 +103,8 @@ class Reading:
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0
+    words: int = 0
+    """Arguments and elements that expansions made."""
     inner: Span | None = None
     """The outer command while text inside ``bash -c``, ``eval`` or a heredoc is read."""
     item: Span = field(default_factory=lambda: Span(0, 0))
@@ -118,6 +121,16 @@ class Reading:
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise ScriptError(f"the script takes more than {MAX_STEPS} steps to read: it does more than launch, or loops for ever.")
+
+    def count_words(self, number: int) -> None:
+        """Count what an expansion made, since a list that each round of a loop copies and lengthens takes few steps.
+
+        Raises:
+            ScriptError: more than a launch script needs.
+        """
+        self.words += number
+        if self.words > MAX_WORDS:
+            raise ScriptError(f"the script expands to more than {MAX_WORDS} words: it does more than launch, or loops for ever.")
 
     def note(self, sentence: str, at: int) -> None:
         """Record a sentence once."""
