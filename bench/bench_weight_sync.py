@@ -4,6 +4,11 @@ A set of bf16 weights of the given size, as a Qwen2 model has them, goes from a 
 it into tensors that it holds. Wall time of the quickest of some sets, with and without checksums.
 
     OMP_NUM_THREADS=1 python bench/bench_weight_sync.py [--megabytes 512] [--repeats 3] [--json FILE]
+
+With ``--changes``, whole sets beside what an update changed (``weight_sync.content=delta``): float32 masters of a Qwen2's shape from
+N(0, 0.02), of which every element moves by the learning rate up or down, as Adam's first steps do, exported in bf16.
+
+    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py --changes 0.5B [--lr 1e-6 1e-5] [--repeats 3] [--json FILE]
 """
 
 import argparse
@@ -13,18 +18,27 @@ import platform
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from temper_engine_api.weights import NamedWeight, checksum
+from temper_engine_api.weights import NamedWeight, WeightStream, checksum
+from temper_trainer.config.weight_sync import WeightSyncConfig
+from temper_trainer.rollout.changes import WHOLE, ChangeManifest, apply_changes, check_result, num_sent, open_change_parcel
 from temper_trainer.rollout.channel import Channel, ChannelSpec
 from temper_trainer.rollout.parcels import Parcel, check_digest, cut, digest_of, fill, layout_of, named_weights, open_parcel, write_parcel
+from temper_trainer.weight_sync.collective import open_sender, plan_set, send_changes, send_set
+from temper_trainer.weight_sync.shared_changes import write_changes
+from temper_trainer.weight_sync.shared_memory import remove_folder, write_set
+from temper_trainer.weight_sync.transport import Sent
 
 BUCKET_BYTES = 64 << 20
+MAX_SHARE = WeightSyncConfig().max_changed_share
 
 
 def make_weights(megabytes: int) -> list[NamedWeight]:
@@ -60,6 +74,197 @@ def serve_channel(spec: ChannelSpec, parcels: Sequence[Parcel], rounds: int) -> 
     for _ in range(rounds):
         for parcel in parcels:
             keep(held, channel.receive(parcel), parcel)
+
+
+SHAPES = {"tiny": (128, 384, 4, 64, 64), "0.5B": (896, 4864, 24, 128, 151936)}
+"""Hidden and inner size, layers, size of the keys, and vocabulary; the head is tied."""
+
+
+class Actor:
+    """The one rank of an actor, as far as the transports see it."""
+
+    is_first = True
+
+    def __init__(self, shape: str) -> None:
+        hidden, inner, layers, keys, vocabulary = SHAPES[shape]
+        sizes = {"embed_tokens": (vocabulary, hidden), "norm": (hidden,)}
+        for i in range(layers):
+            layer = {"q": (hidden, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, hidden), "norm": (hidden,)}
+            layer |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+            sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
+        generator = torch.Generator().manual_seed(0)
+        self._masters = {f"{name}.weight": torch.randn(size, generator=generator) * 0.02 for name, size in sizes.items()}
+        self._generator = generator
+
+    def train(self, lr: float) -> None:
+        """One update: every element up or down by the learning rate."""
+        for master in self._masters.values():
+            signs = torch.randint(0, 2, master.shape, generator=self._generator, dtype=torch.int8)
+            master.add_(signs, alpha=2 * lr).sub_(lr)
+
+    def export_weights(self) -> WeightStream:
+        """One tensor after the other in bf16, as an engine casts them."""
+        return WeightStream(NamedWeight(name, master.to(torch.bfloat16)) for name, master in self._masters.items())
+
+
+def keep_tensors(held: dict[str, Tensor], weights: Iterable[NamedWeight]) -> None:
+    """What a server does in the end: copy into its own tensors."""
+    for name, tensor in weights:
+        held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+
+
+def serve_shared(pipe: "Connection[object, object]") -> None:
+    """A receiver of sets and of changes in shared memory, as a server's worker reads them; answers with its seconds."""
+    torch.set_num_threads(1)
+    held: dict[str, Tensor] = {}
+    while (message := pipe.recv()) is not None:
+        begin = time.perf_counter()
+        parcels, manifest = cast("tuple[list[Parcel], ChangeManifest | None]", message)
+        for place, parcel in enumerate(parcels):
+            data = open_parcel(parcel)
+            weights = list(named_weights(data, parcel))
+            if manifest is None:
+                check_digest(data, parcel)
+            else:
+                changes, tensors = manifest.parcels[place], [weight.tensor for weight in weights]
+                apply_changes(tensors, open_change_parcel(changes), parcel.entries, changes.counts)
+                check_result(tensors, changes.result_digest, version=manifest.version, base_version=manifest.base_version)
+            keep_tensors(held, weights)
+        pipe.send(time.perf_counter() - begin)
+
+
+def serve_changes(spec: ChannelSpec, layout: Sequence[Parcel], pipe: "Connection[object, object]") -> None:
+    """A receiver of broadcasts, whole or changes, as a server's worker takes them; answers when it has copied everything."""
+    torch.set_num_threads(1)
+    channel = Channel(spec, rank=1, device=torch.device("cpu"))
+    held: dict[str, Tensor] = {}
+    base: list[list[Tensor]] = []
+    while (kind := pipe.recv()) is not None:
+        arrived = []
+        for place, parcel in enumerate(layout):
+            if kind == "changes":
+                changes, data = channel.receive_changes(parcel.entries)
+                apply_changes(base[place], data, parcel.entries, changes.counts)
+                check_result(base[place], changes.result_digest, version=1, base_version=0)
+                arrived.append(base[place])
+            else:
+                own = channel.receive(parcel).clone()
+                arrived.append([weight.tensor for weight in named_weights(own, parcel)])
+            keep_tensors(held, (NamedWeight(entry.name, tensor) for entry, tensor in zip(parcel.entries, arrived[-1], strict=True)))
+        base = arrived
+        pipe.send(len(held))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The quickest of some sets."""
+
+    seconds: float
+    """Until the receiver has copied everything."""
+    num_bytes: int
+    """Of the last set."""
+    share: float
+    """Of its elements, those that were sent."""
+
+
+def quickest(send: Callable[[int], Sent], actor: Actor, *, lr: float, repeats: int, first_version: int) -> Measured:
+    """An update before each set, which does not count; nor does the first set."""
+    taken = []
+    for version in range(first_version, first_version + repeats + 1):
+        actor.train(lr)
+        begin = time.perf_counter()
+        sent = send(version)
+        taken.append(time.perf_counter() - begin)
+    return Measured(seconds=min(taken[1:]), num_bytes=sent.num_bytes, share=sent.share)
+
+
+def measure_shared_changes(actor: Actor, rates: Sequence[float], *, repeats: int) -> dict[str, Measured]:
+    """Whole sets and changes through files in shared memory."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=serve_shared, args=(theirs,), daemon=True)
+    receiver.start()
+    found = {}
+    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        folder = Path(directory)
+
+        def whole(version: int) -> Sent:
+            parcels = write_set(actor, str(folder / "whole"), BUCKET_BYTES, True)
+            ours.send((parcels, None))
+            ours.recv()
+            return Sent(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
+
+        found["shared memory, full"] = quickest(whole, actor, lr=rates[0], repeats=repeats, first_version=1)
+        base = write_set(actor, str(folder / "whole"), BUCKET_BYTES, True)
+        loaded = [ChangeManifest(version=0, base_version=0, parcels=())]
+
+        def changes(version: int) -> Sent:
+            manifest = write_changes(actor, base, loaded[0], version, str(folder / str(version)), BUCKET_BYTES, True, MAX_SHARE)
+            ours.send((base, manifest))
+            ours.recv()
+            remove_folder(actor, str(folder / str(loaded[0].version)))
+            loaded[0] = manifest
+            pairs = list(zip(base, manifest.parcels, strict=True))
+            elements = sum(num_sent(parcel.entries, [WHOLE] * len(parcel.entries)) for parcel in base)
+            share = sum(num_sent(parcel.entries, changed.counts) for parcel, changed in pairs) / elements
+            return Sent(num_bytes=sum(changed.num_bytes for _, changed in pairs), share=share)
+
+        for number, lr in enumerate(rates, start=1):
+            found[f"shared memory, delta, lr {lr:g}"] = quickest(changes, actor, lr=lr, repeats=repeats, first_version=100 * number)
+    ours.send(None)
+    receiver.join()
+    return found
+
+
+def measure_channel_changes(actor: Actor, rates: Sequence[float], *, repeats: int) -> dict[str, Measured]:
+    """Whole sets and changes over gloo."""
+    layout = plan_set(actor, BUCKET_BYTES)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    largest = max(parcel.num_bytes for parcel in layout)
+    spec = ChannelSpec(backend="gloo", address="127.0.0.1", port=port, size=2, buffer_bytes=largest, with_digest=True, timeout_s=120)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=serve_changes, args=(spec, layout, theirs), daemon=True)
+    receiver.start()
+    open_sender(actor, spec)
+    last = [0]
+
+    def whole(version: int) -> Sent:
+        ours.send("whole")
+        sent = send_set(actor, spec, layout, BUCKET_BYTES, "bench", version)
+        ours.recv()
+        last[0] = version
+        return sent
+
+    def changes(version: int) -> Sent:
+        ours.send("changes")
+        sent = send_changes(actor, spec, BUCKET_BYTES, "bench", last[0], version, MAX_SHARE)
+        ours.recv()
+        last[0] = version
+        return sent
+
+    found = {"gloo broadcast, full": quickest(whole, actor, lr=rates[0], repeats=repeats, first_version=1)}
+    for number, lr in enumerate(rates, start=1):
+        found[f"gloo broadcast, delta, lr {lr:g}"] = quickest(changes, actor, lr=lr, repeats=repeats, first_version=100 * number)
+    ours.send(None)
+    receiver.join()
+    return found
+
+
+def show_changes(shape: str, rates: Sequence[float], *, repeats: int, json_file: Path | None) -> None:
+    """Print the table of whole sets beside changes, and write it where asked."""
+    actor = Actor(shape)
+    found = measure_shared_changes(actor, rates, repeats=repeats) | measure_channel_changes(actor, rates, repeats=repeats)
+    machine = platform.processor() or platform.machine()
+    print(f"the {shape} shape in bf16, buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}")
+    print("| what | elements sent | MB | ms |\n|---|---|---|---|")
+    for name, measured in found.items():
+        print(f"| {name} | {measured.share:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |")
+    if json_file is not None:
+        json_file.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}, indent=1))
 
 
 def best(call: Callable[[], object], repeats: int) -> float:
@@ -127,8 +332,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--changes", choices=SHAPES)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.changes is not None:
+        show_changes(chosen.changes, chosen.lr, repeats=chosen.repeats, json_file=chosen.json)
+        return
     weights = make_weights(chosen.megabytes)
     parts = list(cut(weights, bucket_bytes=BUCKET_BYTES))
     num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)

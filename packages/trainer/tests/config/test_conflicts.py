@@ -49,6 +49,7 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (["task=sft", "warm_start.total_steps=5"], "warm_start has no effect", "task sft"),
         (["weight_sync.transport=collective"], "weight_sync.transport is collective", "rollout.sampler hf"),
         (["rollout=vllm", "weight_sync.transport=in_process"], "weight_sync.transport is in_process", "rollout.sampler vllm"),
+        (["weight_sync.max_changed_share=0.1"], "weight_sync.max_changed_share", "weight_sync.content=delta"),
         (["weight_sync.content=adapter", *LORA], "weight_sync.content is adapter", "rollout.sampler is hf"),
         (["rollout=vllm", "weight_sync.content=adapter"], "weight_sync.content is adapter", "actor.engine.lora is off"),
         (

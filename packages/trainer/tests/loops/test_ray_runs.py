@@ -45,6 +45,18 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
         assert rows(tmp_path / "ray", phase=phase) == rows(tmp_path / "inline", phase=phase)
 
 
+def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(run: Run, rows: Rows, tmp_path: Path) -> None:
+    small = ("actor.engine.precision.compute=bf16", "rollout.dtype=bf16", "actor.engine.optimizer.lr=1e-5", "rollout.canary_tolerance=0.05")
+    run(tmp_path / "inline", *small)
+    run(tmp_path / "ray", *small, *ON_RAY, "weight_sync.content=delta")
+    found, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
+    shares = [row.pop("weight_sync/sent_share") for row in found]
+    for row in (*found, *expected):
+        row.pop("weight_sync/bytes")
+    assert 0 < min(shares) <= max(shares) < 0.5
+    assert found == [{name: value for name, value in row.items() if name != "weight_sync/sent_share"} for row in expected]
+
+
 @pytest.mark.nightly
 def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_rank(run: Run, rows: Rows, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")

@@ -57,6 +57,23 @@ def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tm
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(run: Run, rows: Rows, tmp_path: Path) -> None:
+    # Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16.
+    small = ("actor.engine.precision.compute=bf16", "rollout.dtype=bf16", "actor.engine.optimizer.lr=1e-5", "rollout.canary_tolerance=0.05")
+    delta = (*small, "weight_sync.content=delta")
+    run(tmp_path / "full", *small)
+    run(tmp_path / "delta", *delta, "run.total_steps=2")
+    run(tmp_path / "delta", *delta, "run.total_steps=4", "run.resume=auto")
+    full, changes = rows(tmp_path / "full"), rows(tmp_path / "delta")
+    sizes = [(row.pop("weight_sync/bytes"), other.pop("weight_sync/bytes")) for row, other in zip(changes, full, strict=True)]
+    shares = [(row.pop("weight_sync/sent_share"), other.pop("weight_sync/sent_share")) for row, other in zip(changes, full, strict=True)]
+    assert changes == full
+    # Before its first step each of the two processes sent a whole set, which no step's row tells of.
+    for (share, whole_share), (size, whole_size) in zip(shares, sizes, strict=True):
+        assert 0 < share < 0.5 < whole_share == 1.0
+        assert size < whole_size / 2
+
+
 @pytest.mark.parametrize("loop", ["sync", "one_step_off"])
 def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str

@@ -70,6 +70,10 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
 
 
+def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k not in ("weight_sync/bytes", "weight_sync/sent_share")} for row in found]
+
+
 def killing_in_step_two(restarts: list[int], kill: Callable[[VllmSampler], None]) -> Callable[..., StepResult]:
     """A step that loses its first server in step 2, before it samples."""
 
@@ -99,9 +103,34 @@ def test_weights_by_broadcast_give_the_same_losses(run: Run, rows: Rows, tmp_pat
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
 
 
+SMALL_STEPS = (
+    "actor.engine.precision.compute=bf16",
+    "rollout.dtype=bf16",
+    "rollout.canary_tolerance=0.05",
+    "actor.engine.optimizer.lr=1e-5",
+)
+"""Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16."""
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_a_run_that_sends_changes_has_the_numbers_of_one_that_sends_everything(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], transport: str
+) -> None:
+    lean = (*LEAN, *on_vllm, *SMALL_STEPS, f"weight_sync.transport={transport}", "weight_sync.bucket_bytes=20000")
+    run(tmp_path / "full", *lean)
+    run(tmp_path / "delta", *lean, "weight_sync.content=delta")
+    found, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
+    assert without_sizes(found) == without_sizes(expected)
+    shares = [row["weight_sync/sent_share"] for row in found]
+    assert 0 < min(shares) <= max(shares) < 0.5
+    assert all(row["weight_sync/bytes"] < other["weight_sync/bytes"] for row, other in zip(found, expected, strict=True))
+    assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), "a run leaves nothing in shared memory"
+
+
+@pytest.mark.parametrize("content", ["full", "delta"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
-    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, transport: str
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, transport: str, content: str
 ) -> None:
     restarts: list[int] = []
 
@@ -113,9 +142,9 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
 
     run(tmp_path / "whole", *LEAN, *on_vllm)
     monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
-    run(tmp_path / "killed", *LEAN, *on_vllm, f"weight_sync.transport={transport}")
+    run(tmp_path / "killed", *LEAN, *on_vllm, f"weight_sync.transport={transport}", f"weight_sync.content={content}")
     assert restarts == [0, 1, 1]
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert without_sizes(rows(tmp_path / "killed")) == without_sizes(rows(tmp_path / "whole"))
 
 
 def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(

@@ -40,7 +40,7 @@ class Worker:
 
 
 def given_by(worker: Worker) -> list[StoredBucket]:
-    return cast("list[StoredBucket]", hand_over(cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True))
+    return cast("list[StoredBucket]", list(hand_over(cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True).given))
 
 
 def test_what_is_given_away_is_the_engines_own_memory() -> None:
@@ -103,8 +103,9 @@ def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         remote = ray.remote(look)
-        refs = hand_over(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
-        found = ray.get(refs)
+        handed = hand_over(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
+        found = ray.get(list(handed.given))
     finally:
         ray.shutdown()
+    assert handed.num_bytes == 4 * (1 << 18) + 4 * (1 << 20)
     assert found == [([True], [float(1 << 18)]), ([True], [float(2 << 20)])]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.changes import apply_changes, check_result
 from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, named_weights
 from temper_trainer.rollout.replica import ReplicaError
@@ -23,9 +24,12 @@ class Actor:
 
     num_workers, is_first, num_updates = 1, True, 0
 
+    def __init__(self) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+
     def export_weights(self) -> WeightStream:
         """All of them."""
-        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in WEIGHTS.items()]))
+        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()]))
 
     def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """On that rank."""
@@ -34,6 +38,9 @@ class Actor:
 
 class Worker:
     """The other end, in a thread."""
+
+    held: list[list[Tensor]]
+    version = 0
 
     def __init__(self) -> None:
         self.name = "rollout replica 0"
@@ -49,12 +56,28 @@ class Worker:
         """Open this end."""
         self._channel: Channel = open_channel(plain, worker_rank=0, device=torch.device("cpu"))
 
-    def receive_set(self, layout: list[Parcel], version: int) -> None:
+    def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
         """Every bucket."""
+        self.held, self.version = [], version
         for parcel in layout:
             data = self._channel.receive(parcel)
             self.places.add(data.data_ptr())
-            self.received |= {name: tensor.clone() for name, tensor in named_weights(data, parcel)}
+            own = {name: tensor.clone() for name, tensor in named_weights(data, parcel)}
+            self.received |= own
+            self.held.append(list(own.values()))
+
+    def held_version(self) -> int:
+        """Of what is held."""
+        return self.version
+
+    def receive_changes(self, layout: list[Parcel], base_version: int, version: int) -> None:
+        """Every bucket's changes."""
+        assert base_version == self.version
+        for parcel, held in zip(layout, self.held, strict=True):
+            changes, data = self._channel.receive_changes(parcel.entries)
+            apply_changes(held, data, parcel.entries, changes.counts)
+            check_result(held, changes.result_digest, version=version, base_version=base_version)
+        self.version = version
 
     def load_while(
         self, receive: Callable[["Worker"], "Future[object]"], send: Callable[[], object], *, version: int, reload: object
@@ -66,7 +89,7 @@ class Worker:
         answer.result()
 
 
-def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64) -> CollectiveTransport:
+def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64, max_share: float | None = None) -> CollectiveTransport:
     return CollectiveTransport(
         actor=actor,
         sampler=cast("VllmSampler", worker),
@@ -75,6 +98,7 @@ def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64) -
         bucket_bytes=bucket_bytes,
         with_digest=True,
         may_send_again=True,
+        max_share=max_share,
     )
 
 
@@ -113,4 +137,43 @@ def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number
     actor.num_updates += 1
     with pytest.raises(ReplicaError, match="the actor's weights have changed since version 1"):
         worker.reload(worker)
+    transport.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -> None:
+    actor, worker = Actor(), Worker()
+    transport = transport_between(actor, worker, bucket_bytes=bucket_bytes, max_share=0.25)
+    # 4, 1000 and 1 floats, each rounded up to 64 bytes.
+    assert (transport.send(1).num_bytes, transport.send(2).num_bytes) == (64 + 4032 + 64, 0)
+    actor.weights["wide"][3] = -1.0
+    actor.weights["last"][0] = 8.0
+    sent = transport.send(3)
+    # A place and a value of "wide", in 64 bytes each; "last" is one element, whose place would double it.
+    assert (sent.num_bytes, sent.share) == (3 * 64, pytest.approx(2 / 1005))
+    assert [tensor.tolist() for held in worker.held for tensor in held] == [tensor.tolist() for tensor in actor.weights.values()]
+    transport.close()
+
+
+def test_a_server_that_holds_other_weights_is_sent_the_whole_set(caplog: pytest.LogCaptureFixture) -> None:
+    actor, worker = Actor(), Worker()
+    transport = transport_between(actor, worker, max_share=0.25)
+    transport.send(1)
+    worker.version = -1
+    assert transport.send(2).share == 1.0
+    assert "rollout replica 0 does not hold weights 1, so the whole set is sent." in caplog.text
+    transport.close()
+
+
+def test_a_server_that_was_sent_the_weights_again_takes_changes_afterwards() -> None:
+    actor, worker = Actor(), Worker()
+    transport = transport_between(actor, worker, max_share=0.25)
+    transport.send(1)
+    again = Worker()
+    worker.replicas = [again]
+    worker.reload(again).result()
+    worker.call = again.call  # type: ignore[method-assign]
+    actor.weights["wide"][3] = -1.0
+    assert transport.send(2).num_bytes == 2 * 64
+    assert again.held[1][0].equal(actor.weights["wide"])
     transport.close()

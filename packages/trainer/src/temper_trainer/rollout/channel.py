@@ -6,6 +6,7 @@ the sender wrote them, for receivers on the same GPU, and uses gloo to take turn
 
 import pickle
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from inspect import signature
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from temper_trainer.rollout.parcels import Parcel, check_digest, digest_of
+from temper_trainer.rollout.changes import Change, ChangeParcel, fill_changes, size_of
+from temper_trainer.rollout.parcels import Parcel, ParcelEntry, check_digest, digest_of
 
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
@@ -91,7 +93,7 @@ class Channel:
             self._broadcast(data)
             digest = self._digest(data)
         if digest is not None:
-            self._broadcast(_word(digest, device=self._control_device))
+            self.send_words([_signed(digest)])
 
     def receive(self, parcel: Parcel) -> Tensor:
         """[num_bytes] uint8 of the next bucket, until the next call.
@@ -108,10 +110,46 @@ class Channel:
         else:
             self._broadcast(data)
         if self._spec.with_digest:
-            digest = _word(0, device=self._control_device)
-            self._broadcast(digest)
-            check_digest(data, Parcel(entries=parcel.entries, num_bytes=parcel.num_bytes, digest=int(digest.item()) % 2**64))
+            (digest,) = self.receive_words(1)
+            check_digest(data, Parcel(entries=parcel.entries, num_bytes=parcel.num_bytes, digest=digest % 2**64))
         return data
+
+    def send_changes(self, changes: Sequence[Change], *, entries: Sequence[ParcelEntry], result_digest: int | None) -> int:
+        """Hand the changes of one bucket to every receiver; returns how many bytes they take."""
+        counts = [change.count for change in changes]
+        self.send_words([*counts, _signed(result_digest or 0)])
+        num_bytes = size_of(entries, counts)
+        if num_bytes:
+            data = self.buffer(num_bytes)
+            fill_changes(data, changes, entries)
+            self.send(data)
+        return num_bytes
+
+    def receive_changes(self, entries: tuple[ParcelEntry, ...]) -> tuple[ChangeParcel, Tensor]:
+        """The next bucket's changes: what they are, and their bytes on the CPU.
+
+        Raises:
+            WeightError: they arrived damaged.
+        """
+        *counts, result = self.receive_words(len(entries) + 1)
+        num_bytes = size_of(entries, counts)
+        data = torch.empty(0, dtype=torch.uint8)
+        if num_bytes:
+            data = self.receive(Parcel(entries=entries, num_bytes=num_bytes, digest=None)).cpu()
+        parcel = ChangeParcel(
+            counts=tuple(counts), num_bytes=num_bytes, digest=None, result_digest=result % 2**64 if self._spec.with_digest else None
+        )
+        return parcel, data
+
+    def send_words(self, words: Sequence[int]) -> None:
+        """Hand numbers of up to 64 bits to every receiver."""
+        self._broadcast(_words(words, device=self._control_device))
+
+    def receive_words(self, count: int) -> list[int]:
+        """As many numbers as the sender hands over."""
+        found = _words([0] * count, device=self._control_device)
+        self._broadcast(found)
+        return found.tolist()
 
     def buffer(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 for a bucket of that size, in the same memory every time."""
@@ -178,6 +216,10 @@ def own_address(*, towards: str) -> str:
         return address
 
 
-def _word(value: int, *, device: torch.device) -> Tensor:
-    """[1] int64 that holds an unsigned number of 64 bits."""
-    return torch.tensor([value - 2**64 if value >= 2**63 else value], dtype=torch.int64, device=device)
+def _words(values: Sequence[int], *, device: torch.device) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+
+def _signed(value: int) -> int:
+    """An unsigned number of 64 bits as torch's integers hold it."""
+    return value - 2**64 if value >= 2**63 else value

@@ -11,8 +11,9 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
+from temper_trainer.rollout.changes import ChangeBucket, StaleBaseError
 from temper_trainer.rollout.decoding import Decoding
-from temper_trainer.rollout.hf_model import build_model, end_token_ids, load_weights
+from temper_trainer.rollout.hf_model import build_model, end_token_ids, load_changes, load_weights
 from temper_trainer.rollout.slot_memory import CausalAttention
 from temper_trainer.types import Completion, SamplingRequest
 
@@ -72,6 +73,19 @@ class HfSampler:
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
         """Take a whole set of weights; see Sampler."""
         load_weights(self._open_model(), stream)
+        self._version = version
+        self._interrupted.clear()
+
+    def load_changes(self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int) -> None:
+        """Take what changed since the weights that are held; on an error they stay as they are.
+
+        Raises:
+            StaleBaseError: other weights are held.
+            WeightError: a bucket is damaged or does not fit.
+        """
+        if self._version != base_version:
+            raise StaleBaseError(f"changes of weights {base_version} came, but the sampler holds weights {self._version}.")
+        load_changes(self._open_model(), buckets)
         self._version = version
         self._interrupted.clear()
 

@@ -1,14 +1,15 @@
 """The sampler's own transformers model: built from a ModelSpec, and given weights whole or not at all."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
+from temper_trainer.rollout.changes import ChangeBucket, check_buckets, read_changes, write_change
 from temper_trainer.rollout.slot_memory import SLOT_ATTENTION
 
 
@@ -111,6 +112,26 @@ def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     with torch.no_grad():
         for weight in arrived:
             places[weight.name].copy_(weight.tensor)
+
+
+def load_changes(model: PreTrainedModel, buckets: Sequence[ChangeBucket]) -> None:
+    """Write what changed into the model, in place; nothing is written before everything is known to fit.
+
+    Raises:
+        WeightError: a bucket is damaged or missing, a name is unknown, or a shape differs.
+    """
+    check_buckets(buckets)
+    places: dict[str, torch.Tensor] = {}
+    for name, place in model.state_dict().items():
+        places |= {name: place, **_by_names_in_files(name, place)}
+    found = [pair for bucket in buckets for pair in read_changes(bucket.data, bucket.entries, bucket.counts)]
+    for entry in (entry for bucket in buckets for entry in bucket.entries):
+        if entry.name not in places or tuple(places[entry.name].shape) != entry.shape:
+            shape = tuple(places[entry.name].shape) if entry.name in places else "no such tensor"
+            raise WeightError(f"changes do not match the model: {entry.name} of shape {entry.shape}, expected {shape}. Nothing was loaded.")
+    with torch.no_grad():
+        for entry, change in found:
+            write_change(places[entry.name], change)
 
 
 def _by_names_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

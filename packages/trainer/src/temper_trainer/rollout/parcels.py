@@ -78,6 +78,17 @@ def write_parcel(weights: Sequence[NamedWeight], path: Path, *, with_digest: boo
         WeightError: there is no room.
     """
     entries, num_bytes = layout_of(weights)
+    data = make_file(path, num_bytes=num_bytes)
+    fill(data, weights, entries)
+    return Parcel(entries=entries, num_bytes=num_bytes, digest=digest_of(data) if with_digest else None, path=str(path))
+
+
+def make_file(path: Path, *, num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 zeros, mapped from a file that is made here.
+
+    Raises:
+        WeightError: there is no room.
+    """
     try:
         with path.open("xb") as file:
             # A write into a mapped file beyond the memory that is left would end the process; this says so first.
@@ -87,23 +98,34 @@ def write_parcel(weights: Sequence[NamedWeight], path: Path, *, with_digest: boo
         raise WeightError(
             f"{num_bytes} bytes of weights don't fit into {path.parent}: {error.strerror}. Give shared memory more room (df {path.parent})."
         ) from error
-    data = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-    fill(data, weights, entries)
-    return Parcel(entries=entries, num_bytes=num_bytes, digest=digest_of(data) if with_digest else None, path=str(path))
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def open_parcel(parcel: Parcel) -> Tensor:
-    """[num_bytes] uint8, mapped from the parcel's file.
+    """[num_bytes] uint8, mapped from the parcel's file; what is written there stays in this process.
 
     Raises:
         WeightError: the file is not there or has another size.
     """
     assert parcel.path is not None
-    path = Path(parcel.path)
-    if not path.is_file() or path.stat().st_size != parcel.num_bytes:
+    return open_file(Path(parcel.path), num_bytes=parcel.num_bytes, is_shared=False)
+
+
+def open_file(path: Path, *, num_bytes: int, is_shared: bool) -> Tensor:
+    """[num_bytes] uint8, mapped from a file.
+
+    Args:
+        path: of the file.
+        num_bytes: its size.
+        is_shared: whether what is written into the tensor gets into the file.
+
+    Raises:
+        WeightError: the file is not there or has another size.
+    """
+    if not path.is_file() or path.stat().st_size != num_bytes:
         size = path.stat().st_size if path.is_file() else "missing"
-        raise WeightError(f"the weights' file {path} is {size}, but should have {parcel.num_bytes} bytes: is this its machine?")
-    return torch.from_file(str(path), shared=False, size=parcel.num_bytes, dtype=torch.uint8)
+        raise WeightError(f"the weights' file {path} is {size}, but should have {num_bytes} bytes: is this its machine?")
+    return torch.from_file(str(path), shared=is_shared, size=num_bytes, dtype=torch.uint8)
 
 
 def check_digest(data: Tensor, parcel: Parcel) -> None:
@@ -144,10 +166,10 @@ def digest_of(data: Tensor) -> int:
     """
     words = data[: len(data) // 8 * 8].view(torch.int64)
     rest = torch.nn.functional.pad(data[len(words) * 8 :], (0, 8 - len(data) % 8)).view(torch.int64)
-    places = torch.arange(_BLOCK, device=data.device) * 2 + 1
+    places = torch.arange(min(_BLOCK, len(words)), device=data.device) * 2 + 1
     num_whole = len(words) // _BLOCK
     rows = words[: num_whole * _BLOCK].view(num_whole, _BLOCK).split(_BLOCKS_AT_ONCE if data.is_cuda else 1)
-    sums = [(row * places).sum(dim=1) for row in rows]
+    sums = [(row * places).sum(dim=1) for row in rows if len(row)]
     last = words[num_whole * _BLOCK :]
     sums.append((last * places[: len(last)]).sum(dim=0, keepdim=True))
     weights = torch.arange(num_whole + 1, device=data.device) * 2 + 1

@@ -54,4 +54,4 @@ def planned_weights(config: TrainerConfig) -> list[str]:
         way = "chosen when actor and servers are up: CUDA IPC on one GPU, NCCL to others, shared memory on one host of CPUs, else gloo"
     else:
         way = f"by {sync.transport}"
-    return [f"weights to the sampler: {way}"]
+    return [f"weights to the sampler: {way}" + (", what changed alone" if sync.content == "delta" else "")]

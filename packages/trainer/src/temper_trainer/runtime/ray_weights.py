@@ -56,19 +56,28 @@ def store_bucket(part: Sequence[NamedWeight], *, index: int, with_digest: bool) 
     )
 
 
-def hand_over(worker: TrainingWorker, give: Callable[[StoredBucket], object], bucket_bytes: int, with_digest: bool) -> list[object]:
-    """Runs on every rank of the actor: rank 0 gives away bucket after bucket, the others take part in the gathering.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """What a rank gave away."""
 
-    Returns:
-        What ``give`` returned for each bucket; nothing on other ranks.
-    """
+    given: tuple[object, ...] = ()
+    """What was returned for each bucket."""
+    num_bytes: int = 0
+    """Of all buckets."""
+
+
+def hand_over(worker: TrainingWorker, give: Callable[[StoredBucket], object], bucket_bytes: int, with_digest: bool) -> HandedOver:
+    """Runs on every rank of the actor: rank 0 gives away bucket after bucket, the others take part in the gathering."""
+    given, num_bytes = [], 0
     with worker.export_weights() as stream:
         try:
             if worker.is_first:
-                parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
-                return [give(store_bucket(part, index=i, with_digest=with_digest)) for i, part in parts]
+                for index, part in enumerate(cut(stream, bucket_bytes=bucket_bytes)):
+                    bucket = store_bucket(part, index=index, with_digest=with_digest)
+                    num_bytes += sum(array.nbytes for array in bucket.arrays)
+                    given.append(give(bucket))
         finally:
             # On other ranks all of it, on rank 0 what an error has left: nobody may be left waiting in a gathering.
             for _ in stream:
                 pass
-    return []
+    return HandedOver(given=tuple(given), num_bytes=num_bytes)

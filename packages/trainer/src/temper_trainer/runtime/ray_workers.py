@@ -16,6 +16,7 @@ from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
+from temper_trainer.rollout.changes import ChangeBucket
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
 from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
@@ -38,6 +39,8 @@ class ActorHandle(Protocol):
     configure: "_Method"
     hold: "_Method"
     commit: "_Method"
+    hold_changes: "_Method"
+    commit_changes: "_Method"
 
 
 class _Method(Protocol):
@@ -91,6 +94,7 @@ class SamplerActor:
             torch.set_num_threads(num_threads)
         self._sampler = HfSampler(model=model, tokenizer=tokenizer, config=config)
         self._held: dict[int, list[NamedWeight]] = {}
+        self._changes: list[ChangeBucket] = []
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Run a function on the sampler."""
@@ -106,6 +110,16 @@ class SamplerActor:
         if set(held) != set(range(count)):
             raise WeightError(f"the sampler received {len(held)} of {count} buckets of weights: publish the weights again.")
         self._sampler.load_weights((weight for i in range(count) for weight in held[i]), version=version)
+        return self._sampler.weight_version
+
+    def hold_changes(self, bucket: ChangeBucket) -> None:
+        """Keep a bucket of changes until all have come."""
+        self._changes += [bucket]
+
+    def commit_changes(self, base_version: int, version: int) -> int:
+        """Load the changes that were held; returns the version the sampler now has."""
+        buckets, self._changes = self._changes, []
+        self._sampler.load_changes(buckets, base_version=base_version, version=version)
         return self._sampler.weight_version
 
 
@@ -214,13 +228,25 @@ class RaySampler:
         """
         raise ConfigError("the sampler on Ray fetches its weights from the actor, not as a stream.")
 
-    def fetch_weights(self, actor: WorkerGroup, *, bucket_bytes: int, with_digest: bool, version: int) -> None:
-        """Let rank 0 of the actor write a set into the object store, and load it when it is complete."""
-        given = (_GivesBuckets(self._actor), bucket_bytes, with_digest)
-        refs = cast("list[ray.ObjectRef[object]]", actor.run(hand_over, [given] * actor.num_workers)[0])
+    def fetch_weights(self, actor: WorkerGroup, *, bucket_bytes: int, with_digest: bool, version: int) -> int:
+        """Let rank 0 of the actor write a set into the object store, and load it when it is complete; returns its bytes."""
+        arguments = (_GivesBuckets(self._actor), bucket_bytes, with_digest)
+        handed = actor.run(hand_over, [arguments] * actor.num_workers)[0]
+        refs = cast("Sequence[ray.ObjectRef[object]]", handed.given)
         _wait_all(refs, timeout_s=self._timeout_s, what="rollout: receive weights")
         ref = self._actor.commit.remote(len(refs), version)
         (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load weights")
+        self._version = cast("int", held)
+        return handed.num_bytes
+
+    def load_changes(self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int) -> None:
+        """Send what changed bucket by bucket; the actor loads it only when it is complete."""
+        for bucket in buckets:
+            with _told_when_full("rollout: receive changes"):
+                ref = self._actor.hold_changes.remote(bucket)
+            _wait_all([ref], timeout_s=self._timeout_s, what="rollout: receive changes")
+        ref = self._actor.commit_changes.remote(base_version, version)
+        (held,) = _wait_all([ref], timeout_s=self._timeout_s, what="rollout: load changes")
         self._version = cast("int", held)
 
     def close(self) -> None:

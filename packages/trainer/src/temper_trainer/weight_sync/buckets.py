@@ -28,6 +28,11 @@ class WeightBucket:
     sha256: str
     """Over the bytes of the tensors."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
 
 class ExportsWeights(Protocol):
     """A training worker, as far as publishing is concerned."""

@@ -1,21 +1,27 @@
 """Weights from rank 0 of the actor into the servers' workers, GPU to GPU: a broadcast, or the same memory through CUDA IPC."""
 
+import logging
 import os
 import socket
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from temper_engine_api.errors import WeightError
+from temper_trainer.rollout.changes import digest_of_tensors, find_changes, write_change
 from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec, own_address
 from temper_trainer.rollout.parcels import Parcel, cut, fill, layout_of
 from temper_trainer.rollout.place import Place, place_of
 from temper_trainer.rollout.replica import Replica, ReplicaError
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import ExportsWeights
-from temper_trainer.weight_sync.transport import RunsOnRanks
+from temper_trainer.weight_sync.held import HeldSet, drain, forget_held, hold, in_step, take_held
+from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
+logger = logging.getLogger(__name__)
 _channels: dict[str, Channel] = {}
 """The sender's ends in this process, by address and port: a worker's method has no place to keep one."""
 
@@ -37,6 +43,7 @@ class CollectiveTransport:
         bucket_bytes: int,
         with_digest: bool,
         may_send_again: bool,
+        max_share: float | None = None,
     ) -> None:
         """Open the channel.
 
@@ -48,6 +55,7 @@ class CollectiveTransport:
             bucket_bytes: largest part; a larger tensor travels alone.
             with_digest: whether checksums are compared.
             may_send_again: whether the actor can be asked at any time while completions are made.
+            max_share: send what changed, where every worker holds the last set; see ``find_changes``. None always sends everything.
         """
         self._actor = actor
         self._sampler = sampler
@@ -56,29 +64,56 @@ class CollectiveTransport:
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
         self._may_send_again = may_send_again
+        self._max_share = max_share
+        self._key = uuid.uuid4().hex
         self._layout = actor.run(plan_set, [(bucket_bytes,)] * actor.num_workers)[0]
         self._sent = (-1, 0)
         """Updates of the actor at the last set, and its version."""
+        self._held_version: int | None = None
+        """Of the set that rank 0 keeps; None before the first one, and after one that failed."""
         self._is_whole = True
         """Whether every server is in the channel: not those that were started again."""
         self._spec = self._open(sampler.replicas)
 
-    def send(self, version: int) -> None:
-        """Broadcast every bucket, while every server receives it."""
+    def send(self, version: int) -> Sent:
+        """Broadcast every bucket, or what changed in it, while every server receives it."""
         if not self._is_whole:
-            self.close()
+            self._leave(self._spec)
             self._spec, self._is_whole = self._open(self._sampler.replicas), True
+        base_version, self._held_version = self._base_version(), None
         self._sent = (self._actor.num_updates, version)
+        found: list[Sent] = []
 
         def receive(replica: Replica) -> "Future[object]":
-            return replica.call("receive_set", self._layout, version)
+            if base_version is None:
+                return self._receive_whole(replica, version)
+            return replica.call("receive_changes", self._layout, base_version, version)
+
+        def send() -> None:
+            found.append(self._broadcast(self._spec, version) if base_version is None else self._broadcast_changes(base_version, version))
 
         reload = self._send_again if self._may_send_again else None
-        self._sampler.load_while(receive, lambda: self._broadcast(self._spec), version=version, reload=reload)
+        self._sampler.load_while(receive, send, version=version, reload=reload)
+        self._held_version = None if self._max_share is None else version
+        return found[0]
 
     def close(self) -> None:
-        """Leave the channel."""
+        """Leave the channel; rank 0 forgets the set that it sent."""
         self._leave(self._spec)
+        if self._max_share is not None:
+            self._actor.run(forget_held, [(self._key,)] * self._actor.num_workers)
+
+    def _base_version(self) -> int | None:
+        """Of the set that rank 0 and every worker of every server hold; None where one of them has another, or none."""
+        version = self._held_version
+        if version is None:
+            return None
+        asked = [replica.call("held_version") for replica in self._sampler.replicas]
+        for replica, held in zip(self._sampler.replicas, [future.result() for future in asked], strict=True):
+            if held != version:
+                logger.warning("%s does not hold weights %d, so the whole set is sent.", replica.name, version)
+                return None
+        return version
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
         """A channel to these servers, which leave the one that they are in."""
@@ -111,13 +146,24 @@ class CollectiveTransport:
             raise ReplicaError(f"{replica.name} was started again, but the actor's weights have changed since version {version}.")
         self._is_whole = False
         spec = self._open([replica])
-        received = replica.call("receive_set", self._layout, version)
-        self._broadcast(spec)
+        received = self._receive_whole(replica, version)
+        self._broadcast(spec, version)
         self._leave(spec)
         return received
 
-    def _broadcast(self, spec: ChannelSpec) -> None:
-        self._actor.run(send_set, [(spec, self._layout, self._bucket_bytes)] * self._actor.num_workers)
+    def _receive_whole(self, replica: Replica, version: int) -> "Future[object]":
+        if self._max_share is None:
+            return replica.call("receive_set", self._layout, version)
+        return replica.call("receive_set", self._layout, version, True)
+
+    def _broadcast(self, spec: ChannelSpec, version: int) -> Sent:
+        key = None if self._max_share is None else self._key
+        arguments = (spec, self._layout, self._bucket_bytes, key, version)
+        return self._actor.run(send_set, [arguments] * self._actor.num_workers)[0]
+
+    def _broadcast_changes(self, base_version: int, version: int) -> Sent:
+        arguments = (self._spec, self._bucket_bytes, self._key, base_version, version, self._max_share)
+        return self._actor.run(send_changes, [arguments] * self._actor.num_workers)[0]
 
     def _leave(self, spec: ChannelSpec) -> None:
         self._actor.run(close_sender, [(spec,)] * self._actor.num_workers)
@@ -153,26 +199,65 @@ def open_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
         _channels[f"{spec.address}:{spec.port}"] = Channel(spec, rank=0, device=device)
 
 
-def send_set(worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel], bucket_bytes: int) -> None:
+def send_set(
+    worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel], bucket_bytes: int, key: str | None = None, version: int = 0
+) -> Sent:
     """Runs on every rank of the actor: rank 0 packs and sends bucket after bucket, the others take part in the gathering.
+
+    Args:
+        worker: of the actor.
+        spec: of an open channel.
+        layout: what each bucket holds.
+        bucket_bytes: as for the layout.
+        key: under which rank 0 keeps the set, so that changes of it can be sent; None keeps nothing.
+        version: of the set.
 
     Raises:
         WeightError: the weights have other names, shapes or types than when the channel was opened.
     """
+    if not worker.is_first:
+        drain(worker)
+        return Sent(num_bytes=0, share=1.0)
+    channel = _channels[f"{spec.address}:{spec.port}"]
+    entries = tuple(parcel.entries for parcel in layout)
+    held: list[tuple[Tensor, ...]] = []
     with worker.export_weights() as stream:
-        if not worker.is_first:
-            for _ in stream:
-                pass
-            return
-        channel = _channels[f"{spec.address}:{spec.port}"]
-        parts = iter(cut(stream, bucket_bytes=bucket_bytes))
-        for parcel in layout:
-            part = next(parts, None)
-            if part is None or layout_of(part)[0] != parcel.entries:
-                raise WeightError("the actor's weights have other names, shapes or types than when the channel was opened.")
+        for (part, expected), parcel in zip(in_step(stream, entries, bucket_bytes=bucket_bytes), layout, strict=True):
             data = channel.buffer(parcel.num_bytes)
-            fill(data, part, parcel.entries)
+            fill(data, part, expected)
             channel.send(data)
+            if key is not None:
+                own = data.to("cpu", copy=True)
+                held.append(tuple(entry.read(own) for entry in expected))
+    if key is not None:
+        hold(key, HeldSet(version=version, entries=entries, tensors=tuple(held)))
+    return Sent(num_bytes=sum(parcel.num_bytes for parcel in layout), share=1.0)
+
+
+def send_changes(
+    worker: ExportsWeights, spec: ChannelSpec, bucket_bytes: int, key: str, base_version: int, version: int, max_share: float
+) -> Sent:
+    """Runs on every rank of the actor: rank 0 compares and sends bucket after bucket, the others take part in the gathering.
+
+    Raises:
+        WeightError: rank 0 does not hold ``base_version``, or the weights have other names, shapes or types.
+    """
+    if not worker.is_first:
+        drain(worker)
+        return Sent(num_bytes=0, share=0.0)
+    channel = _channels[f"{spec.address}:{spec.port}"]
+    held = take_held(key, version=base_version)
+    num_bytes, num_elements = 0, 0
+    with worker.export_weights() as stream:
+        for place, (part, entries) in enumerate(in_step(stream, held.entries, bucket_bytes=bucket_bytes)):
+            changes = find_changes(part, held.tensors[place], max_share=max_share)
+            digest = digest_of_tensors([weight.tensor for weight in part]) if spec.with_digest else None
+            num_bytes += channel.send_changes(changes, entries=entries, result_digest=digest)
+            num_elements += sum(change.values.numel() for change in changes)
+            for target, change in zip(held.tensors[place], changes, strict=True):
+                write_change(target, change)
+    hold(key, replace(held, version=version))
+    return Sent(num_bytes=num_bytes, share=num_elements / held.num_elements)
 
 
 def close_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.channel import Backend
 from temper_trainer.rollout.place import Place
@@ -13,7 +14,9 @@ from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, export_buckets
 from temper_trainer.weight_sync.choosing import choose_transport
 from temper_trainer.weight_sync.collective import CollectiveTransport, sender_place
+from temper_trainer.weight_sync.shared_changes import SharedChangeTransport
 from temper_trainer.weight_sync.shared_memory import AdapterTransport, SharedMemoryTransport
+from temper_trainer.weight_sync.stream_changes import StreamChangeTransport, TakesChanges
 from temper_trainer.weight_sync.transport import FetchesWeights, FetchTransport, RunsOnRanks, StreamTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -22,10 +25,8 @@ logger = logging.getLogger(__name__)
 def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sampler) -> Transport:
     """The way that ``weight_sync`` names, from an actor whose model is built to an open sampler."""
     sync = config.weight_sync
-    if isinstance(sampler, FetchesWeights):
-        return FetchTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
     if not isinstance(sampler, VllmSampler):
-        return StreamTransport(export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler)
+        return _to_transformers(config, actor=actor, sampler=sampler)
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
     transport = sync.transport
@@ -33,6 +34,11 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         choice = choose_transport(_sender(config, actor), [place for replica in sampler.replicas for place in _receivers(replica)])
         logger.info("placement: weights get to the servers by %s, because %s", choice.transport, choice.reason)
         transport = choice.transport
+    max_share = sync.max_changed_share if sync.content == "delta" else None
+    if transport == "shared_memory" and max_share is not None:
+        return SharedChangeTransport(
+            actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum, max_share=max_share
+        )
     if transport == "shared_memory":
         return SharedMemoryTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
     on_gpu = _sender(config, actor).gpu is not None
@@ -45,12 +51,27 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
         may_send_again=config.loop == "sync",
+        max_share=max_share,
     )
 
 
 def _sender(config: TrainerConfig, actor: RunsOnRanks) -> Place:
     may_have_gpu = config.actor.engine.device != "cpu"
     return actor.run(sender_place, [(may_have_gpu,)] * actor.num_workers)[0]
+
+
+def _to_transformers(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sampler) -> Transport:
+    sync = config.weight_sync
+    whole: Transport = (
+        FetchTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
+        if isinstance(sampler, FetchesWeights)
+        else StreamTransport(export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler)
+    )
+    if sync.content != "delta":
+        return whole
+    if not isinstance(sampler, TakesChanges):
+        raise ConfigError(f"weight_sync.content is delta, but {type(sampler).__name__} takes whole sets only: set it to full.")
+    return StreamChangeTransport(whole, actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, max_share=sync.max_changed_share)
 
 
 def _receivers(replica: Replica) -> list[Place]:

@@ -51,18 +51,23 @@ class Publisher:
             canary: compared afterwards where given.
 
         Returns:
-            Metrics: time, version, and the canary's largest difference.
+            Metrics: time, version, what was sent, and the canary's largest difference.
 
         Raises:
             WeightError: the set is damaged or does not fit, the sampler reports another version, or the canary differs.
         """
         begin = time.perf_counter()
         version = self.version + 1
-        self._transport.send(version)
+        sent = self._transport.send(version)
         if self._sampler.weight_version != version:
             raise WeightError(f"weights {version} were published, but the sampler holds {self._sampler.weight_version}.")
         self.version = version
-        metrics = {"weight_sync/time_s": time.perf_counter() - begin, "weight_sync/version": float(version)}
+        metrics = {
+            "weight_sync/time_s": time.perf_counter() - begin,
+            "weight_sync/version": float(version),
+            "weight_sync/bytes": float(sent.num_bytes),
+            "weight_sync/sent_share": sent.share,
+        }
         if canary is not None:
             metrics["weight_sync/canary_difference"] = self._compare(canary)
         return metrics

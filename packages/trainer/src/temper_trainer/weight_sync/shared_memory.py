@@ -22,7 +22,7 @@ from temper_trainer.rollout.parcels import Parcel, cut, write_parcel
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import ExportsWeights
-from temper_trainer.weight_sync.transport import RunsOnRanks
+from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class SharedMemoryTransport:
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
-        self._folder = _make_folder()
+        self._folder = make_folder()
         self._previous: Path | None = None
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Write every bucket, let every server map them, remove the set before."""
         folder = self._folder / f"version-{version}"
         arguments = (str(folder), self._bucket_bytes, self._with_digest)
@@ -65,10 +65,11 @@ class SharedMemoryTransport:
         self._sampler.load(load, version=version)
         self._remove_previous()
         self._previous = folder
+        return Sent(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
 
     def close(self) -> None:
         """Remove the files."""
-        _remove(self._folder, actor=self._actor)
+        remove(self._folder, actor=self._actor)
 
     def _remove_previous(self) -> None:
         if self._previous is not None:
@@ -82,14 +83,14 @@ class AdapterTransport:
     def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler) -> None:
         self._actor = actor
         self._sampler = sampler
-        self._folder = _make_folder()
+        self._folder = make_folder()
         self._previous: Path | None = None
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Write the adapter, load it everywhere, remove the one before."""
         folder = self._folder / f"version-{version}"
-        num_tensors = self._actor.run(write_adapter, [(str(folder),)] * self._actor.num_workers)[0]
-        if not num_tensors:
+        num_bytes = self._actor.run(write_adapter, [(str(folder),)] * self._actor.num_workers)[0]
+        if not num_bytes:
             raise WeightError("the actor's adapter has no tensors: look at actor.engine.lora.target_modules.")
 
         def load(replica: Replica) -> "Future[object]":
@@ -99,10 +100,11 @@ class AdapterTransport:
         if self._previous is not None:
             self._actor.run(remove_folder, [(str(self._previous),)] * self._actor.num_workers)
         self._previous = folder
+        return Sent(num_bytes=num_bytes, share=1.0)
 
     def close(self) -> None:
         """Remove the files."""
-        _remove(self._folder, actor=self._actor)
+        remove(self._folder, actor=self._actor)
 
 
 def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_digest: bool) -> list[Parcel]:
@@ -117,7 +119,7 @@ def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_diges
                 pass
             return []
         try:
-            _fresh(Path(folder))
+            fresh(Path(folder))
             parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
             return [write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest) for i, part in parts]
         except (WeightError, OSError) as error:
@@ -130,14 +132,14 @@ def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_diges
 
 
 def write_adapter(worker: ExportsAdapter, folder: str) -> int:
-    """Runs on every rank of the actor: rank 0 writes PEFT's two files; returns how many tensors there are."""
+    """Runs on every rank of the actor: rank 0 writes PEFT's two files; returns the bytes of its tensors."""
     config, tensors = worker.export_adapter()
     if worker.is_first:
-        _fresh(Path(folder))
+        fresh(Path(folder))
         (Path(folder) / "adapter_config.json").write_text(json.dumps(dict(config)))
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
-    return len(tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def remove_folder(worker: ExportsWeights, folder: str) -> None:
@@ -146,7 +148,7 @@ def remove_folder(worker: ExportsWeights, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(folder: Path, *, actor: RunsOnRanks) -> None:
+def remove(folder: Path, *, actor: RunsOnRanks) -> None:
     """From here, where the actor may have died, and from the actor's machine, where that is another one."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -155,13 +157,13 @@ def _remove(folder: Path, *, actor: RunsOnRanks) -> None:
         logger.warning("the actor can't remove the weights in %s any more: %s", folder, error)
 
 
-def _fresh(folder: Path) -> None:
+def fresh(folder: Path) -> None:
     """An empty folder for one set; what a failed attempt at the same version left is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
 
 
-def _make_folder() -> Path:
+def make_folder() -> Path:
     """A name that no other run uses; rank 0 of the actor makes it, on its own machine."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return root / f"temper-{os.getuid()}-{uuid.uuid4().hex[:12]}"

@@ -1,6 +1,7 @@
 """What carries a set of weights from the actor to the sampler; the publisher numbers the sets and checks what arrived."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from temper_engine_api.errors import EngineStateError
@@ -28,10 +29,20 @@ class RunsOnRanks(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one set took."""
+
+    num_bytes: int
+    """Of weights, places and alignment, counted once however many receivers there are."""
+    share: float
+    """Of the elements of a whole set, those that were sent; 1 for a whole set."""
+
+
 class Transport(Protocol):
     """One way for a set of weights."""
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Hand over the actor's present weights; afterwards the sampler reports the version.
 
         Raises:
@@ -59,9 +70,11 @@ class StreamTransport:
         self._export = export
         self._sampler = sampler
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Export, check, load."""
-        self._sampler.load_weights(unpack_buckets(self._export()), version=version)
+        buckets = list(self._export())
+        self._sampler.load_weights(unpack_buckets(buckets), version=version)
+        return Sent(num_bytes=sum(bucket.num_bytes for bucket in buckets), share=1.0)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -71,8 +84,8 @@ class StreamTransport:
 class FetchesWeights(Protocol):
     """A sampler in another process, which has its own way to the actor's."""
 
-    def fetch_weights(self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int) -> None:
-        """Load the actor's present weights, strict both ways."""
+    def fetch_weights(self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int) -> int:
+        """Load the actor's present weights, strict both ways; returns their bytes."""
         ...
 
 
@@ -85,9 +98,12 @@ class FetchTransport:
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Let the sampler fetch."""
-        self._sampler.fetch_weights(self._actor, bucket_bytes=self._bucket_bytes, with_digest=self._with_digest, version=version)
+        num_bytes = self._sampler.fetch_weights(
+            self._actor, bucket_bytes=self._bucket_bytes, with_digest=self._with_digest, version=version
+        )
+        return Sent(num_bytes=num_bytes, share=1.0)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -96,7 +112,7 @@ class FetchTransport:
 class NothingToSend:
     """For a sampler that keeps the weights it was opened with."""
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> Sent:
         """Refuse: there is no actor.
 
         Raises:

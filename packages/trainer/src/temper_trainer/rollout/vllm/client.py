@@ -16,6 +16,7 @@ from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
 from temper_trainer.progress import advance
+from temper_trainer.rollout.changes import StaleBaseError
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.messages import Alive, Answer, Ask, Fault, Ready, ServerSpec
 from temper_trainer.types import Completion, SamplingRequest
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "temper_trainer.rollout.vllm.server"
 TAIL_LINES = 30
-_KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError": WeightError}
+_KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError": WeightError, "StaleBaseError": StaleBaseError}
 """Errors of the server that keep their type; every other kind is a ReplicaError."""
 
 

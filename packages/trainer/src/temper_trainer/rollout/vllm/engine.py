@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from temper_engine_api.errors import ConfigError, WeightError
+from temper_trainer.rollout.changes import ChangeManifest, StaleBaseError, open_change_parcel
 from temper_trainer.rollout.parcels import Parcel, check_digest, open_parcel
 from temper_trainer.rollout.vllm import transfer
 from temper_trainer.rollout.vllm.messages import Ready, ServerSpec
@@ -168,7 +169,7 @@ class VllmEngine:
 
     def update(self, parcel: Parcel) -> None:
         """Load one bucket."""
-        self._llm.update_weights({"update_info": {"parcel": parcel}})
+        self._update({"parcel": parcel})
 
     def finish_update(self, version: int) -> int:
         """After the last bucket; returns the version that the workers now report."""
@@ -185,11 +186,46 @@ class VllmEngine:
             self.update(parcel)
         return self.finish_update(version)
 
-    def receive_set(self, parcels: Sequence[Parcel], version: int) -> int:
-        """A whole set through the trainer's channel."""
+    def load_changes(self, parcels: Sequence[Parcel], manifest: ChangeManifest) -> int:
+        """A whole set in shared memory with its changes; what this server held before does not matter."""
+        for changes in manifest.parcels:
+            open_change_parcel(changes)
+        self.start_update()
+        versions = (manifest.version, manifest.base_version)
+        for parcel, changes in zip(parcels, manifest.parcels, strict=True):
+            self._update({"parcel": parcel, "changes": changes, "versions": versions})
+        return self.finish_update(manifest.version)
+
+    def receive_set(self, parcels: Sequence[Parcel], version: int, is_held: bool = False) -> int:
+        """A whole set through the trainer's channel.
+
+        Args:
+            parcels: what comes.
+            version: of the set.
+            is_held: keep it, so that ``receive_changes`` can follow.
+        """
         self.start_update()
         for parcel in parcels:
-            self.update(parcel)
+            self._update({"parcel": parcel, "is_held": is_held})
+        return self.finish_update(version)
+
+    def held_version(self) -> int:
+        """Of the weights whose changes every worker can take; -1 where one of them can't."""
+        held: set[int] = set(self._llm.collective_rpc("temper_held_version"))
+        return held.pop() if len(held) == 1 else -1
+
+    def receive_changes(self, parcels: Sequence[Parcel], base_version: int, version: int) -> int:
+        """Changes of every bucket of the set that is held, through the trainer's channel.
+
+        Raises:
+            StaleBaseError: another set is held, or none.
+        """
+        held = self.held_version()
+        if held != base_version:
+            raise StaleBaseError(f"changes of weights {base_version} came, but {'none are' if held < 0 else f'weights {held} are'} held.")
+        self.start_update()
+        for place, parcel in enumerate(parcels):
+            self._update({"parcel": parcel, "place": place, "is_changed": True, "versions": (version, base_version)})
         return self.finish_update(version)
 
     def load_adapter(self, directory: str, version: int) -> int:
@@ -222,6 +258,10 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
+
+    def _update(self, info: Mapping[str, object]) -> None:
+        """One bucket, as UpdateInfo has it."""
+        self._llm.update_weights({"update_info": dict(info)})
 
     def _renewed(self) -> int:
         """After any new weights: nothing computed with the old ones may be used again."""

@@ -6,10 +6,13 @@ Imported in every worker process, because vLLM is told to mix ``RegistersTransfe
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.rollout.changes import ChangeParcel, apply_changes, check_result, open_change_parcel
 from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
 from temper_trainer.rollout.place import place_of
@@ -28,18 +31,35 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket."""
+    """One bucket, or what changed in it."""
 
     parcel: Parcel
     """Its contents."""
+    changes: ChangeParcel | None = None
+    """On top of them, where the parcel is a file."""
+    place: int = 0
+    """Of the bucket in its set."""
+    is_held: bool = False
+    """Whether the bucket came through the channel in a set of which changes may come later: it stays in this worker."""
+    is_changed: bool = False
+    """Whether what comes through the channel are changes of the bucket that is held."""
+    versions: tuple[int, int] = (0, 0)
+    """Of the weights that changes lead to, and of those that they are changes of."""
 
 
 class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads parcels through vLLM's layerwise reload, which waits for all parts of a fused layer, whichever buckets they come in."""
+    """Loads parcels through vLLM's layerwise reload, which waits for all parts of a fused layer, whichever buckets they come in.
+
+    Changes are put into a whole set first, and that is loaded: vLLM may have fused, cut or packed what it holds itself.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _channel: Channel | None = None
+    _held: list[list[Tensor]] | None = None
+    """The set that came last, in buckets of tensors on the CPU, where changes of it may come; None while a set is under way."""
+    _before: list[list[Tensor]] | None = None
+    """What was held when the set began that is under way."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's channel, where there is one, in place of an earlier one."""
@@ -48,25 +68,50 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = self.parallel_config.rank
             self._channel = open_channel(init_info.channel, worker_rank=rank, device=self.device)
 
+    @property
+    def holds_set(self) -> bool:
+        """Whether changes of the present weights can be taken."""
+        return bool(self._held)
+
     def start_weight_update(self) -> None:
         """Before the first bucket."""
+        self._before, self._held = self._held, None
+        self._arrived: list[list[Tensor]] = []
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one bucket."""
-        parcel = update_info.parcel
-        if parcel.path is None:
-            assert self._channel is not None
-            data = self._channel.receive(parcel)
+        if update_info.is_changed:
+            weights = self._receive_changes(update_info)
+        elif update_info.parcel.path is None:
+            weights = self._receive_whole(update_info)
         else:
-            data = open_parcel(parcel)
-            check_digest(data, parcel)
+            weights = _read(update_info)
+        self.model.load_weights(weights)
+
+    def _receive_whole(self, info: UpdateInfo) -> list[NamedWeight]:
+        assert self._channel is not None
+        data = self._channel.receive(info.parcel)
         # A received buffer is used again for the next bucket, while a layer may still wait for its other parts.
-        self.model.load_weights([(name, tensor if parcel.path else tensor.clone()) for name, tensor in named_weights(data, parcel)])
+        own = data.to("cpu", copy=True) if info.is_held else data.clone()
+        weights = list(named_weights(own, info.parcel))
+        if info.is_held:
+            self._arrived.append([weight.tensor for weight in weights])
+        return weights
+
+    def _receive_changes(self, info: UpdateInfo) -> list[NamedWeight]:
+        assert self._channel is not None
+        assert self._before is not None
+        held, entries = self._before[info.place], info.parcel.entries
+        changes, data = self._channel.receive_changes(entries)
+        _apply(held, data, info, changes=changes)
+        self._arrived.append(held)
+        return [NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, held, strict=True)]
 
     def finish_weight_update(self) -> None:
         """After the last bucket."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self._held, self._before, self._arrived = self._arrived, None, []
 
     def shutdown(self) -> None:
         """Leave the channel."""
@@ -83,6 +128,23 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise NotImplementedError("temper_trainer.weight_sync sends.")
 
 
+def _read(info: UpdateInfo) -> list[NamedWeight]:
+    """A bucket from its file, with its changes where there are some; the file stays as it is."""
+    data = open_parcel(info.parcel)
+    if info.changes is None:
+        check_digest(data, info.parcel)
+    weights = list(named_weights(data, info.parcel))
+    if info.changes is not None:
+        _apply([weight.tensor for weight in weights], open_change_parcel(info.changes), info, changes=info.changes)
+    return weights
+
+
+def _apply(held: list[Tensor], data: Tensor, info: UpdateInfo, *, changes: ChangeParcel) -> None:
+    version, base_version = info.versions
+    apply_changes(held, data, info.parcel.entries, changes.counts)
+    check_result(held, changes.result_digest, version=version, base_version=base_version)
+
+
 class RegistersTransfer:
     """Mixed into vLLM's workers: naming it makes them import this module.
 
@@ -92,10 +154,17 @@ class RegistersTransfer:
     _temper_weight_version = 0
     device: torch.device
     """vLLM's own."""
+    weight_transfer_engine: object
+    """vLLM's own."""
 
     def temper_weight_version(self) -> int:
         """Of the weights in this worker."""
         return self._temper_weight_version
+
+    def temper_held_version(self) -> int:
+        """Of the weights in this worker whose changes it can take; -1 where it can't."""
+        engine = self.weight_transfer_engine
+        return self._temper_weight_version if isinstance(engine, ParcelTransferEngine) and engine.holds_set else -1
 
     def temper_place(self) -> tuple[str, str | None]:
         """Host and GPU of this worker, as Place has them."""

@@ -1,0 +1,166 @@
+"""Changes to a real vLLM server: the bits of a whole set, through shared memory and through a channel."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from packages.trainer.tests.rollout.conftest import Pairs
+from packages.trainer.tests.rollout.models_for_tests import make_prompts
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.changes import StaleBaseError
+from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.weight_sync.collective import CollectiveTransport
+from temper_trainer.weight_sync.shared_changes import SharedChangeTransport
+from temper_trainer.weight_sync.transport import Transport
+
+from .conftest import Serve, Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+BUCKET_BYTES = 7000
+"""q, k and v of a layer are 12288 and twice 6144 bytes, fused in vLLM, in different buckets here."""
+ROWS = make_prompts(6, seed=4, longest=40)
+
+
+class Actor:
+    """One rank, in this process, with the reference model's weights."""
+
+    num_workers, is_first, num_updates = 1, True, 0
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def export_weights(self) -> WeightStream:
+        """All of them."""
+        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self._served.pair.model.state_dict().items()]))
+
+    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """On that rank."""
+        return [call(self, *each) for each in arguments]
+
+    @torch.no_grad()
+    def train(self, seed: int, *, only: str = "") -> None:
+        """Change a tenth of the elements of tensors whose name holds ``only``, by much."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self._served.pair.model.named_parameters():
+            if only in name:
+                parameter += (torch.rand(parameter.shape, generator=generator) < 0.1) * 0.3
+        self.num_updates += 1
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, pairs: Pairs) -> Served:
+    """Two servers."""
+    return serve(pairs.get("qwen3_wide"), num_replicas=2)
+
+
+@pytest.fixture
+def actor(served: Served) -> Actor:
+    return Actor(served)
+
+
+@pytest.fixture(params=["shared_memory", "collective"])
+def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> Iterator[Transport]:
+    made: Transport
+    if request.param == "shared_memory":
+        made = SharedChangeTransport(actor=actor, sampler=served.sampler, bucket_bytes=BUCKET_BYTES, with_digest=True, max_share=0.25)
+    else:
+        made = CollectiveTransport(
+            actor=actor,
+            sampler=served.sampler,
+            backend="gloo",
+            workers_per_replica=1,
+            bucket_bytes=BUCKET_BYTES,
+            with_digest=True,
+            may_send_again=True,
+            max_share=0.25,
+        )
+    yield made
+    made.close()
+
+
+def assert_bits_of_a_whole_set(served: Served) -> None:
+    """Log-probs on every replica are exactly those after a whole set of the same weights."""
+    after_changes = [replica.call("logprobs", ROWS).result() for replica in served.sampler.replicas]
+    parcels = served.parcels(served.sampler.weight_version + 1_000_000 * len(after_changes))
+    for replica, found in zip(served.sampler.replicas, after_changes, strict=True):
+        replica.call("load_files", parcels, served.sampler.weight_version).result()
+        assert replica.call("logprobs", ROWS).result() == found
+
+
+def test_changes_give_the_bits_of_a_whole_set(served: Served, actor: Actor, transport: Transport) -> None:
+    version = served.sampler.weight_version
+    shares = []
+    for step, only in enumerate(("", "", "layers.1.self_attn.k_proj", "no such tensor"), start=1):
+        actor.train(version + step, only=only)
+        shares.append(transport.send(version + step).share)
+        assert served.sampler.weight_version == version + step
+        ours = served.pair.model
+        found = served.sampler.logprobs(ROWS, temperature=1.0)
+        for row, logprobs in zip(ROWS, found, strict=True):
+            expected = ours(input_ids=torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
+            chosen = expected.gather(-1, torch.tensor(row)[1:, None])[:, 0].tolist()
+            assert logprobs == pytest.approx(chosen, abs=2e-5)
+    assert shares[0] == 1.0
+    assert 0.05 < shares[1] < 0.2
+    assert 0 < shares[2] < 0.01, "k alone changed, of a layer that vLLM has fused with q and v"
+    assert shares[3] == 0.0
+    assert_bits_of_a_whole_set(served)
+
+
+def test_a_server_that_was_killed_has_the_same_bits_and_takes_part_in_the_next_changes(
+    served: Served, actor: Actor, transport: Transport
+) -> None:
+    version = served.sampler.weight_version
+    transport.send(version + 1)
+    actor.train(version)
+    transport.send(version + 2)
+    before = served.sampler.logprobs(ROWS, temperature=1.0)
+    replica = served.sampler.replicas[0]
+    assert isinstance(replica, ServerProcess)
+    assert replica.process_id is not None
+    restarts = served.sampler.num_restarts
+    os.killpg(replica.process_id, signal.SIGKILL)
+    assert served.sampler.logprobs(ROWS, temperature=1.0) == before
+    assert served.sampler.num_restarts == restarts + 1
+    actor.train(version + 1)
+    assert transport.send(version + 3).share < 0.2
+    assert_bits_of_a_whole_set(served)
+
+
+def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(served: Served, actor: Actor) -> None:
+    replica = served.sampler.replicas[0]
+    served.publish_next()  # through files: nothing is held
+    with pytest.raises(StaleBaseError, match=r"changes of weights 5 came, but none are held"):
+        replica.call("receive_changes", [], 5, 6).result()
+
+
+def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(served: Served, actor: Actor) -> None:
+    transport = SharedChangeTransport(actor=actor, sampler=served.sampler, bucket_bytes=BUCKET_BYTES, with_digest=True, max_share=0.25)
+    version = served.sampler.weight_version
+    transport.send(version + 1)
+    before = served.sampler.logprobs(ROWS, temperature=1.0)
+    actor.train(version)
+    run = actor.run
+
+    def run_and_damage(call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        results = run(call, arguments)
+        if call.__name__ == "write_changes":
+            path = results[0].parcels[-1].path
+            data = torch.from_file(path, shared=True, size=results[0].parcels[-1].num_bytes, dtype=torch.uint8)
+            data[3] ^= 1
+        return results
+
+    actor.run = run_and_damage  # type: ignore[method-assign]
+    with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
+        transport.send(version + 2)
+    assert served.sampler.logprobs(ROWS, temperature=1.0) == before
+    actor.run = run  # type: ignore[method-assign]
+    transport.send(version + 2)
+    assert_bits_of_a_whole_set(served)
+    transport.close()

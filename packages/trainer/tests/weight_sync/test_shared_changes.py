@@ -1,0 +1,123 @@
+"""The whole set in shared memory and what changed since: whoever reads both has the newest weights, whenever it reads."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.errors import WeightError
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.changes import ChangeManifest, apply_changes, check_result, open_change_parcel
+from temper_trainer.rollout.parcels import Parcel, named_weights, open_parcel
+from temper_trainer.weight_sync.shared_changes import write_changes
+from temper_trainer.weight_sync.shared_memory import write_set
+
+BUCKET_BYTES = 1000
+WHOLE = ChangeManifest(version=1, base_version=1, parcels=())
+
+
+class Rank:
+    """A training worker: 300 float32 in four tensors, in buckets of two, one and one."""
+
+    def __init__(self, *, is_first: bool = True) -> None:
+        self.is_first = is_first
+        self.num_gathered = 0
+        self.weights = {name: torch.randn(size) for name, size in {"a": 100, "b": 50, "c": 250, "d": 100}.items()}
+
+    def export_weights(self) -> WeightStream:
+        return WeightStream(self._gather())
+
+    def _gather(self) -> Iterator[NamedWeight]:
+        for name, tensor in self.weights.items():
+            self.num_gathered += 1
+            yield NamedWeight(name, tensor)
+
+    def train(self, *names: str) -> None:
+        """One step."""
+        for name in names:
+            self.weights[name] = self.weights[name] + torch.nn.functional.one_hot(torch.tensor(7), len(self.weights[name]))
+
+
+def read(base: list[Parcel], manifest: ChangeManifest) -> dict[str, Tensor]:
+    """As a server does."""
+    found: dict[str, Tensor] = {}
+    for parcel, changes in zip(base, manifest.parcels, strict=True):
+        weights = list(named_weights(open_parcel(parcel), parcel))
+        held = [weight.tensor for weight in weights]
+        apply_changes(held, open_change_parcel(changes), parcel.entries, changes.counts)
+        check_result(held, changes.result_digest, version=manifest.version, base_version=manifest.base_version)
+        found |= {weight.name: weight.tensor.clone() for weight in weights}
+    return found
+
+
+def changes_of(rank: Rank, base: list[Parcel], loaded: ChangeManifest, folder: Path, *, version: int) -> ChangeManifest:
+    return write_changes(rank, base, loaded, version, str(folder), BUCKET_BYTES, True, 0.25)
+
+
+def assert_read(found: dict[str, Tensor], rank: Rank) -> None:
+    assert found.keys() == rank.weights.keys()
+    assert all(found[name].equal(tensor) for name, tensor in rank.weights.items())
+
+
+def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_brought_up_to_date(tmp_path: Path) -> None:
+    rank = Rank()
+    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    assert [len(parcel.entries) for parcel in base] == [2, 1, 1]
+    rank.train("a", "c")
+    second = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    assert (second.base_version, [parcel.counts for parcel in second.parcels]) == (1, [(1, 0), (1,), (0,)])
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == ["00000", "00001"]
+    assert_read(read(base, second), rank)
+    then = {name: tensor.clone() for name, tensor in rank.weights.items()}
+    rank.train("c", "d")
+    third = changes_of(rank, base, second, tmp_path / "3", version=3)
+    # A server that is started again before the third set is loaded reads the second one from files that have it already.
+    assert all(read(base, second)[name].equal(tensor) for name, tensor in then.items())
+    assert (third.base_version, [parcel.counts for parcel in third.parcels]) == (2, [(0, 0), (1,), (1,)])
+    assert_read(read(base, third), rank)
+
+
+def test_a_set_that_was_not_loaded_is_looked_for_again_from_the_same_base(tmp_path: Path) -> None:
+    rank = Rank()
+    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    rank.train("a")
+    changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    rank.train("a")
+    again = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    assert_read(read(base, again), rank)
+
+
+def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
+    rank = Rank()
+    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    rank.train("a")
+    manifest = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    with Path(str(base[0].path)).open("r+b") as file:
+        file.write(b"\x01\x02\x03\x04")
+    with pytest.raises(WeightError, match="weights 1 with its changes is not that of weights 2"):
+        read(base, manifest)
+
+
+@pytest.mark.parametrize("fault", ["shapes", "room"])
+def test_a_fault_is_said_after_every_rank_has_gathered_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    rank, other = Rank(), Rank(is_first=False)
+    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    rank.train("a")
+    rank.num_gathered = 0
+    if fault == "shapes":
+        rank.weights["a"] = torch.zeros(99)
+    else:
+
+        def reserve(file: int, start: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(WeightError, match=r"other names, shapes or types|No space left on device"):
+        changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    assert changes_of(other, base, WHOLE, tmp_path / "2", version=2).parcels == ()
+    assert rank.num_gathered == other.num_gathered == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]

@@ -1,0 +1,175 @@
+"""Changes to the transformers sampler: the weights of a whole set, bit for bit, and a whole set where it holds something else."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packages.trainer.tests.rollout.models_for_tests import Pair, make_pair, make_tokenizer
+from temper_engine_api.errors import WeightError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.config.rollout import RolloutConfig
+from temper_trainer.rollout.changes import StaleBaseError
+from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.weight_sync.buckets import export_buckets
+from temper_trainer.weight_sync.stream_changes import StreamChangeTransport, export_changes, keep_set
+from temper_trainer.weight_sync.transport import StreamTransport
+
+BUCKET_BYTES = 3000
+"""Of matrices of 24 x 40 and 41 x 24 in float32, one fits."""
+
+
+class Actor:
+    """One rank, in this process: a model's weights as a sampler gets them."""
+
+    num_workers, is_first, num_updates = 1, True, 0
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def export_weights(self) -> WeightStream:
+        """All of them."""
+        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()]))
+
+    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """On that rank."""
+        return [call(self, *each) for each in arguments]
+
+    def train(self, seed: int, *, share: float) -> None:
+        """Change a share of the elements of every tensor."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self.weights.items():
+            is_changed = torch.rand(tensor.shape, generator=generator) < share
+            self.weights[name] = torch.where(is_changed, tensor + 1, tensor)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return make_pair("qwen2", tmp_path)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def actor(pair: Pair, request: pytest.FixtureRequest) -> Actor:
+    names = [name for name in pair.model.state_dict() if name != "lm_head.weight"]
+    return Actor({name: pair.model.state_dict()[name].to(request.param) for name in names})
+
+
+def sampler_of(pair: Pair) -> HfSampler:
+    return HfSampler(model=ModelSpec(path=str(pair.directory)), tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
+
+
+def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
+    model = sampler._open_model()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def transport_to(sampler: HfSampler, actor: Actor) -> StreamChangeTransport:
+    whole = StreamTransport(export=lambda: actor.run(export_buckets, [(BUCKET_BYTES,)])[0], sampler=sampler)
+    return StreamChangeTransport(whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_share=0.25)
+
+
+def whole(actor: Actor, pair: Pair) -> dict[str, Tensor]:
+    """What a sampler has that got the actor's weights as one whole set."""
+    fresh = sampler_of(pair)
+    fresh.load_weights((NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1)
+    return weights_of(fresh)
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(found[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected)
+
+
+def test_after_changes_the_sampler_has_the_bits_of_a_whole_set(pair: Pair, actor: Actor) -> None:
+    sampler = sampler_of(pair)
+    transport = transport_to(sampler, actor)
+    shares, sizes = [], []
+    for version, share in enumerate((0.0, 0.02, 0.0, 0.9, 0.02), start=1):
+        actor.train(version, share=share)
+        sent = transport.send(version)
+        shares.append(sent.share)
+        sizes.append(sent.num_bytes)
+        assert sampler.weight_version == version
+        assert_same_bits(weights_of(sampler), whole(actor, pair))
+    assert shares[0] == shares[3] == 1.0, "the first set, and one of which nearly everything changed"
+    assert (shares[2], sizes[2]) == (0.0, 0)
+    assert 0 < shares[1] < 0.3  # 2 %, and the small tensors whole
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_a_sampler_that_was_started_again_gets_the_whole_set(pair: Pair, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    sampler = sampler_of(pair)
+    transport = transport_to(sampler, actor)
+    transport.send(1)
+    actor.train(1, share=0.02)
+    again = sampler_of(pair)
+    restarted = transport_to(again, actor)
+    restarted._key, restarted._base_version = transport._key, 1
+    sent = restarted.send(2)
+    assert "changes of weights 1 came, but the sampler holds weights 0. The whole set is sent." in caplog.text
+    assert sent.share == 1.0
+    assert_same_bits(weights_of(again), whole(actor, pair))
+    actor.train(2, share=0.02)
+    assert restarted.send(3).share < 1.0
+    assert_same_bits(weights_of(again), whole(actor, pair))
+
+
+def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor) -> None:
+    sampler = sampler_of(pair)
+    transport = transport_to(sampler, actor)
+    transport.send(1)
+    left = actor.weights.popitem()
+    with pytest.raises(WeightError, match="other names, shapes or types"):
+        transport.send(2)
+    actor.weights |= dict([left])
+    assert transport.send(2).share == 1.0
+    assert_same_bits(weights_of(sampler), whole(actor, pair))
+
+
+def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(pair: Pair, actor: Actor) -> None:
+    sampler = sampler_of(pair)
+    sampler.load_weights((NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1)
+    before = weights_of(sampler)
+    keep_set(actor, "key", BUCKET_BYTES, 1)
+    actor.train(1, share=0.02)
+    first, *rest = export_changes(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
+    with pytest.raises(StaleBaseError, match="changes of weights 7 came, but the sampler holds weights 1"):
+        sampler.load_changes([first, *rest], base_version=7, version=8)
+    damaged = replace(rest[-1], data=rest[-1].data.flip(0))
+    renamed = replace(first, entries=tuple(replace(entry, name=f"other.{entry.name}") for entry in first.entries))
+    for buckets, complaint in (
+        ([first, *rest[:-1], damaged], "arrived damaged"),
+        ([first, *rest[:-1]], "not all in order"),
+        ([renamed, *rest], r"other\.\S+ of shape .* expected no such tensor"),
+    ):
+        with pytest.raises(WeightError, match=complaint):
+            sampler.load_changes(buckets, base_version=1, version=2)
+    assert sampler.weight_version == 1
+    assert_same_bits(weights_of(sampler), before)
+    sampler.load_changes([first, *rest], base_version=1, version=2)
+    assert_same_bits(weights_of(sampler), whole(actor, pair))
+
+
+def test_rank_0_says_so_when_it_does_not_hold_the_base(actor: Actor) -> None:
+    with pytest.raises(WeightError, match="does not hold weights 3 any more"):
+        export_changes(actor, "another key", BUCKET_BYTES, 4, 3, 0.25)
+
+
+def test_other_ranks_take_part_in_both_gatherings() -> None:
+    gathered: list[str] = []
+
+    class Other(Actor):
+        is_first = False
+
+        def export_weights(self) -> WeightStream:
+            return WeightStream(NamedWeight(name, tensor) for name, tensor in self.weights.items() if gathered.append(name) is None)
+
+    other = Other({"a": torch.zeros(3), "b": torch.zeros(3)})
+    keep_set(other, "key", BUCKET_BYTES, 1)
+    assert export_changes(other, "key", BUCKET_BYTES, 2, 1, 0.25) == []
+    assert gathered == ["a", "b"] * 2
