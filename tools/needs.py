@@ -31,6 +31,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
 _IMPORTED_AS = {
     "hydra-core": "hydra",
     "megatron-core": "megatron",
+    "mlflow-skinny": "mlflow",
     "pyyaml": "yaml",
 }
 """By distribution, where the name of its module is not its own with underscores."""

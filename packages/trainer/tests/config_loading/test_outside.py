@@ -1,3 +1,4 @@
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,9 +74,26 @@ def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path)
     check_outside(load([*there, f"run.resume={tmp_path}"]).config)
 
 
-def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+def test_tracker_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch, tracker: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal([*there, "run.trackers=[wandb]"]).startswith("run.trackers names wandb, which is not installed: pip install")
+    expected = f"run.trackers names {tracker}, which is not installed: pip install 'temper-trainer[{tracker}]'"
+    assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
+
+
+def test_prometheus_that_is_not_installed_is_named(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal([*there, "run.prometheus_port=9464"]).startswith("run.prometheus_port is set, but prometheus_client is not installed")
+
+
+def test_a_port_in_use_is_refused_before_the_run(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        expected = f"run.prometheus_port is {port}, which can't be listened on: Address already in use. Choose a free port."
+        assert refusal([*there, f"run.prometheus_port={port}"]) == expected
 
 
 def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

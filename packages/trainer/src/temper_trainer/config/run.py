@@ -58,8 +58,10 @@ class RunConfig:
     """CPU threads of torch in each process; None is torch's own choice."""
     progress: bool = True
     """Progress bars, where the output is a terminal."""
-    trackers: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl", "tensorboard")
-    """Where metrics go."""
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = ("jsonl", "tensorboard")
+    """Where metrics go; mlflow and trackio need jsonl beside them, from which they take earlier steps after a resume."""
+    prometheus_port: int | None = None
+    """Serve the newest value of every metric to Prometheus on this port while the run lasts; None serves nothing."""
 
     def __post_init__(self) -> None:
         check_range("run.seed", self.seed, at_least=0)
@@ -76,6 +78,10 @@ class RunConfig:
         check_range("run.num_table_rows", self.num_table_rows, at_least=0)
         check_range("run.table_every", self.table_every, at_least=0)
         check_range("run.num_threads", self.num_threads, at_least=1)
+        check_range("run.prometheus_port", self.prometheus_port, at_least=1, at_most=65535)
+        for name in ("mlflow", "trackio"):
+            if name in self.trackers and "jsonl" not in self.trackers:
+                raise ConfigError(f"run.trackers names {name} without jsonl, from which it takes earlier steps after a resume: add jsonl.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

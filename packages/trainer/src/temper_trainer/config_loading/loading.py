@@ -38,6 +38,7 @@ WITHOUT_INFLUENCE = (
     "run.num_threads",
     "run.progress",
     "run.trackers",
+    "run.prometheus_port",
     "runtime",
     *(f"{role}.{key}" for role in ("actor", "critic", "ref") for key in ("num_workers", "pool")),
     "rollout.max_concurrent",

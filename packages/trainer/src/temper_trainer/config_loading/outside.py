@@ -1,6 +1,7 @@
 """What a configuration refers to outside itself: files, folders, model directories, libraries, the reward function; without torch."""
 
 import importlib.util
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,8 +113,24 @@ def _problems_of_run(run: RunConfig) -> Iterator[str]:
         yield f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield f"run.resume is {run.resume}, but must be never, auto, or the path of a step directory, and no directory lies there."
-    if "wandb" in run.trackers and not _is_installed("wandb"):
-        yield "run.trackers names wandb, which is not installed: pip install 'temper-trainer[wandb]', or take it out of run.trackers."
+    for name in ("wandb", "mlflow", "trackio"):
+        if name in run.trackers and not _is_installed(name):
+            yield (
+                f"run.trackers names {name}, which is not installed: pip install 'temper-trainer[{name}]', or take it out of run.trackers."
+            )
+    if run.prometheus_port is not None:
+        yield from _problems_of_port(run.prometheus_port)
+
+
+def _problems_of_port(port: int) -> Iterator[str]:
+    if not _is_installed("prometheus_client"):
+        yield "run.prometheus_port is set, but prometheus_client is not installed: pip install 'temper-trainer[prometheus]', or remove it."
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            yield f"run.prometheus_port is {port}, which can't be listened on: {error.strerror}. Choose a free port."
 
 
 def _is_installed(module: str) -> bool:

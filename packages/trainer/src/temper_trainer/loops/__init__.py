@@ -64,7 +64,13 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     with (
         open_runtime(config) as runtime,
         StopRequest() as stop,
-        RunLog(folder.root, trackers=config.run.trackers, progress=config.run.progress, resume_step=done if found else None) as log,
+        RunLog(
+            folder.root,
+            trackers=config.run.trackers,
+            progress=config.run.progress,
+            resume_step=done if found else None,
+            prometheus_port=config.run.prometheus_port,
+        ) as log,
     ):
         run = _Run(
             config=config,

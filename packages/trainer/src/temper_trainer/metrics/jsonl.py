@@ -18,5 +18,8 @@ class JsonlTracker:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_json(Row(step=step, phase=phase, time_s=time.time(), values=metrics)) + "\n")
 
-    def close(self) -> None:
+    def begin_anew(self) -> None:
+        """The log itself has moved those rows."""
+
+    def close(self, *, has_failed: bool) -> None:
         """Nothing is held open."""

@@ -54,20 +54,28 @@ class RunLog(AbstractContextManager["RunLog"]):
     """
 
     def __init__(
-        self, directory: Path, *, trackers: Sequence[str], progress: bool, resume_step: int | None = None, console: Console | None = None
+        self,
+        directory: Path,
+        *,
+        trackers: Sequence[str],
+        progress: bool,
+        resume_step: int | None = None,
+        prometheus_port: int | None = None,
+        console: Console | None = None,
     ) -> None:
         """Open the files of a run.
 
         Args:
             directory: the run folder; made where it is missing.
-            trackers: ``jsonl``, ``tensorboard``, ``wandb``.
+            trackers: ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
             progress: show bars where the output is a terminal.
             resume_step: the last step that is done; rows of later steps are moved to ``*.superseded-N.jsonl``. None begins anew: all rows
                 that lie there are moved, except those of a warm start, of which ``bar`` moves what is done again.
+            prometheus_port: where the newest values are served, if anywhere.
             console: where lines go; standard output by default.
 
         Raises:
-            ConfigError: a tracker whose package is not installed.
+            ConfigError: a tracker whose package is not installed, or a port that is not free.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
@@ -75,9 +83,11 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._has_bars = progress and self._console.is_terminal
         self._totals: dict[str, int] = {}
         self._dashboard: Dashboard | None = None
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            set_aside(directory / name, after_step=-1 if resume_step is None else resume_step)
-        self._trackers = [_tracker(name, directory) for name in trackers]
+        moved = [
+            set_aside(directory / n, after_step=-1 if resume_step is None else resume_step) for n in ("metrics.jsonl", "samples.jsonl")
+        ]
+        self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_port)]
+        self._trackers += [_tracker(name, directory, is_superseded=moved[0] > 0) for name in trackers]
 
     def __enter__(self) -> Self:
         """The log itself."""
@@ -86,7 +96,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close files and trackers."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(has_failed=error is not None)
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Record the numbers of a step and print its line; names and meanings are in docs/metrics.md."""
@@ -107,7 +117,9 @@ class RunLog(AbstractContextManager["RunLog"]):
             start: steps already done.
         """
         self._totals[phase] = total
-        set_aside(self._directory / "metrics.jsonl", after_step=start, phase=phase)
+        if set_aside(self._directory / "metrics.jsonl", after_step=start, phase=phase):
+            for tracker in self._trackers:
+                tracker.begin_anew()
         if not self._has_bars:
             yield Bar(None)
             return
@@ -141,7 +153,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         return write_report(self._directory)
 
 
-def _tracker(name: str, directory: Path) -> Tracker:
+def _prometheus(port: int) -> Tracker:
+    from temper_trainer.metrics.prometheus import PrometheusTracker  # an extra
+
+    return PrometheusTracker(port)
+
+
+def _tracker(name: str, directory: Path, *, is_superseded: bool) -> Tracker:
     if name == "tensorboard":
         from temper_trainer.metrics.tensorboard import TensorBoardTracker  # imports torch
 
@@ -150,5 +168,13 @@ def _tracker(name: str, directory: Path) -> Tracker:
         from temper_trainer.metrics.wandb import WandbTracker  # an extra
 
         return WandbTracker(directory)
+    if name == "mlflow":
+        from temper_trainer.metrics.mlflow import MlflowTracker  # an extra
+
+        return MlflowTracker(directory, is_superseded=is_superseded)
+    if name == "trackio":
+        from temper_trainer.metrics.trackio import TrackioTracker  # an extra
+
+        return TrackioTracker(directory, is_superseded=is_superseded)
     assert name == "jsonl", f"{name!r} is no tracker"
     return JsonlTracker(directory)

@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from temper_trainer.metrics.records import Row, read_rows
+from temper_trainer.metrics.settings import read_settings
 
 NAME = "report.html"
 NUM_SAMPLES = 24
@@ -128,23 +129,14 @@ def _samples(path: Path) -> str:
 
 def _configuration(directory: Path) -> str:
     """What was chosen, and beneath it everything."""
-    settings, origins = directory / "config.yaml", directory / "config_origins.yaml"
-    if not (settings.exists() and origins.exists()):
+    values, origins = read_settings(directory), directory / "config_origins.yaml"
+    if not (values and origins.exists()):
         return ""
-    values = dict(_leaves(yaml.safe_load(settings.read_text(encoding="utf-8"))))
     said = yaml.safe_load(origins.read_text(encoding="utf-8"))
     lines = [(key, _written(values.get(key)), origin) for key, origin in said.items()]
     heading = ("key", "value", "set by")
     chosen = _table(heading, [line for line in lines if line[2] != "default"])
     return f"{chosen}<details><summary>all {len(lines)} settings</summary>{_table(heading, lines)}</details>"
-
-
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _written(value: object) -> str:

@@ -20,7 +20,10 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writers[phase].add_scalar(name, value, global_step=step)
 
-    def close(self) -> None:
+    def begin_anew(self) -> None:
+        """Each phase's events are purged from its next step on."""
+
+    def close(self, *, has_failed: bool) -> None:
         """Flush and close the event files."""
         for writer in self._writers.values():
             writer.close()

@@ -32,6 +32,9 @@ class WandbTracker:
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         self._run.log({f"{phase}/step": step} | {f"{phase}/{name}": value for name, value in metrics.items()})
 
-    def close(self) -> None:
+    def begin_anew(self) -> None:
+        """Wandb can take nothing back: its history has those steps twice, the later ones after the earlier."""
+
+    def close(self, *, has_failed: bool) -> None:
         """Finish the run and wait for the upload."""
-        self._run.finish()
+        self._run.finish(exit_code=int(has_failed))

@@ -1,0 +1,276 @@
+"""Trackers of other makers, each with its real client on local files, also after a resume; and Prometheus, scraped."""
+
+import io
+import math
+import re
+import shutil
+import socket
+import urllib.request
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.metrics.log import RunLog
+
+# What the clients' own libraries say of each other.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+MLFLOW = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install 'temper-trainer[mlflow]'")
+TRACKIO = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio: pip install 'temper-trainer[trackio]'")
+PROMETHEUS = pytest.mark.skipif(
+    find_spec("prometheus_client") is None, reason="needs prometheus_client: pip install 'temper-trainer[prometheus]'"
+)
+SETTINGS = {"run": {"total_steps": 4, "trackers": ["jsonl"]}, "actor": {"engine": {"optimizer": {"lr": 1e-3}}}, "critic": None}
+
+
+def open_log(directory: Path, tracker: str, *, resume_step: int | None = None, port: int | None = None) -> RunLog:
+    directory.mkdir(exist_ok=True)
+    trackers = ["jsonl", tracker] if tracker else ["jsonl"]
+    console = Console(file=io.StringIO())
+    return RunLog(directory, trackers=trackers, progress=False, resume_step=resume_step, prometheus_port=port, console=console)
+
+
+def write_settings(directory: Path, **run: object) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "run": {**SETTINGS["run"], **run}}))  # type: ignore[dict-item]
+
+
+def log_steps(log: RunLog, steps: Sequence[int], *, phase: str = "rl", plus: float = 0.0) -> None:
+    for step in steps:
+        log.log(step, {"actor/loss": step / 2 + plus}, phase=phase)
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+def test_a_tracker_that_is_not_installed_is_asked_for_in_a_sentence(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, tracker, None)
+    with pytest.raises(
+        ConfigError, match=rf"run\.trackers names {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'"
+    ):
+        open_log(tmp_path, tracker)
+
+
+def test_prometheus_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"prometheus_client is not installed: pip install 'temper-trainer\[prometheus\]'"):
+        open_log(tmp_path, "", port=9)
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """To make one takes MLflow seconds."""
+    import mlflow
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    assert mlflow.MlflowClient(tracking_uri=f"sqlite:///{path}").get_experiment_by_name("temper") is None
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, empty_store: Path) -> Path:
+    """A run folder in which an empty store lies."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return tmp_path
+
+
+class Store:
+    """What lies in an MLflow store."""
+
+    def __init__(self, directory: Path) -> None:
+        import mlflow
+
+        self.client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
+        self.current = (directory / "mlflow_run.txt").read_text()
+
+    def runs(self) -> list[Any]:
+        (experiment,) = [e for e in self.client.search_experiments() if e.name == "temper"]
+        return list(self.client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"]))
+
+    def points(self, run_id: str, key: str) -> list[tuple[int, float]]:
+        return [(point.step, point.value) for point in self.client.get_metric_history(run_id, key)]
+
+
+@MLFLOW
+def test_mlflow_has_every_point_once_and_the_settings_also_after_a_resume(tmp_path: Path) -> None:
+    write_settings(tmp_path)
+    with open_log(tmp_path, "mlflow") as log:
+        log_steps(log, [1, 2], phase="warm_start")
+        log_steps(log, [1, 2, 3])
+    first = Store(tmp_path).current
+    with open_log(tmp_path, "mlflow", resume_step=1) as log:
+        log_steps(log, [2, 3], plus=10.0)
+    store = Store(tmp_path)
+    assert [run.info.run_id for run in store.runs()] == [first, store.current]
+    before, now = (store.client.get_run(run_id) for run_id in (first, store.current))
+    assert store.points(store.current, "rl/actor/loss") == [(1, 0.5), (2, 11.0), (3, 11.5)]
+    assert store.points(store.current, "warm_start/actor/loss") == [(1, 0.5), (2, 1.0)]
+    assert store.points(first, "rl/actor/loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert (before.info.status, before.data.tags["temper.superseded_by"]) == ("KILLED", store.current)
+    assert now.info.status == "FINISHED"
+    assert now.info.run_name == tmp_path.name
+    expected = {"run.total_steps": "4", "run.trackers": '["jsonl"]', "actor.engine.optimizer.lr": "0.001", "critic": "null"}
+    assert before.data.params == now.data.params == expected
+
+
+@MLFLOW
+def test_a_resume_that_does_nothing_again_goes_on_with_the_same_mlflow_run(folder: Path) -> None:
+    write_settings(folder)
+    for resume_step, steps in ((None, [1, 2]), (2, [3, 4])):
+        with open_log(folder, "mlflow", resume_step=resume_step) as log:
+            log_steps(log, steps)
+    store = Store(folder)
+    assert [run.info.run_id for run in store.runs()] == [store.current]
+    assert store.points(store.current, "rl/actor/loss") == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+
+
+@MLFLOW
+def test_a_resume_with_other_settings_begins_an_mlflow_run_that_has_them_and_every_point(folder: Path) -> None:
+    for resume_step, steps, total in ((None, [1, 2], 2), (2, [3], 3)):
+        write_settings(folder, total_steps=total)
+        with open_log(folder, "mlflow", resume_step=resume_step) as log:
+            log_steps(log, steps)
+    store = Store(folder)
+    assert [run.data.params["run.total_steps"] for run in store.runs()] == ["2", "3"]
+    assert store.points(store.current, "rl/actor/loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+@MLFLOW
+def test_a_warm_start_that_is_done_again_is_superseded_in_mlflow_too(folder: Path) -> None:
+    write_settings(folder)
+    with open_log(folder, "mlflow") as log, log.bar("warm_start", total=3):
+        log_steps(log, [1, 2], phase="warm_start")
+    with open_log(folder, "mlflow") as log, log.bar("warm_start", total=3, start=1):
+        log_steps(log, [2, 3], phase="warm_start", plus=10.0)
+    store = Store(folder)
+    assert store.points(store.current, "warm_start/actor/loss") == [(1, 0.5), (2, 11.0), (3, 11.5)]
+
+
+@MLFLOW
+def test_mlflow_is_told_of_a_failure_and_takes_what_is_not_a_number(folder: Path) -> None:
+    def fail() -> None:
+        with open_log(folder, "mlflow") as log:
+            log.log(1, {"actor/loss": math.nan}, phase="rl")
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    store = Store(folder)
+    assert store.client.get_run(store.current).info.status == "FAILED"
+    ((step, value),) = store.points(store.current, "rl/actor/loss")
+    assert step == 1
+    assert math.isnan(value)
+
+
+@MLFLOW
+def test_more_settings_and_points_than_one_call_to_mlflow_takes(folder: Path) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump({f"key{i}": "x" * 7000 if i == 3 else i for i in range(230)}))
+    with open_log(folder, "") as log:
+        for step in range(1, 4):
+            log.log(step, {f"a/m{i}": float(i) for i in range(400)}, phase="rl")
+    with open_log(folder, "mlflow", resume_step=3) as log:
+        log_steps(log, [4])
+    store = Store(folder)
+    params = store.client.get_run(store.current).data.params
+    assert (len(params), params["key3"]) == (230, "x" * 6000)
+    assert all(store.points(store.current, f"rl/a/m{i}") == [(step, float(i)) for step in (1, 2, 3)] for i in (0, 250, 399))
+
+
+@pytest.fixture
+def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of its own for trackio's projects."""
+    from trackio import sqlite_storage, utils
+
+    place = tmp_path / "trackio"
+    for module in (sqlite_storage, utils):
+        monkeypatch.setattr(module, "TRACKIO_DIR", place)
+    return place
+
+
+def trackio_rows(name: str) -> list[tuple[int, float]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [(row["step"], row["rl/actor/loss"]) for row in SQLiteStorage.get_logs("temper", name) if "rl/actor/loss" in row]
+
+
+@TRACKIO
+def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(tmp_path: Path, projects: Path) -> None:
+    import trackio
+
+    run = tmp_path / "run"
+    write_settings(run)
+    with open_log(run, "trackio") as log:
+        log_steps(log, [1, 2], phase="warm_start")
+        log_steps(log, [1, 2])
+    with open_log(run, "trackio", resume_step=2) as log:
+        log_steps(log, [3])
+    first = (run / "trackio_run.txt").read_text().strip()
+    assert re.fullmatch(r"run-[0-9a-f]{8}", first)
+    assert trackio_rows(first) == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    with open_log(run, "trackio", resume_step=1) as log:
+        log_steps(log, [2, 3], plus=10.0)
+    again = (run / "trackio_run.txt").read_text().strip()
+    assert again == f"{first}.again-1"
+    assert trackio_rows(again) == [(1, 0.5), (2, 11.0), (3, 11.5)]
+    assert trackio_rows(first) == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert (projects / "temper.db").exists()
+    kept = {found.name: found.config for found in trackio.Api().runs("temper")}
+    assert kept.keys() == {first, again}
+    assert all(config is not None and config["actor.engine.optimizer.lr"] == 1e-3 for config in kept.values())
+
+
+@TRACKIO
+def test_trackio_tells_folders_of_one_name_apart(tmp_path: Path, projects: Path) -> None:
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        with open_log(tmp_path / place / "run", "trackio") as log:
+            log_steps(log, [1])
+    names = {(tmp_path / place / "run" / "trackio_run.txt").read_text().strip() for place in ("one", "other")}
+    assert len(names) == 2
+    assert all(trackio_rows(name) == [(1, 0.5)] for name in names)
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+    return found
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+@PROMETHEUS
+def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(tmp_path: Path, port: int) -> None:
+    with open_log(tmp_path, "", port=port) as log:
+        log_steps(log, [1, 2])
+        log.log(2, {"eval/greedy/reward": math.nan, "a/b_c": 1.0, "a_b/c": 2.0}, phase="eval")
+        text = scrape(port)
+    assert 'temper_actor_loss{metric="actor/loss",phase="rl"} 1.0\n' in text
+    assert 'temper_step{phase="rl"} 2.0\n' in text
+    assert 'temper_eval_greedy_reward{metric="eval/greedy/reward",phase="eval"} NaN\n' in text
+    assert 'temper_a_b_c{metric="a/b_c",phase="eval"} 1.0\n' in text
+    assert 'temper_a_b_c{metric="a_b/c",phase="eval"} 2.0\n' in text
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+    with open_log(tmp_path, "", port=port, resume_step=2) as log:
+        log_steps(log, [3])
+        assert 'temper_step{phase="rl"} 3.0\n' in scrape(port)
+
+
+@PROMETHEUS
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"run\.prometheus_port is {port}, which can't be listened on: Address already in use"):
+            open_log(tmp_path, "", port=port)
