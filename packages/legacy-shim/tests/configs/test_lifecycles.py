@@ -156,3 +156,10 @@ def test_a_frequency_may_be_a_truth_value_as_in_python(word: str, every: int) ->
     found = translated("v0.7.0", f"trainer.test_freq={word}", f"trainer.save_freq={word}", "data.val_files=/data/test.parquet")
     assert found.outcome is Outcome.PINNED
     assert [values(found).get(key, 0) for key in ("run.eval_every", "run.save_every")] == [every, every]
+
+
+def test_loggers_that_are_trackers_here_are_kept_and_others_said() -> None:
+    found = translated("v0.7.0", "trainer.logger=[console,mlflow,swanlab,trackio]")
+    assert values(found)["run.trackers"] == ["jsonl", "mlflow", "trackio"]
+    (message,) = (finding.message for finding in found.findings if finding.rule == "trackers")
+    assert message.startswith("trainer.logger names swanlab, which is no tracker here")

@@ -6,7 +6,7 @@ from temper_legacy_shim.configs.rl_facts import is_async, prompts_of_step
 from temper_legacy_shim.configs.roles import CLUSTER_KEYS
 from temper_legacy_shim.configs.values import Plain, parse_value
 
-_TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def build_run(draft: Draft) -> None:
@@ -109,7 +109,7 @@ def _trackers(draft: Draft) -> None:
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value)[0]
     words = [str(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
-    trackers: list[Plain] = ["jsonl", *(_TRACKERS[word] for word in words if word in _TRACKERS)]
+    trackers: list[Plain] = ["jsonl", *(word for word in words if word in _TRACKERS)]
     draft.put("run.trackers", trackers, rule="trackers", old=["trainer.logger"])
     others = [word for word in words if word not in _TRACKERS and word not in ("console", "file")]
     if others:
