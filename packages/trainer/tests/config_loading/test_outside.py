@@ -86,14 +86,13 @@ def test_prometheus_that_is_not_installed_is_named(there: list[str], monkeypatch
     assert refusal([*there, "run.prometheus_port=9464"]).startswith("run.prometheus_port is set, but prometheus_client is not installed")
 
 
-def test_a_port_in_use_is_refused_before_the_run(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+def test_a_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
         expected = f"run.prometheus_port is {port}, which can't be listened on: Address already in use. Choose a free port."
-        assert refusal([*there, f"run.prometheus_port={port}"]) == expected
+        assert expected in refusal([*there, f"run.prometheus_port={port}"])
 
 
 def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,11 @@ from .conftest import RL
         ("run.dir=3", "run.dir is 3, but must be: text."),
         ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be: number."),
         ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number."),
-        ("run.trackers=jsonl", "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb. A list is written [jsonl]."),
-        ("run.trackers=[csv]", "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb."),
+        (
+            "run.trackers=jsonl",
+            "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb | mlflow | trackio. A list is written [jsonl].",
+        ),
+        ("run.trackers=[csv]", "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | mlflow | trackio."),
         ("task=dop", "task is 'dop', but must be: rl | sft | distill | dpo | rm | eval | generate."),
         ("actor.engine.optimizer.betas=[0.9]", "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number."),
         ("actor=5", "actor is 5, but must be a block of keys."),
