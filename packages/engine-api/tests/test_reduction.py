@@ -46,6 +46,13 @@ def test_each_mode_divides_as_it_says(aggregation: Aggregation, expected: float)
     assert reduced.item() == expected
 
 
+@pytest.mark.parametrize(("aggregation", "expected"), list(zip(MODES, [6.0, 6.0, 6.0, 0.75], strict=True)), ids=BY_NAME)
+def test_a_token_alone_is_divided_by_one(aggregation: Aggregation, expected: float) -> None:
+    batch = from_sequences([torch.zeros(2)], loss_masks=[torch.tensor([False, True])])
+    terms = LossTerms(loss=torch.tensor([50.0, 6.0]))
+    assert reduce_loss(terms, batch, denominators=count_denominators(batch), aggregation=aggregation).item() == expected
+
+
 def test_denominators_count_what_is_trained() -> None:
     batch, _ = three_sequences()
     assert count_denominators(batch) == Denominators(tokens=4, sequences=2, groups=1)
