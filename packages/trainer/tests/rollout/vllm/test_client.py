@@ -114,6 +114,18 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     assert server.process_id is None
 
 
+@pytest.mark.parametrize("behaviour", ["gives-up", "hangs-up"])
+def test_the_last_words_of_a_server_that_hung_up_are_heard(behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
+    server = ServerProcess(spec, name="r", python=sys.executable, log_file=tmp_path / "log", start_timeout_s=120, stall_timeout_s=60)
+    with pytest.raises(ReplicaError, match="the key is 7"):
+        server.start()
+        server.call("anything").result(timeout=60)
+    assert server.process_id is None
+
+
 def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> None:
     fake = FakeReplica(0, dies_at=[1])
     sampler = sampler_of(fake)

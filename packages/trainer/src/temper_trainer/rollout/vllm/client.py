@@ -1,5 +1,6 @@
 """A server process and the trainer's end of its socket: start, ask, watch, end. vLLM is not imported here."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MODULE = "temper_trainer.rollout.vllm.server"
 TAIL_LINES = 30
+LAST_WORDS_S = 5.0
+"""How long a server that hung up may take to end: it often writes last what went wrong, and its socket is closed before that."""
 _KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError": WeightError, "StaleBaseError": StaleBaseError}
 """Errors of the server that keep their type; every other kind is a ReplicaError."""
 
@@ -142,6 +145,7 @@ class ServerProcess:
                 self._check_starting(deadline)
             ready = self._connection.recv()
         except (EOFError, OSError) as error:
+            self._hear_out()
             raise self._failed("ended while it built its model") from error
         assert isinstance(ready, Ready)
         logger.info("%s: vLLM %s on %s", self._name, ready.vllm_version, ready.device)
@@ -175,6 +179,7 @@ class ServerProcess:
                     _settle(waiting.pop(message.number, None), error=kind(f"{self._name}: {message.text}"))
         except (EOFError, OSError):
             logger.debug("%s: its connection is closed", self._name)
+            self._hear_out()
         except Exception as unreadable:  # noqa: BLE001 - whatever it is: nobody may wait for the answer for ever
             reason = f"sent what can't be read ({type(unreadable).__name__}: {unreadable})"
         with self._lock:
@@ -185,6 +190,13 @@ class ServerProcess:
         error = self._dead(reason)
         while waiting:
             _settle(waiting.popitem()[1], error=error)
+
+    def _hear_out(self) -> None:
+        """Wait a little until a server that hung up has ended; one that was closed here is not waited for."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_S)
 
     def _dead(self, what: str) -> ReplicaError:
         return ReplicaError(f"{self._name} {what}. The end of its log, {self._log_file}:\n{self._tail()}")
