@@ -3,8 +3,9 @@
 The same work for each: float32 shards of four ranks, as torch pickles them, to bfloat16 safetensors with config. Wall-clock and CPU
 seconds (the best of the repeats) and the peak of resident memory, each contender in a process of its own from its start to its end, its
 imports included; outputs are compared tensor by tensor. verl's merger is run by the Python of --verl-python, an environment with
-verl 0.9.1; without it that contender is named as left out. temper-migrate also reads its output back and compares checksums; it does
-not build transformers' model here, which the merger does because it needs it.
+verl 0.9.1; without it that contender is named as left out. temper-migrate also reads its output back and compares it, and waits until it
+lies on the disk; it does not build transformers' model here, which the merger does because it needs it. Before each run the disk has
+everything that was written before; copying the checkpoint with cp is timed beside them.
 
     python bench/bench_convert.py [--layers 24] [--repeats 3] [--verl-python PATH] [--json FILE]
 """
@@ -96,6 +97,16 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
     return Cost(wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=int(peak.read_text()) / 1024)
 
 
+def copied(source: Path, target: Path) -> float:
+    """Seconds of cp, which leaves it to the system when the copy reaches the disk."""
+    os.sync()
+    started = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    took = time.perf_counter() - started
+    shutil.rmtree(target)
+    return took
+
+
 def best(costs: list[Cost]) -> Cost:
     """The lowest of each."""
     return Cost(wall_s=min(c.wall_s for c in costs), cpu_s=min(c.cpu_s for c in costs), peak_mb=min(c.peak_mb for c in costs))
@@ -141,7 +152,9 @@ def main() -> None:
         for _ in range(asked.repeats):
             for name, command in contenders.items():
                 shutil.rmtree(root / name, ignore_errors=True)
+                os.sync()
                 costs[name].append(run(command, environment=dict(os.environ) if name == "temper-migrate" else clean, folder=root))
+        copy_s = min(copied(root / "actor", root / "copy") for _ in range(asked.repeats))
         results = {name: best(of_contender) for name, of_contender in costs.items()}
         wrong = differing(root / "temper-migrate", root / "verl merger") if asked.verl_python else None
     print(
@@ -151,6 +164,7 @@ def main() -> None:
     print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8}")
     for name, cost in results.items():
         print(f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f}")
+    print(f"{'cp -r':16} {copy_s:8.1f}")
     if asked.verl_python:
         mine, theirs = results["temper-migrate"], results["verl merger"]
         print(f"verl / temper    {theirs.wall_s / mine.wall_s:8.1f} {theirs.cpu_s / mine.cpu_s:8.1f} {theirs.peak_mb / mine.peak_mb:8.1f}")
@@ -158,7 +172,12 @@ def main() -> None:
     else:
         print("verl merger: left out: --verl-python names an environment with verl 0.9.1 and what it imports")
     if asked.json:
-        report = {"when": datetime.now(UTC).isoformat(), "bytes": num_bytes, "results": {n: asdict(c) for n, c in results.items()}}
+        report = {
+            "when": datetime.now(UTC).isoformat(),
+            "bytes": num_bytes,
+            "results": {n: asdict(c) for n, c in results.items()},
+            "copy_s": copy_s,
+        }
         asked.json.write_text(json.dumps(report | {"different": wrong}, indent=1) + "\n")
 
 

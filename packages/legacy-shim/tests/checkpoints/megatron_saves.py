@@ -43,7 +43,10 @@ def on_cpu() -> Iterator[None]:
 def drawn(engine: Any) -> State:
     """Give the engine's optimizer moments, as if two updates had been made; the same on every rank."""
     draw = torch.Generator().manual_seed(0)
-    some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
+
+    def some(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.rand(tensor.shape, generator=draw)
+
     expected = {
         state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
         for state in engine.export_state()

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_run_goes_on_in_megatron_from_its_own_converted_save(
     fleets: Mapping[int, Fleet], tmp_path: Path, architecture: dict[str, object], at: Layout
 ) -> None:
     save(megatron_saves.save_distributed, fleets, tmp_path, architecture, at, sharding="dp_reshardable")
-    main(["checkpoint", str(tmp_path / "actor"), "--to", "temper", "--out", str(tmp_path / "resumed")])
+    run_command(["checkpoint", str(tmp_path / "actor"), "--to", "temper", "--out", str(tmp_path / "resumed")])
     recipe = Recipe(model_path=str(tmp_path / "model"), optimizer=TRAINS, compute="bf16")
 
     def update(folder: Path | None) -> Any:
@@ -160,7 +161,7 @@ def test_a_run_goes_on_in_megatron_from_its_own_converted_save(
         assert resumed.state[name].update_count == 3
 
 
-def main(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
     from typer.testing import CliRunner
 
     from temper_legacy_shim.cli import app
@@ -188,8 +189,12 @@ def taken_apart(of_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stacked fused adapters under PEFT's names, by hand: rows of B by query group, and gate above up."""
     found = {}
     heads, groups, dim = DENSE["num_attention_heads"], DENSE["num_key_value_heads"], DENSE["head_dim"]
+
+    def half_of(layer: int, host: str, side: str) -> torch.Tensor:
+        return of_kind[f"decoder.layers.{host}.adapter.linear_{side}.weight"][layer]
+
     for layer in range(DENSE["num_hidden_layers"]):
-        half = lambda host, side: of_kind[f"decoder.layers.{host}.adapter.linear_{side}.weight"][layer]  # noqa: B023, E731
+        half = partial(half_of, layer)
         grouped = half("self_attention.linear_qkv", "out").view(groups, heads // groups + 2, dim, -1)
         gate, up = half("mlp.linear_fc1", "out").chunk(2)
         parts = {
