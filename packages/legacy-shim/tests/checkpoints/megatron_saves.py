@@ -125,9 +125,13 @@ def save_ranks(rank: Rank, *, recipe: Recipe, folder: Path, is_of_0_4: bool, all
     (folder / "optim").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     name = f"distrib_optim_pp{pp}_tp{tp}{f'_cp{cp}_dp{dp}' if is_of_0_4 else ''}.pt"
+    own = folder / "optim" / f"of_rank_{rank.index}"
     with on_cpu():
-        optimizer_of(engine).save_parameter_state(str(folder / "optim" / name))
-    dist.barrier()
+        optimizer_of(engine).save_parameter_state(str(own))
+    for turn in range(dist.get_world_size()):  # ranks that write one file do it one after the other, or it is damaged at random
+        if turn == rank.index and own.exists():
+            own.replace(folder / "optim" / name)
+        dist.barrier()
     return expected if rank.index == 0 else {}
 
 

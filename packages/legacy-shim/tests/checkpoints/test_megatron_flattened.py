@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.lazy import blocks
+from temper_legacy_shim.checkpoints.lazy import Rows
 from temper_legacy_shim.checkpoints.temper import resumable
+from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import DamagedFileError
 
 TP = 2
@@ -100,30 +101,55 @@ def _megatron_classes(monkeypatch: pytest.MonkeyPatch) -> tuple[type, type[Metad
     return plan, metadata
 
 
+def _write_role(
+    folder: Path, masters: Mapping[str, Tensor], state: Mapping[str, Tensor], *, is_exported: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Tensor], Path]:
+    """Weights in bfloat16 beside an optimizer; the distributed checkpoint's, and where it lies."""
+    hf = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    weights, dist_ckpt = {} if is_exported else {name: t.bfloat16() for name, t in _stacked(hf).items()}, folder / "dist_ckpt"
+    write_flattened(dist_ckpt, weights, state, monkeypatch=monkeypatch, is_of_0_15=is_exported)
+    groups = [{"step": 3.0, "lr": 1e-5, "weight_decay": decay} for decay in (0.0, 0.1)]
+    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "lr_scheduler": {"num_steps": 3}}, dist_ckpt / "common.pt")
+    _write_config(folder / "huggingface")
+    if is_exported:
+        save_file(hf, folder / "huggingface/model.safetensors")
+    return weights, dist_ckpt
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_exported", [False, True])
 def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exported: bool
 ) -> None:
     """With a bridge, the default since 0.7, the weights lie in huggingface/ and the optimizer alone in the distributed checkpoint."""
-    hf = _model()
-    kinds = {"fp32_param": 1.25, "exp_avg": 0.5, "exp_avg_sq": 2.0}
-    state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(hf).items()}
-    folder = tmp_path / "actor/dist_ckpt"
-    write_flattened(folder, {} if is_exported else _stacked(hf), state, monkeypatch=monkeypatch, is_of_0_15=is_exported)
-    groups = [{"step": 3.0, "lr": 1e-5, "weight_decay": decay} for decay in (0.0, 0.1)]
-    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "lr_scheduler": {"num_steps": 3}}, folder / "common.pt")
-    _write_config(tmp_path / "actor/huggingface")
-    if is_exported:
-        save_file(hf, tmp_path / "actor/huggingface/model.safetensors")
+    masters = _model()
+    kinds = {"fp32_param": 1.0, "exp_avg": 0.5, "exp_avg_sq": 2.0}
+    state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(masters).items()}
+    weights, folder = _write_role(tmp_path / "actor", masters, state, is_exported=is_exported, monkeypatch=monkeypatch)
     kept = resumable(open_checkpoint(tmp_path / "actor"))
-    _assert_equal(kept.model.weights, {name: 1.25 * tensor for name, tensor in hf.items()})
-    _assert_equal({name: moments.first for name, moments in kept.moments.items()}, {name: 0.5 * tensor for name, tensor in hf.items()})
-    _assert_equal({name: moments.second for name, moments in kept.moments.items()}, {name: 2.0 * tensor for name, tensor in hf.items()})
+    _assert_equal(kept.model.weights, masters)
+    _assert_equal({name: moments.first for name, moments in kept.moments.items()}, {name: 0.5 * tensor for name, tensor in masters.items()})
+    _assert_equal(
+        {name: moments.second for name, moments in kept.moments.items()}, {name: 2.0 * tensor for name, tensor in masters.items()}
+    )
     assert (kept.num_updates, kept.extra.num_schedule_steps, kept.decays_vectors, kept.settings["weight_decay"]) == (3, 3, False, 0.1)
     for name, tensor in DistCheckpoint(folder).tensors.items():  # rows in small blocks are those of the whole
-        whole = torch.cat([torch.from_numpy(block.copy()).reshape(-1) for block in blocks(tensor, block_bytes=64)])
-        assert torch.equal(whole, (state | _stacked(hf))[name].reshape(-1)), name
+        found = torch.cat([as_torch(Rows(tensor, ((i, i + 1),))).reshape(-1) for i in range(tensor.shape[0])])
+        assert torch.equal(found, (state | weights)[name].reshape(-1)), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_masters_that_do_not_round_to_their_weights_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron itself saves such ones: its tensors are shifted where a buffer has several buckets."""
+    masters, kinds = _model(), ("fp32_param", "exp_avg", "exp_avg_sq")
+    state = {f"optimizer.state.{kind}.{name}": tensor for kind in kinds for name, tensor in _stacked(masters).items()}
+    shifted = "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight"
+    state[shifted] = state[shifted].reshape(-1).roll(48).reshape(state[shifted].shape)
+    _write_role(tmp_path / "actor", masters, state, is_exported=False, monkeypatch=monkeypatch)
+    kept = resumable(open_checkpoint(tmp_path / "actor"))
+    assert not kept.moments
+    assert any("down_proj.weight does not round to the weight beside it" in reason for reason in kept.not_carried)
+    _assert_equal(kept.model.weights, {name: tensor.bfloat16().float() for name, tensor in masters.items()})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from temper_legacy_shim.checkpoints import fsdp
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
-from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_adapter_optimizer
+from temper_legacy_shim.checkpoints.megatron_moments import check_masters, read_megatron_adapter_optimizer
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.checkpoints.moments import OldOptimizer, read_trained_leaves
 from temper_legacy_shim.checkpoints.optimizer_files import check_is_beside_weights
@@ -48,6 +48,7 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
         read = read_megatron_adapter_optimizer(model)
         if read.moments.keys() != weights.keys():
             raise LayoutError(f"the optimizer keeps moments of {len(read.moments)} tensors, but the adapter has {len(weights)}")
+        check_masters(read.masters, weights)
         return read
     if "optim" not in role.fsdp_files:
         raise LayoutError("the old checkpoint has none that tells what belongs to an adapter")

@@ -282,9 +282,9 @@ def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: M
     number = at = 0
     for name in reversed(list(chunk)):
         weight, count = chunk[name], prod(chunk[name].shape)
-        if number < len(buckets) and at == buckets[number]["param"].shape[0]:
-            number, at = number + 1, 0
         start = at + -at % ALIGNMENT
+        if number < len(buckets) and start >= buckets[number]["param"].shape[0]:  # before a tied table a bucket ends at a multiple
+            number, start = number + 1, 0
         if number >= len(buckets) or start + count > buckets[number]["param"].shape[0]:
             raise _DoesNotFitError
         found[name] = {kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape) for kind in KINDS}

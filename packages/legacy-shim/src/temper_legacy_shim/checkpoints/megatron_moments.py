@@ -10,7 +10,7 @@ from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.megatron_adapters import MARK
 from temper_legacy_shim.checkpoints.megatron_buckets import Whole, bucket_settings, read_buckets
-from temper_legacy_shim.checkpoints.megatron_flat import KINDS
+from temper_legacy_shim.checkpoints.megatron_flat import KINDS, is_master
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
 from temper_legacy_shim.checkpoints.model import OldModel, megatron_tensors
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer
@@ -30,7 +30,25 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
     geometry = _geometry(model)
     kinds = _by_parameter(model) or _from_buckets(model, geometry)
     named = {kind: megatron_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+    check_masters(named["param"], model.weights)
     return _optimizer(model, named)
+
+
+def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
+    """Believe an optimizer only if its masters round to the weights.
+
+    What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several buckets with padding between them, as
+    with embeddings that are tied over two stages: it counts the padding in one place and not in the other.
+
+    Raises:
+        LayoutError: naming the first that does not; for the receipt.
+    """
+    for name, master in masters.items():
+        if name in weights and not is_master(master, weights[name]):
+            raise LayoutError(
+                f"the optimizer's float32 master of {name} does not round to the weight beside it: Megatron saves them shifted where tied "
+                "embeddings or a bucket size divide its buffers, and moments with them"
+            )
 
 
 def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
