@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,29 @@ def test_a_source_that_is_cut_off_while_it_is_read_leaves_nothing(run: Run, acto
 
     with pytest.raises(DamagedFileError, match="truncated"):
         run(progress=cut)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_keeps_other_bytes_is_noticed_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(len(data)) if isinstance(data, memoryview) else data))
+    with pytest.raises(VerificationError, match="bytes from 0 on are others than were written"):
+        run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_an_earlier_run_finished_is_checked_again(run: Run, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        run(progress=stop, max_shard_bytes=3 * 96)
+    with open(tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors", "rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(VerificationError, match="another checksum"):
+        run(max_shard_bytes=3 * 96)
     assert not (tmp_path / "out").exists()
 
 

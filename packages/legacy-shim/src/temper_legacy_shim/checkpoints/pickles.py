@@ -5,10 +5,11 @@ node that says so; what the node means is decided by whoever asked (``tensors.py
 Work and memory are bounded by the file's size: keys of mappings are scalars, memo entries are references, nothing is copied twice.
 """
 
+import io
 import pickletools
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from temper_legacy_shim.checkpoints.allowed import is_allowed, is_nested
@@ -102,14 +103,25 @@ def load_inert(data: bytes, *, source: str) -> object:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in strings of the oldest protocol
-            for opcode, argument, _ in pickletools.genops(data):
-                if machine.step(opcode.name, argument):
+            for name, argument in _opcodes(data):
+                if machine.step(name, argument):
                     return machine.result()
     except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError, EOFError, UnicodeError) as error:
         if isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError(f"{source}: damaged pickle ({type(error).__name__}: {error}): copy the file again.") from error
     raise DamagedFileError(f"{source}: the pickle ends before its last opcode: copy the file again.")
+
+
+_OPCODES = {each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader) for each in pickletools.opcodes}
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, object]]:
+    """Names and arguments in order; ``pickletools.genops`` without the positions, which are a third of its time."""
+    stream = io.BytesIO(data)
+    while code := stream.read(1):
+        name, read = _OPCODES[code]
+        yield name, None if read is None else read(stream)
 
 
 class _Machine:
