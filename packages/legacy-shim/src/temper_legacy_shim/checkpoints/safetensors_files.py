@@ -237,5 +237,5 @@ class _HashingWriter:
         if len(self._again) != len(data):
             self._again = bytearray(len(data))
         count = os.preadv(self._descriptor, [self._again], start)
-        if count != len(data) or self._again != data:
+        if count != len(data) or self._again != data:  # type: ignore[comparison-overlap]  # of any two buffers, by memcmp
             raise VerificationError(f"{self._path}: bytes from {start} on are others than were written: check the disk, and convert again.")
