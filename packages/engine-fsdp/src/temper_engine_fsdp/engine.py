@@ -49,7 +49,8 @@ class FSDPEngine(BaseEngine):
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
             Capability.ADAPTER,
-            Capability.ADAPTER_ON_EXPERTS,
+            # By its value: engine-api 0.1.1 and those before do not have the name.
+            *(each for each in Capability if each.value == "adapter_on_experts"),
             Capability.OFFLOAD,
             Capability.ANY_OPTIMIZER,
             Capability.FP16,

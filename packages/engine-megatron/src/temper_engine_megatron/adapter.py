@@ -152,7 +152,8 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
         exclude_modules=excluded or None,
-        target_parameters=list(spec.target_parameters) or None,
+        # engine-api 0.1.1 and those before do not have the field.
+        target_parameters=list(getattr(spec, "target_parameters", ())) or None,
         modules_to_save=sorted(whole) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,

@@ -55,7 +55,8 @@ class MegatronEngine(BaseEngine):
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
             Capability.ADAPTER,
-            Capability.ADAPTER_ON_EXPERTS,
+            # By its value: engine-api 0.1.1 and those before do not have the name.
+            *(each for each in Capability if each.value == "adapter_on_experts"),
             Capability.BACKGROUND_SAVE,
         }
     )
