@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.layout import plain_layout
 from temper_engine_megatron import cpu_device
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 
@@ -48,3 +51,19 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
     with megatron_on_cpu():
         assert torch.cuda.current_device is current_device
         assert torch.Tensor.type is cpu_device._REAL_TYPE
+
+
+def test_ranks_gather_parts_of_any_sizes_as_nccl_does(fleet, reference):
+    recipe = reference.recipe(QWEN2_GROUPED)
+    for parts in fleet.run(gather_parts, engine="megatron", layout=plain_layout(2), arguments={"recipe": recipe}):
+        assert parts == [[[0.0, 0.0]] * 3, [[1.0, 1.0]]]
+
+
+def gather_parts(rank, *, recipe):
+    """Three rows of the first rank, and one of the second."""
+    rank.engine(recipe)
+    mine = dist.get_rank()
+    parts = [torch.empty(3, 2), torch.empty(1, 2)]
+    with megatron_on_cpu():
+        dist.all_gather(parts, torch.full(parts[mine].shape, float(mine)))
+    return [part.tolist() for part in parts]

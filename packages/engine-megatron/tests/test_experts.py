@@ -69,6 +69,7 @@ LAYOUTS = {
                 "expert_tensor_parallel": 1,
             },
         ),
+        Layout(name="tp2-sp-ep2-etp2", world_size=4, fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
         Layout(name="ep4", world_size=4, fields={"expert_parallel": 4}),
         Layout(name="dp2-ep2", world_size=4, fields={"expert_parallel": 2, "distributed_optimizer": True}),
     )
@@ -107,7 +108,8 @@ def one_by_one(tensors):
     return found
 
 
-SMALL, LARGE = ("ep2", "tp2-sp-ep2", "pp2"), ("alone", "cp2-ep2", "pp2-vpp2", "pp2-ep2", "tp2-sp-pp2-ep2", "ep4", "dp2-ep2")
+SMALL = ("ep2", "tp2-sp-ep2", "pp2")
+LARGE = ("alone", "cp2-ep2", "pp2-vpp2", "pp2-ep2", "tp2-sp-pp2-ep2", "tp2-sp-ep2-etp2", "ep4", "dp2-ep2")
 
 
 @pytest.mark.parametrize("layout", in_every(SMALL, nightly=LARGE))

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -68,6 +69,21 @@ def _on_host(numbers: Any, as_numpy: bool = False, record_stream: bool = False) 
     return numbers.numpy() if as_numpy and isinstance(numbers, Tensor) else numbers
 
 
+def _gather_of_any_sizes(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """As ``all_gather``; gloo wants parts of one size, and what ranks have of an expert's tokens is of many."""
+    if async_op or len({part.shape for part in parts}) == 1:
+        return _REAL_ALL_GATHER(parts, mine, group=group, async_op=async_op)
+    longest = max(part.shape[0] for part in parts)
+    padded = [mine.new_zeros(longest, *mine.shape[1:]) for _ in parts]
+    _REAL_ALL_GATHER(padded, torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])]), group=group)
+    for part, found in zip(parts, padded, strict=True):
+        part.copy_(found[: part.shape[0]])
+    return None
+
+
+_REAL_ALL_GATHER = dist.all_gather
+
+
 def _stand_ins() -> Iterator[tuple[object, str, object]]:
     cuda = torch.cuda
     yield cuda, "current_device", lambda: _CPU
@@ -84,6 +100,7 @@ def _stand_ins() -> Iterator[tuple[object, str, object]]:
     yield Tensor, "cuda", _same
     yield torch.nn.Module, "cuda", _same
     yield Tensor, "type", _type_name
+    yield dist, "all_gather", _gather_of_any_sizes
 
 
 @contextmanager
