@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
@@ -57,6 +59,20 @@ def test_all_linear_is_every_layer_but_the_head(start: Start) -> None:
     # 2 layers of 7 projections with 2 factors each.
     assert len(tensors) == 28
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConfig, has_experts: bool) -> None:
+    # As MegatronEngine's does, so that both train alike from the first update.
+    model, targets = (mixture(config), INSIDE.target_parameters) if has_experts else (config.model, ())
+    _, tensors = start(model=model, lora=replace(LORA, target_modules=("q_proj", "o_proj"), target_parameters=targets)).export_adapter()
+    fields = dict(model.architecture or {})
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    torch.manual_seed(model.seed)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], target_parameters=list(targets)), network)
+    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 def test_modules_are_chosen_by_name_by_pattern_and_left_out(start: Start) -> None:

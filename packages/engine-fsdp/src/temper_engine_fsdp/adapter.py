@@ -174,7 +174,7 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
         except ValueError as error:
             named = f"target_modules {_told(asked)}" + (f" with lora.target_parameters {', '.join(given)}" if given else "")
             raise ConfigError(f"lora.{named} can't be adapted in {type(hf).__name__}: {error}") from error
-        _begin(hf)
+        _begin(hf, seed=model.seed)
     _refuse_unsupported(hf, spec=spec, head=head)
     _refuse_other_parameters(hf, asked=given)
     config.target_modules = _shortest_names(hf) if asked == "all-linear" else asked
@@ -184,14 +184,26 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
     return adapter
 
 
-def _begin(hf: nn.Module) -> None:
-    """First values, layer by layer: peft gives an adapter no memory where the layer that it is put beside has none yet."""
-    for layer in hf.modules():
-        if isinstance(layer, LoraLinear | ParamWrapper):
-            for part in (layer.lora_A, layer.lora_B):
-                if any(parameter.is_meta for parameter in part.parameters()):
-                    part.to_empty(device="cpu")
-            layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+def _begin(hf: nn.Module, *, seed: int) -> None:
+    """First values, those that peft draws: it gives an adapter no memory where the layer that it is put beside has none yet."""
+    torch.manual_seed(seed)
+    for layer in _in_order(hf):
+        for part in (layer.lora_A, layer.lora_B):
+            if any(parameter.is_meta for parameter in part.parameters()):
+                part.to_empty(device="cpu")
+            # Making them draws numbers, too.
+            part[_ADAPTER].reset_parameters()
+        layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+
+
+def _in_order(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
+    """As peft puts them in: linear layers, then tensors of experts, of one module the one that lies inside first."""
+    yield from (module for module in hf.modules() if isinstance(module, LoraLinear))
+    nests: dict[str, list[ParamWrapper]] = {}
+    for name, wrapper in _wrappers(hf):
+        nests.setdefault(name.replace(".base_layer", ""), []).append(wrapper)
+    for nest in nests.values():
+        yield from reversed(nest)
 
 
 def needs_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
