@@ -78,16 +78,14 @@ def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(t
         pytest.skip("the engine asks for a later contract than the last release: the next one runs this")
     laid = lay_out(ROOT, found[0], tmp_path)
     path = os.pathsep.join(str(each / "src") for each in laid.sources.values())
-    program = "\n".join(
-        [
-            "import temper_engine_fsdp.engine, temper_engine_megatron.engine",
-            "from temper_engine_api.specs import LoraSpec, ModelSpec",
-            "from temper_engine_fsdp import adapter as of_fsdp",
-            "from temper_engine_megatron import adapter as of_megatron",
-            "for adapter in (of_fsdp, of_megatron):",
-            "    adapter._fresh_config(LoraSpec(rank=2, alpha=4.0), model=ModelSpec(path='model'))",
-        ]
-    )
+    program = """
+import temper_engine_fsdp.engine, temper_engine_megatron.engine
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_fsdp import adapter as of_fsdp
+from temper_engine_megatron import adapter as of_megatron
+for adapter in (of_fsdp, of_megatron):
+    adapter._fresh_config(LoraSpec(rank=2, alpha=4.0), model=ModelSpec(path='model'))
+"""
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

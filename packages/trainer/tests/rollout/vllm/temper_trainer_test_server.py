@@ -1,7 +1,7 @@
 """A server that misbehaves as its spec's environment says.
 
-``silent`` answers nothing, ``garbled`` what can't be read; ``gives-up`` hangs up before it has started and ``hangs-up`` after that, and only
-then each says why.
+``silent`` answers nothing, ``garbled`` what can't be read; ``gives-up`` hangs up before it has started and ``hangs-up`` after that, and
+only then each says why.
 """
 
 import sys

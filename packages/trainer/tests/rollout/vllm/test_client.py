@@ -121,9 +121,13 @@ def test_the_last_words_of_a_server_that_hung_up_are_heard(behaviour: str, tmp_p
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
     server = ServerProcess(spec, name="r", python=sys.executable, log_file=tmp_path / "log", start_timeout_s=120, stall_timeout_s=60)
     with pytest.raises(ReplicaError, match="the key is 7"):
-        server.start()
-        server.call("anything").result(timeout=60)
+        ask_once(server)
     assert server.process_id is None
+
+
+def ask_once(server: ServerProcess) -> None:
+    server.start()
+    server.call("anything").result(timeout=60)
 
 
 def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> None:
