@@ -22,7 +22,6 @@ from temper_engine_fsdp.engine import FSDPEngine
 
 Start = Callable[..., FSDPEngine]
 LORA = LoraSpec(rank=2, alpha=4.0)
-INSIDE = replace(LORA, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -61,15 +60,13 @@ def test_all_linear_is_every_layer_but_the_head(start: Start) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConfig, has_experts: bool) -> None:
+def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConfig) -> None:
     # As MegatronEngine's does, so that both train alike from the first update.
-    model, targets = (mixture(config), INSIDE.target_parameters) if has_experts else (config.model, ())
-    _, tensors = start(model=model, lora=replace(LORA, target_modules=("q_proj", "o_proj"), target_parameters=targets)).export_adapter()
-    fields = dict(model.architecture or {})
+    _, tensors = start(lora=replace(LORA, target_modules=("q_proj", "o_proj"))).export_adapter()
+    fields = dict(config.model.architecture)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    torch.manual_seed(model.seed)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], target_parameters=list(targets)), network)
+    torch.manual_seed(config.model.seed)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), network)
     expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
@@ -137,44 +134,6 @@ def test_a_directory_without_all_its_tensors_is_refused(start: Start, tmp_path: 
     save_file({name: tensors[name] for name in others}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(WeightError, match=f"missing {first}"):
         start(lora=LoraSpec(path=str(tmp_path)))
-
-
-def test_experts_are_adapted_where_they_are_named(start: Start, batch: SequenceBatch, config: FSDPConfig) -> None:
-    engine = start(model=mixture(config), lora=INSIDE)
-    described, tensors = engine.export_adapter()
-    assert set(described["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[call-overload]
-    # Two layers: four projections, and two tensors of experts.
-    assert len(tensors) == 2 * (4 + 2) * 2
-    # Four experts of rank 2, width 16.
-    assert tensors["base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"].shape == (8, 32)
-    assert tensors["base_model.model.model.layers.1.mlp.experts.lora_B.weight"].shape == (32, 8)
-    losses = train(engine, batch, num_updates=4)
-    assert losses[-1] < losses[0] - 0.05
-
-
-@pytest.mark.parametrize(
-    ("lora", "sentence"),
-    [
-        (LORA, "and in lora.target_parameters the tensors of experts, such as mlp.experts.gate_up_proj"),
-        (replace(LORA, target_parameters=("mlp.experts.up_proj",)), "names mlp.experts.up_proj, but only tensors of experts"),
-        (replace(LORA, target_parameters=("mlp.experts.down_proj", "mlp.gate.weight")), "mlp.gate.weight, but only tensors of experts"),
-        (replace(LORA, target_parameters=("q_norm.weight",)), "lora.target_parameters q_norm.weight can't be adapted"),
-    ],
-)
-def test_what_can_not_be_adapted_in_a_mixture_is_named(config: FSDPConfig, lora: LoraSpec, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        FSDPEngine(replace(config, model=mixture(config), lora=lora)).init_model()
-
-
-def test_fsdp1_has_no_adapters_inside_experts(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="take strategy fsdp2"):
-        FSDPEngine(replace(config, model=mixture(config), lora=INSIDE, strategy="fsdp1")).init_model()
-
-
-def mixture(config: FSDPConfig) -> ModelSpec:
-    """The tiny model with four experts in the place of each dense layer."""
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    return ModelSpec(architecture={**config.model.architecture, **experts})
 
 
 def test_a_base_that_was_loaded_is_part_of_the_checkpoint(start: Start, batch: SequenceBatch, tmp_path: Path) -> None:

@@ -131,25 +131,6 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
     assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
 
 
-def test_an_adapter_inside_experts_begins_beside_streamed_weights(
-    start: Callable[..., FSDPEngine], mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lora = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj",), target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-    build = parts.build_model
-    monkeypatch.setattr(parts, "build_model", _refused)
-    streamed = start(model=ModelSpec(path=str(mixture)), lora=lora)
-    monkeypatch.setattr(parts, "build_model", build)
-    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
-    whole = start(model=ModelSpec(path=str(mixture)), lora=lora)
-    (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
-    assert config == other
-    assert any("experts" in name and tensor.any() for name, tensor in ours.items())
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    weights = weights_of(whole)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(streamed).items())
-
-
 def test_a_directory_with_other_names_is_left_to_transformers(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

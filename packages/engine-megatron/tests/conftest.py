@@ -11,9 +11,12 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.conformance.fleet import Fleet
 from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
+
+# Beside a released engine-api that does not know adapters inside experts there is nothing to test.
+collect_ignore = [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_adapter_experts.py"]
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {
