@@ -80,9 +80,9 @@ def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
         raise UsageError(f"reward.arguments.dtype is {dtype!r}, but must be one of {', '.join(_DTYPES)}.")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, notes = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=_DTYPES[dtype], output_loading_info=True
+            path, num_labels=1, dtype=_DTYPES[dtype], output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"no reward model can be loaded from {path!r}: {error}") from error

@@ -5,12 +5,14 @@ name. Where the old checkpoint had an adapter, the second one adds it as the for
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum
+from temper_legacy_shim.checkpoints.names import OWN_CODE, asks_for_code
 from temper_legacy_shim.checkpoints.plan import Plan
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import VerificationError
@@ -33,11 +35,10 @@ def check_logits(directory: Path, plan: Plan) -> str:
     """
     head = plan.model.head
     auto = getattr(transformers, _AUTO.get(head, "AutoModelForSequenceClassification"))
-    written, report = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    config, written, report = _loaded(directory, auto)
     faults = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if faults:
         raise VerificationError(f"transformers did not take every weight of {directory}: {sorted(map(str, faults))[:5]}.")
-    config = transformers.AutoConfig.from_pretrained(directory)
     ids = torch.randint(0, config.vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     ours = _logits(written, ids)
     theirs = _logits(_from_source(auto, config, written, plan), ids)
@@ -48,6 +49,19 @@ def check_logits(directory: Path, plan: Plan) -> str:
     return f"logits of {_NUM_TOKENS} random tokens in transformers differ from the source's by {difference:.2g} at most"
 
 
+def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
+    """What a user would load, but for code of the checkpoint's own: its config, its model, and what became of the weights."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        model, report = auto.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, attn_implementation="eager"
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = OWN_CODE if asks_for_code(directory) else f"{type(error).__name__}: {error}"[:300]
+        raise VerificationError(f"transformers does not load {directory}: {reason}. Without --verify-logits it is written.") from error
+    return config, model, report
+
+
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     model.eval()
     logits: Tensor = model(input_ids=ids).logits
@@ -56,7 +70,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _from_source(auto: type, config: transformers.PretrainedConfig, written: nn.Module, plan: Plan) -> nn.Module:
     """A model filled from the source by name; experts that transformers fuses when it loads keep what it made of them."""
-    model: nn.Module = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+    model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, attn_implementation="eager")  # type: ignore[attr-defined]
     model.load_state_dict(written.state_dict())
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for name, tensor in plan.model.weights.items():

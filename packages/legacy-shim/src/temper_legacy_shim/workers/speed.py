@@ -80,12 +80,12 @@ def _device_name() -> str:
 
 def _fields_of(engine: BaseEngine) -> Mapping[str, object]:
     model = engine.config.model
-    return dict(model.architecture) if model.path is None else _fields_in(model.path)
+    return dict(model.architecture) if model.path is None else _fields_in(model.path, model.trust_remote_code)
 
 
 @lru_cache
-def _fields_in(path: str) -> Mapping[str, object]:
-    fields: Mapping[str, object] = AutoConfig.from_pretrained(path).to_dict()
+def _fields_in(path: str, trust_remote_code: bool) -> Mapping[str, object]:
+    fields: Mapping[str, object] = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     return fields
 
 
