@@ -1,5 +1,8 @@
 """The traps: configurations that still composed and meant something else."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from temper_legacy_shim.configs import Outcome, translate
@@ -177,11 +180,40 @@ SEE_OR_HEAR = (
     *("HuggingFaceM4/idefics2-8b", "ByteDance-Seed/UI-TARS-1.5-7B", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
     *("mistralai/Ministral-3-8B-2512", "moonshotai/Kimi-K2.5", "Skywork/Skywork-R1V3-38B", "nvidia/Cosmos-Reason1-7B", "rhymes-ai/Aria"),
     *("nvidia/Eagle2-9B", "Salesforce/blip2-opt-2.7b", "stepfun-ai/step3", "tencent/POINTS-Reader", "zai-org/GLM-4.5V"),
+    *(
+        "/models/Qwen2_5VL-7B",
+        "/models/Qwen2-5VL-7B",
+        "/models/qwen2vl_7b",
+        "/models/Qwen25VL-3B",
+        "Qwen/Qwen2.5-Omni-7B",
+        "lmms-lab/LongLLaVA",
+    ),
+    *("DAMO-NLP-SG/VideoLLaMA3-7B", "Efficient-Large-Model/VILA-8B", "nvidia/NVLM-D-72B", "Qwen/QVQ-72B-Preview", "google/medgemma-4b-it"),
+    *("mistralai/Magistral-Small-2509", "moonshotai/Kimi-K2.6", "Qwen/Qwen3.6-35B-A3B", "mistralai/Mistral-Large-3-675B-Instruct-2512"),
+    *("deepseek-ai/DeepSeek-OCR", "rednote-hilab/dots.ocr", "internlm/internlm-xcomposer2d5-7b", "mistralai/Voxtral-Mini-3B-2507"),
+    *("vikhyatk/moondream2", "BAAI/Emu3-Chat", "ByteDance-Seed/BAGEL-7B-MoT", "facebook/chameleon-7b", "fixie-ai/ultravox-v0_5"),
+    *(
+        "openai/whisper-large-v3",
+        "OpenGVLab/VideoChat-R1_7B",
+        "Salesforce/xgen-mm-phi3",
+        "facebook/Perception-LM-8B",
+        "OpenGVLab/InternVL3-8B",
+    ),
+    *("openbmb/MiniCPM-o-2_6", "openbmb/MiniCPM-V-4_5", "zai-org/GLM-4.1V-9B-Thinking", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
 )
 READ_ONLY = (
     *("google/gemma-3-1b-it", "google/gemma-2-9b-it", "Qwen/Qwen3-8B", "mistralai/Mistral-Small-24B-Instruct-2501", "zai-org/GLM-4.5"),
     *("mistralai/Ministral-8B-Instruct-2410", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct", "Skywork/Skywork-OR1-7B"),
     *("meta-llama/Llama-3.2-3B-Instruct", "deepseek-ai/deepseek-math-7b-instruct", "stepfun-ai/Step-2"),
+    *("me/Qwen3-8B-VLarge", "me/reveal-7b", "me/evil-7b", "/vllm/Qwen3_8B", "me/qwen3_8b", "mistralai/Mistral-Large-Instruct-2411"),
+    *(
+        "mistralai/Magistral-Small-2507",
+        "mistralai/Ministral-3B-Instruct",
+        "me/revision-2/Qwen2.5-7B",
+        "me/mediocre-village-7b",
+        "Qwen/Qwen3-0.6B",
+    ),
+    *("deepseek-ai/DeepSeek-V3", "microsoft/phi-4", "me/Qwen3-8B-v2", "google/gemma-1.1-7b-it", "/images/Qwen3-4B", "Qwen/Qwen3-235B-A22B"),
 )
 
 
@@ -189,6 +221,52 @@ READ_ONLY = (
 def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken_for_them(model: str) -> None:
     found = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
     assert ("images" in rules_found(found, "person")) is (model in SEE_OR_HEAR)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32}},
+            "vision_config",
+        ),
+        ({"model_type": "qwen2_audio", "audio_config": {"d_model": 8}}, "audio_config"),
+        ({"model_type": "qwen2_vl"}, "model_type qwen2_vl"),
+        ({"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}}, "XForConditionalGeneration"),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ""),
+        ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vision_config": None}, ""),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, ""),
+    ],
+)
+def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path: Path, fields: dict[str, object], part: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = translated("v0.8.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE)
+    assert [
+        finding.message for finding in found.findings if finding.rule == "images" and f"config.json says {part})" in finding.message
+    ] or not part
+    assert (found.settings == ()) is bool(part)
+
+
+def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        assert translated("v0.8.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE).settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "sees"),
+    [
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=2", True),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=0", False),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=4", True),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0", False),  # released runs of text models write it
+        ("data.image_patch_size=16", True),
+        ("data.return_multi_modal_inputs=False", True),
+    ],
+)
+def test_settings_that_only_a_run_of_images_writes(setting: str, sees: bool) -> None:
+    found = translated("v0.9.0", setting, base=BASE)
+    assert ("images" in rules_found(found, "person")) is sees
 
 
 def test_a_field_that_makes_another_model_is_a_persons_to_write() -> None:

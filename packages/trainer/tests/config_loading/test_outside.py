@@ -1,3 +1,4 @@
+import json
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,32 @@ def test_addresses_with_a_scheme_are_left_to_the_run(there: list[str]) -> None:
 def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) -> None:
     text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
     assert text.startswith(f"actor.engine.model.path is {tmp_path}, but no Hugging Face model lies there (no config.json)")
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32}},
+            "vision_config",
+        ),
+        ({"model_type": "qwen2_vl"}, "model_type qwen2_vl"),
+        ({"architectures": ["LlavaForCausalLM"]}, "LlavaForCausalLM"),
+        ({"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}}, "XForConditionalGeneration"),
+    ],
+)
+def test_a_model_that_sees_is_refused_before_the_run(there: list[str], tmp_path: Path, fields: dict[str, object], part: str) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    assert refusal(there) == (
+        f"actor.engine.model.path is {tmp_path}/model, whose config.json says {part}: a model of images, video or sound, which no engine "
+        "trains. Give the folder of a text model."
+    )
+
+
+@pytest.mark.parametrize("fields", [{"model_type": "gemma3_text", "vision_config": None}, {"architectures": ["DeepseekV3ForCausalLM"]}, []])
+def test_a_model_that_only_reads_is_accepted(there: list[str], tmp_path: Path, fields: object) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    check_outside(load(there).config)
 
 
 def test_model_from_scratch_without_a_tokenizer_is_told_how_to_train_one() -> None:

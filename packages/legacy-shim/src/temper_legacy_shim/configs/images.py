@@ -1,38 +1,51 @@
 """Signs that a model looks at images or listens: out of scope, and never accepted by mistake."""
 
+import json
+import os
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from temper_legacy_shim.configs.draft import Draft
 
-_NAMES = re.compile(
-    r"([-_./]|\b)(VL|Omni|o-2_6|MiniCPM-[Vo]|4\.1V|4\.5V|llava|internvl|pixtral|gemma-?3n|gemma-?4|paligemma|janus|smolvlm|ovis|idefics\d?|"
-    r"phi-?3\.5-vision|multimodal|molmo\d?|ui-?tars|openvla|pi0\d?|kimi-vl|kimi-?k2\.5|glm-4v|deepseek-vl\d?|mllama|vision|audio|asr|tts|"
-    r"r1v\d?|cosmos-reason\d?|aria|eagle-?2(\.5)?|blip-?\d?|instructblip|step-?3|points-reader|points-1\.5|mistral-small-3\.[12]|"
-    r"ministral-3|mistral-medium-3|florence-?\d?|cogvlm\d?|fuyu|aya-vision)([-_./\d]|\b)"
-    r"|-4\.\dV\b|\d+B?-?V\b|Llama-3\.2-(11|90)B|Qwen3\.5|Llama-4|gemma-?3-(4|12|27)b",
-    re.IGNORECASE,
-)
+_WORDS = (
+    "vl[am]?", "omni", "o-2_6", "minicpm-?[vo]", "janus", "ovis", "ui-?tars", "gui-(owl|r1|actor)", "pi0", "vision", "visual", "video",
+    "audio", "speech", "asr", "tts", "ocr", "r1-?v", "aria", "eagle-?2(\\.5)?", "blip-?", "step-?3", "points-reader", "points-1\\.5",
+    "florence-?", "fuyu", "bagel", "emu-?[23]", "n?vila", "chameleon", "xgen-mm", "mm-(eureka|r1)", "qwen-image", "keye", "sa2va",
+)  # fmt: skip
+"""Between letters they mean nothing (``reveal``, ``VLarge``, ``vllm``); digits, signs and the ends may stand around them."""
+_FAMILIES = (
+    "llava", "intern-?vl", "qwen-?vl", "deepseek-?vl", "pixtral", "paligemma", "medgemma", "gemma-?3n", "gemma-?4(?![\\db])", "smolvlm",
+    "idefics", "molmo", "openvla", "longvila", "multimodal", "instructblip", "moondream", "xcomposer", "cogvlm", "cogagent", "mllama",
+    "ultravox", "whisper", "voxtral", "videollama", "videochat", "perception-lm", "nvlm", "qvq", "onevision", "kosmos", "mplug", "olmocr",
+    "salmonn", "cosmos-reason", "kimi-?k2\\.[5-9]", "qwen-?3[._][5-9](?![\\d.]*b)", "llama-?4(?![\\db])", "llama-?3\\.2-(11|90)b",
+    "gemma-?3-(4|12|27)b", "mistral-small-(3\\.[1-9]|4(?!\\d)|[^/]*-250[3-9])", "magistral-small-(2509|25[1-9]\\d|1\\.2)",
+    "devstral-small-2-", "ministral-3(?![\\db])", "mistral-medium-3", "mistral-large-3(?!\\d)", "glm-?4v", "-4\\.\\dv(?![a-z\\d])",
+    "\\db?-?v(?![a-z\\d])",
+)  # fmt: skip
 """Of models of images, video and sound that are often trained; text models of the same families, such as gemma-3-1b, are not meant."""
+_NAMES = re.compile(rf"(?<![a-z])({'|'.join(_WORDS)})\d*(?![a-z])|{'|'.join(_FAMILIES)}", re.IGNORECASE)
+_PATHS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain", "critic.model.path")
 _KEYS = ("data.image_key", "data.video_key", "data.audio_key")
+_SETTINGS = re.compile(
+    r"mm_preprocessor|limit_images|vision_tower|limit_mm_per_prompt|mm_processor|return_multi_modal_inputs|image_patch_size|freeze_vision"
+)
 _DATA = re.compile(
     r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista", re.IGNORECASE
 )
 
+_PARTS = re.compile(
+    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
+)
+"""Blocks of a config.json that describe an encoder of images, video or sound."""
+_OTHER_PARTS = ("thinker_config", "talker_config", "img_processor", "audio_processor", "num_mel_bins")
+_CLASSES = re.compile(r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$")
+_TYPES = re.compile(r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])")
+
 
 def find_images(draft: Draft) -> None:
-    """Ask a person wherever the model, its data or its settings speak of images, video or sound."""
-    model = draft.text("actor_rollout_ref.model.path") or draft.text("model.path") or draft.text("model.partial_pretrain")
-    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := draft.text(key)))
-    signs = []
-    if _NAMES.search(model):
-        signs.append(f"the model is {model}")
-    signs += [f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key)]
-    if _DATA.search(files):
-        signs.append(f"the data are {files[:80]}")
-    if any("mm_preprocessor" in key or "limit_images" in key or "vision_tower" in key for key in draft.old.origin):
-        signs.append("settings of images are set")
-    if any(key.startswith("actor_rollout_ref.actor.") and key.endswith("freeze_vision_tower") for key in draft.old.origin):
-        signs.append("a vision tower is frozen")
+    """Ask a person wherever the model, its config.json, its data or the settings speak of images, video or sound."""
+    signs = list(_signs(draft))
     if signs:
         draft.find(
             "person",
@@ -40,3 +53,46 @@ def find_images(draft: Draft) -> None:
             f"this looks like a model of images, video or sound ({'; '.join(dict.fromkeys(signs))}), which is out of scope here: "
             "no configuration is written. Where it is a text model after all, take those keys out, or give its path another name.",
         )
+
+
+def _signs(draft: Draft) -> Iterator[str]:
+    for key in _PATHS:
+        model = draft.text(key) if key == _PATHS[0] or draft.old.is_set(key) else ""
+        if _NAMES.search(model):
+            yield f"the model is {model}"
+        elif part := part_of_folder(model):
+            yield f"the model is {model}, whose config.json says {part}"
+    yield from (f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key))
+    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := draft.text(key)))
+    if _DATA.search(files):
+        yield f"the data are {files[:80]}"
+    # A limit or a cache of 0 is what a run of text says too.
+    said = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
+    if said:
+        yield f"{', '.join(said[:3])} {'is' if len(said) == 1 else 'are'} set"
+
+
+def part_of_folder(model: str) -> str:
+    """What in the config.json of a local folder says that the model sees or listens; empty where nothing does, or nothing can be read."""
+    if not model:
+        return ""
+    try:
+        file = Path(os.path.expandvars(model)).expanduser() / "config.json"
+        fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RuntimeError):  # no name of a file here, or damaged: temper-train --check says so
+        return ""
+    return _part(fields) if isinstance(fields, dict) else ""
+
+
+def _part(fields: Mapping[str, object]) -> str:
+    for key, value in fields.items():
+        if value and (_PARTS.fullmatch(key) or key in _OTHER_PARTS):
+            return key
+    model_type = str(fields.get("model_type", ""))
+    if _TYPES.search(model_type):
+        return f"model_type {model_type}"
+    classes = fields.get("architectures")
+    for name in map(str, classes if isinstance(classes, list) else ()):
+        if _CLASSES.search(name) or (name.endswith("ForConditionalGeneration") and "text_config" in fields):
+            return name
+    return ""

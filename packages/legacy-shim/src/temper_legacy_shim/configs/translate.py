@@ -42,7 +42,8 @@ def translate(
     numerics: Numerics = "temper",
     base: Mapping[str, Plain] | None = None,
 ) -> Translation:
-    """Translate one invocation of an old system. Pure: reads no file but the package's own tables.
+    """Translate one invocation of an old system. Reads no file but the package's own tables and, where the
+    model is a local folder, its config.json.
 
     Args:
         overrides: tokens of the command line after the shell (or before it: a ``$NAME`` that cannot be known stays as it is). Options of

@@ -11,6 +11,7 @@ from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.environment import BUILT_IN, environment_class
 from temper_trainer.config.folder import holds_run
+from temper_trainer.config.images import image_part
 from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
@@ -97,6 +98,11 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
             yield (
                 f"{name}.engine.model.path is {path}, but no Hugging Face model lies there (no config.json): mend the path, or put the "
                 "model there first."
+            )
+        elif path is not None and not name.startswith("teachers.") and (part := image_part(Path(path))):  # a server answers text alone
+            yield (
+                f"{name}.engine.model.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
+                "trains. Give the folder of a text model."
             )
     path = config.data.tokenizer.path
     if path is not None and not Path(path).is_dir():
