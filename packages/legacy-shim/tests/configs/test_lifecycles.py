@@ -163,3 +163,94 @@ def test_loggers_that_are_trackers_here_are_kept_and_others_said() -> None:
     assert values(found)["run.trackers"] == ["jsonl", "mlflow", "trackio"]
     (message,) = (finding.message for finding in found.findings if finding.rule == "trackers")
     assert message.startswith("trainer.logger names swanlab, which is no tracker here")
+
+
+TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
+TURNS = "actor_rollout_ref.rollout.multi_turn.max_turns"
+
+
+def test_the_limit_of_turns_counts_where_its_release_read_it() -> None:
+    found = translated("v0.4.0", TOOLS, f"{TURNS}=5")
+    assert values(found)["environment.max_turns"] == 5
+    assert last(found) == ("mapped", "max-turns")
+
+
+@pytest.mark.parametrize("version", ["v0.4.1", "v0.7.0", "v0.9.0"])
+def test_a_limit_of_turns_that_went_is_ignored_and_said(version: str) -> None:
+    found = translated(version, TOOLS, f"+{TURNS}=5")
+    assert values(found) == values(translated(version, TOOLS))
+    assert last(found) == ("ignored", "max-turns")
+    assert any(f"{TURNS}=5 limited nothing" in item.message for item in found.findings if item.rule == "max-turns")
+
+
+@pytest.mark.parametrize("version", ["v0.4.0", "v0.7.0", "v0.9.0"])
+def test_offload_policy_is_fsdp2s_alone(version: str) -> None:
+    key, new = "actor_rollout_ref.actor.fsdp_config.offload_policy", "actor.engine.residency.offload_parameters"
+    found = translated(version, "actor_rollout_ref.actor.strategy=fsdp2", f"{key}=True")
+    assert values(found)[new] is True
+    ignored = without_effect(version, f"{key}=True")
+    assert new not in values(ignored)
+    assert last(ignored) == ("ignored", "offload-policy")
+    assert any("FSDP1, which this role trains with, never read it" in item.message for item in ignored.findings)
+
+
+def test_megatron_has_no_offload_policy() -> None:
+    found = without_effect("v0.7.0", "+actor_rollout_ref.actor.megatron.offload_policy=True", config_name=MEGATRON)
+    assert last(found) == ("ignored", "offload-policy")
+
+
+def test_offload_policy_of_fine_tuning_is_fsdp2s_alone() -> None:
+    base = ("data.train_files=/data/train.parquet", "model.path=/models/q")
+    options = {"base": base, "entry": "verl.trainer.sft_trainer"}
+    new = "actor.engine.residency.offload_parameters"
+    assert values(translated("v0.9.0", "engine.strategy=fsdp2", "engine.offload_policy=True", **options))[new] is True
+    ignored = translated("v0.9.0", "engine.strategy=fsdp", "engine.offload_policy=True", **options)
+    assert new not in values(ignored)
+    assert "sft-offload" in rules_found(ignored, "hazard")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], "trainer.use_v1=True (the default) ran the second trainer, with trainer.v1.trainer_mode=sync"),
+        (["trainer.use_v1=True"], "trainer.use_v1=True (written) ran the second trainer"),
+        (["trainer.use_v1=False"], "trainer.use_v1=False (written) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"),
+    ],
+)
+def test_trap_g_the_original_trainer_is_recorded(overrides: list[str], sentence: str) -> None:
+    found = without_effect("v0.9.0", *overrides)
+    message = next(item.message for item in found.findings if item.rule == "trainer-generation")
+    assert message.startswith(sentence)
+    assert "loop=sync here samples with the newest weights" in message
+
+
+def test_trap_g_is_of_v0_9_and_of_its_own_program() -> None:
+    assert "trainer-generation" not in rules_found(translated("v0.8.0"), "note")
+    other = translated("v0.9.0", entry="verl.experimental.one_step_off_policy.main_ppo")
+    assert "trainer-generation" not in rules_found(other, "note")
+
+
+def test_trap_g_a_mode_that_samples_ahead_is_a_persons_to_decide() -> None:
+    found = without_effect("v0.9.0", "trainer.v1.trainer_mode=separate_async")
+    assert "trainer-generation" in rules_found(found, "person")
+    without = translated("v0.9.0", "trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False")
+    assert "trainer-generation" not in rules_found(without, "person")
+
+
+@pytest.mark.parametrize(("version", "refuses"), [("v0.6.1", False), ("v0.7.0", True), ("v0.9.0", True)])
+def test_synchronous_servers_were_refused_since_v0_7(version: str, refuses: bool) -> None:
+    found = translated(version, "actor_rollout_ref.rollout.mode=sync")
+    assert ("rollout-mode" in rules_found(found, "refused")) is refuses
+    assert "rollout-mode" not in rules_found(translated(version, "actor_rollout_ref.rollout.mode=async"), "refused")
+
+
+@pytest.mark.parametrize(
+    ("version", "word", "refuses"),
+    [("v0.6.1", None, False), ("v0.7.0", None, False), ("v0.7.0", "disable", True), ("v0.7.1", "enable", False), ("v0.8.0", None, True)],
+)
+def test_megatrons_engine_refused_to_go_without_a_bridge(version: str, word: str | None, refuses: bool) -> None:
+    switch = [f"trainer.use_legacy_worker_impl={word}"] if word else []
+    off = "actor_rollout_ref.actor.megatron.use_mbridge=False"
+    found = translated(version, *switch, off, config_name=MEGATRON)
+    assert ("mbridge" in rules_found(found, "refused")) is refuses
+    assert "mbridge" not in rules_found(translated(version, *switch, config_name=MEGATRON), "refused")

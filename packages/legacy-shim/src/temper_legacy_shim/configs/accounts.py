@@ -43,7 +43,7 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
         return _made(token, disposition, rule.reason, rule, new_keys=new_keys)
     spoken = _spoken(draft, token.key)
     if spoken is not None:
-        return _made(token, "dropped", f"{spoken[0].upper()}{spoken[1:]}.", rule)
+        return _made(token, "ignored" if rule.disposition == "ignored" else "dropped", f"{spoken[0].upper()}{spoken[1:]}.", rule)
     if rule.disposition in _CARRYING:
         return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
     return _made(token, rule.disposition, rule.reason, rule)

@@ -4,19 +4,18 @@ from temper_legacy_shim.configs.batches import ACTOR_MINI
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.rl_facts import completions_per_prompt, needs_critic
 from temper_legacy_shim.configs.roles import ACTOR, data_parallel, is_megatron
+from temper_legacy_shim.configs.values import Plain
 
 SWITCH = "trainer.use_legacy_worker_impl"
 
 
 def build_numerics(draft: Draft) -> None:
     """Record what the switch meant; pin the old workers, or say in numbers what differs without them."""
-    said = draft.old.get(SWITCH)
-    word = {True: "enable", False: "disable", None: "auto"}.get(said, said) if not isinstance(said, list | dict) else None  # type: ignore[arg-type]
+    said, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
         draft.find("person", "worker-switch", f"{SWITCH} is {said!r}, which {draft.old.version} refused: auto, enable or disable.", SWITCH)
         return
-    had_old_actor = not draft.since("v0.8.0") and not (draft.since("v0.7.0") and word == "disable")
-    if not had_old_actor:
+    if has_engines(draft):
         draft.say(SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable")
         return
     _record(draft, str(word))
@@ -33,6 +32,16 @@ def build_numerics(draft: Draft) -> None:
         _differences(draft)
     else:
         draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
+
+
+def has_engines(draft: Draft) -> bool:
+    """Whether the old run trained its actor on engines and not on the old workers."""
+    return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")
+
+
+def _word(draft: Draft) -> Plain:
+    said = draft.old.get(SWITCH)
+    return {True: "enable", False: "disable", None: "auto"}.get(said, said) if not isinstance(said, list | dict) else None  # type: ignore[arg-type]
 
 
 def _record(draft: Draft, word: str) -> None:

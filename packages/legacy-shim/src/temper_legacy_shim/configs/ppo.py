@@ -3,8 +3,10 @@
 from temper_legacy_shim.configs.batches import build_batches, explain_unused
 from temper_legacy_shim.configs.data import build_rl_data
 from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.generations import build_generation
 from temper_legacy_shim.configs.lora import build_lora
 from temper_legacy_shim.configs.numerics import build_numerics
+from temper_legacy_shim.configs.refusals import find_refusals
 from temper_legacy_shim.configs.rewards import build_reward
 from temper_legacy_shim.configs.rl_algorithm import build_algorithm, has_ref_role
 from temper_legacy_shim.configs.rl_facts import needs_critic
@@ -44,3 +46,5 @@ def build_ppo(draft: Draft) -> None:
     build_reward(draft)
     build_run(draft)
     build_numerics(draft)
+    build_generation(draft)
+    find_refusals(draft)

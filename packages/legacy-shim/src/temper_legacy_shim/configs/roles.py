@@ -280,13 +280,13 @@ def _block(draft: Draft, role: OldRole) -> str:
     return next((block for block in role.fsdp if draft.old.has(block)), role.fsdp[0])
 
 
-_OFFLOADS = ("param_offload", "offload_policy", "cpu_offload", "offload_params")
+_OFFLOADS = ("param_offload", "cpu_offload", "offload_params")
 
 
 def _residency(draft: Draft, role: OldRole) -> None:
     block = role.megatron if is_megatron(draft) else _block(draft, role)
     engine = f"{role.engine}.residency"
-    old = [f"{block}.{name}" for name in _OFFLOADS] + [f"{role.block}.param_offload"]
+    old = [*(f"{block}.{name}" for name in _OFFLOADS), f"{role.block}.param_offload", *_policy(draft, role, block)]
     offloads = any(draft.switch(key) for key in old)
     draft.put(f"{engine}.offload_parameters", offloads, rule="param-offload", old=old)
     if not role.is_trained:
@@ -305,6 +305,23 @@ def _residency(draft: Draft, role: OldRole) -> None:
         rule="optimizer-offload",
         old=[f"{block}.optimizer_offload"],
     )
+
+
+def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
+    """FSDP2's own key for offloading, where the role trains with FSDP2; elsewhere it did nothing."""
+    key = f"{block}.offload_policy"
+    if not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2":
+        return [key]
+    if draft.switch(key) and draft.old.is_set(key):
+        engine = "Megatron" if is_megatron(draft) else "FSDP1, which this role trains with,"
+        draft.find(
+            "hazard",
+            "offload-policy" if role.block not in ("engine", "model") else "sft-offload",
+            f"{key} is set, but {engine} never read it: parameters stayed on the device, and do here. Where that is too much, set "
+            f"{role.engine}.residency.offload_parameters=true.",
+            key,
+        )
+    return []
 
 
 def _fsdp(draft: Draft, role: OldRole) -> None:

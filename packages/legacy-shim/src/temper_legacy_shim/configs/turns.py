@@ -20,6 +20,7 @@ _HERMES = ("", "hermes", "chatml")
 
 def build_turns(draft: Draft) -> None:
     """Tools become an environment that calls them; whatever else answered is code that a person has to move."""
+    _unread_limit(draft)
     tools, own = draft.text(f"{TURNS}.tool_config_path"), [key for key in _OWN_CODE if draft.text(key)]
     is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
     form = draft.text(f"{TURNS}.format")
@@ -63,7 +64,7 @@ def _tools(draft: Draft, path: str) -> None:
     draft.copy("environment.arguments.cut", f"{TURNS}.tool_response_truncate_side", rule="multi-turn")
     draft.put("environment.call_start", "<tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
     draft.put("environment.call_end", "</tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
-    limits = [f"{TURNS}.{name}" for name in ("max_assistant_turns", "max_user_turns", "max_turns")]
+    limits = _limits(draft)
     # Without a limit the tokens of the rollout were one; a call and its answer take sixteen at least.
     draft.put("environment.max_turns", _num_turns(draft) or max(1, (length or 1024) // 16), rule="multi-turn", old=limits)
     if length is not None:
@@ -84,9 +85,24 @@ def _tools(draft: Draft, path: str) -> None:
 
 def _num_turns(draft: Draft) -> int:
     """Completions of a rollout at most; 0 where there was no limit."""
-    mine, others = draft.integer(f"{TURNS}.max_assistant_turns") or 0, draft.integer(f"{TURNS}.max_user_turns") or 0
-    found = [count for count in (mine, others + 1 if others else 0, draft.integer(f"{TURNS}.max_turns") or 0) if count > 0]
-    return min(found, default=0)
+    counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
+    others = counts.get("max_user_turns", 0)
+    found = [counts.get("max_assistant_turns", 0), others + 1 if others > 0 else 0, counts.get("max_turns", 0)]
+    return min((count for count in found if count > 0), default=0)
+
+
+def _limits(draft: Draft) -> list[str]:
+    """The keys that limit turns in this release: it reads no other, whatever + put there."""
+    return [key for name in ("max_assistant_turns", "max_user_turns", "max_turns") if (key := f"{TURNS}.{name}") in draft.old.defaults]
+
+
+def _unread_limit(draft: Draft) -> None:
+    key = f"{TURNS}.max_turns"
+    if key in _limits(draft) or not draft.old.is_set(key):
+        return
+    reason = f"{draft.old.version} does not read it: v0.4.0 alone did, and max_assistant_turns and max_user_turns came after it"
+    draft.find("hazard", "max-turns", f"{key}={draft.old.get(key)} limited nothing, and does not here: {reason}.", key)
+    draft.say(key, reason)
 
 
 def build_staleness(draft: Draft) -> None:
