@@ -34,8 +34,8 @@ def config(
     from_version: Annotated[str | None, typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default.")] = None,
     entry: Annotated[str, typer.Option(help="What was started, such as verl.trainer.main_ppo or recipe.dapo.main_dapo.")] = "",
     config_name: Annotated[str | None, typer.Option(help="Hydra's config name, such as ppo_megatron_trainer.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Machines, where the configuration does not say it (torchrun).")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines, where the configuration does not say it (torchrun).")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
     numerics: Annotated[
         NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
     ] = NumericsChoice.TEMPER,
@@ -65,14 +65,21 @@ def _translate_all(
     given: list[str], *, from_version: str | None, entry: str, name: str | None, cluster: object, numerics: str
 ) -> list[tuple[str, "Translation"]]:
     from temper_legacy_shim.configs.files import old_files, translate_file
+    from temper_legacy_shim.configs.programs import is_program
     from temper_legacy_shim.configs.translate import translate
 
+    if not is_program(entry):
+        raise UsageError(
+            f"--entry {entry} is no program of the old releases: give its module, such as verl.trainer.main_ppo or recipe.dapo.main_dapo, "
+            "or a kind: ppo, sft, generation, evaluation."
+        )
     files = [text for text in given if _is_path(text)]
     overrides = [text for text in given if not _is_path(text)]
     options = {"version": from_version, "cluster": cluster, "numerics": numerics}
     if not files:
         if not overrides:
             raise UsageError("there is nothing to translate: give a YAML file, a folder, or old overrides (KEY=VALUE).")
+        _check_config(name, overrides)
         return [("command line", translate(overrides, entry=entry, config_name=name, **options))]  # type: ignore[arg-type]
     results = []
     for file in files:
@@ -81,6 +88,23 @@ def _translate_all(
     if not results:
         raise UsageError(f"{', '.join(files)}: no file there looks like an old configuration.")
     return results
+
+
+def _check_config(name: str | None, overrides: list[str]) -> None:
+    """Refuse the name of a file of the user's own without the file: its values would be missing.
+
+    Raises:
+        UsageError: no old release has a configuration of that name.
+    """
+    from temper_legacy_shim.configs.overrides import read_overrides
+    from temper_legacy_shim.configs.programs import config_named, is_config
+
+    named = config_named(name, read_overrides(overrides))
+    if named and not is_config(named):
+        raise UsageError(
+            f"--config-name {named}: no old release has a configuration of that name, and its values would be missing here. Give the file "
+            f"itself before the overrides: temper-migrate config PATH/{named.removesuffix('.yaml')}.yaml KEY=VALUE..."
+        )
 
 
 def _is_path(text: str) -> bool:

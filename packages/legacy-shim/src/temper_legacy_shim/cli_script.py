@@ -29,8 +29,8 @@ def script(
         typer.Option("--set", metavar="VAR=VALUE", help="Read the script as if VAR were set; 1=VALUE is an argument."),
     ] = None,
     from_version: Annotated[str | None, typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Machines, where neither script nor configuration says it.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines, where neither script nor configuration says it.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
     numerics: Annotated[
         NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
     ] = NumericsChoice.TEMPER,

@@ -131,3 +131,48 @@ def test_explain_tells_the_life_of_a_key() -> None:
 def test_explain_names_what_is_near_an_unknown_key() -> None:
     with pytest.raises(UsageError, match=r"Near it are .*actor_rollout_ref\.actor\.grad_clip"):
         invoke("explain", "actor_rollout_ref.actor.gradclip")
+
+
+RUN = ["config", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/models/q", "data.train_files=/data/train.parquet"]
+
+
+@pytest.mark.parametrize("entry", ["foo.bar", "verl.trainer.main_pp0s.x", "train.py"])
+def test_an_entry_that_is_no_program_is_refused(entry: str) -> None:
+    result = CliRunner().invoke(app, [*RUN, "--entry", entry])
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception).startswith(f"--entry {entry} is no program of the old releases")
+
+
+@pytest.mark.parametrize(
+    "options", [["--config-name", "my_own_grpo"], ["--config-name=my_own_grpo.yaml"], ["--", "--config-name=my_own_grpo"]]
+)
+def test_the_name_of_a_file_of_ones_own_is_refused_without_the_file(options: list[str]) -> None:
+    result = CliRunner().invoke(app, [*RUN, *options])
+    assert isinstance(result.exception, UsageError)
+    assert "temper-migrate config PATH/my_own_grpo.yaml KEY=VALUE..." in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer.yaml", "dapo_megatron_trainer", "fully_async_dapo_trainer"])
+def test_names_that_releases_have_need_no_file(name: str) -> None:
+    assert CliRunner().invoke(app, [*RUN, "--config-name", name]).exit_code in (10, 20)
+
+
+def test_beside_a_file_its_name_says_what_it_is_called(old: Path) -> None:
+    assert CliRunner().invoke(app, ["config", str(old), "--config-name", "my_own_grpo"]).exit_code == 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--nodes", "0", "--gpus-per-node", "8"], ["--nodes", "-1", "--gpus-per-node", "8"], ["--nodes", "1", "--gpus-per-node", "0"]],
+)
+def test_a_cluster_has_a_machine_and_a_gpu_at_least(options: list[str]) -> None:
+    result = CliRunner().invoke(app, [*RUN, *options])
+    assert result.exit_code == 2
+
+
+def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_said() -> None:
+    result = CliRunner().invoke(app, [*RUN, "--entry", "myfork.trainer.main_ppo"])
+    assert result.exit_code == 10
+    assert "myfork.trainer.main_ppo is no program of" in result.output
+    for entry in ("verl.trainer.main_ppo", "/work/verl/verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py", "ppo"):
+        assert "is no program of" not in CliRunner().invoke(app, [*RUN, "--entry", entry]).output

@@ -169,7 +169,12 @@ def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherw
 
 
 def test_an_image_model_is_never_accepted() -> None:
-    for overrides in (["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"], ["data.image_key=images"]):
+    images = (
+        ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"],
+        ["data.image_key=images"],
+        ["--config-name=deepeyes_multiturn_grpo"],
+    )
+    for overrides in images:
         found = translated("v0.7.0", *overrides, base=BASE)
         assert found.settings == ()
         assert "images" in rules_found(found, "person")

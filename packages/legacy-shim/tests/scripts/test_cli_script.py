@@ -37,6 +37,12 @@ def test_a_script_is_translated_into_a_new_file_and_the_old_one_stays(tmp_path: 
     assert new.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_said(tmp_path: Path) -> None:
+    code, shown = _run(str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo"))))
+    assert code == 10
+    assert "myfork.trainer.main_ppo is no program of v" in shown
+
+
 def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
     old = _script(tmp_path)
     with pytest.raises(OutputError, match="exists"):

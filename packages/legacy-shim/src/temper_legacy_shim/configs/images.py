@@ -66,6 +66,8 @@ def _signs(draft: Draft) -> Iterator[str]:
     files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := draft.text(key)))
     if _DATA.search(files):
         yield f"the data are {files[:80]}"
+    if _DATA.search(draft.config_name):
+        yield f"the configuration is {draft.config_name}"
     # A limit or a cache of 0 is what a run of text says too.
     said = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
     if said:

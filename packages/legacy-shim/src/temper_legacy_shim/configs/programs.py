@@ -1,5 +1,6 @@
 """Which program a launch started and with which tree: entry points, config names, engine groups, recipes' own keys."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -93,6 +94,8 @@ class Launch:
     """Why this program has no counterpart at all, if so."""
     config_name: str = ""
     """The file that the composition began with."""
+    is_fork: bool = False
+    """Whether the entry is no module of the old releases, and was taken for one."""
     contradiction: str = ""
     """Why the tree and the strategy can't both be meant, if so."""
 
@@ -106,9 +109,9 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         overrides: of the command line.
         given: leaves of the user's own file.
     """
-    name = config_name or _flag(overrides, ("config-name", "cn")) or ""
+    name = config_named(config_name, overrides)
     name = name.removesuffix(".yaml").rpartition("/")[2]
-    path = entry.replace("/", ".").removesuffix(".py")
+    path = _module(entry)
     program = _program(path, overrides, given)
     engine = _group(overrides, "model_engine") or _group(overrides, "engine") or str(given.get("model_engine") or "")
     is_megatron = "megatron" in name or engine in _MEGATRON_ENGINES or given.get("actor_rollout_ref.actor.strategy") == "megatron"
@@ -132,8 +135,44 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         recipe={key: value for part, keys in _RECIPES if part in path or part in name for key, value in keys.items()},
         foreign=foreign,
         config_name=name,
+        is_fork=_is_fork(path),
         contradiction=contradiction,
     )
+
+
+_KINDS = ("", "ppo", "sft", "sft1", "generation", "evaluation")
+_PROGRAMS = re.compile(r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer")
+"""Last parts of the entries of all releases and recipes."""
+_HOMES = ("verl", "recipe", "examples", "tests")
+_CONFIGS = re.compile(
+    r"(one_step_off_|fully_async_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer|sft_trainer(_engine)?|generation|evaluation"
+    r"|(entropy|prime|spin|sppo|rm|gkd)_(trainer|config)|ppo_(diffusion|veomni|torchtitan)_trainer"
+)
+
+
+def is_program(entry: str) -> bool:
+    """Whether an entry can be one that the old releases had, a fork's copy of it included."""
+    path = _module(entry)
+    return path in _KINDS or _PROGRAMS.fullmatch(path.rpartition(".")[2]) is not None
+
+
+def is_config(name: str) -> bool:
+    """Whether the old releases have a configuration of that name, which needs no file of the user's."""
+    return _CONFIGS.fullmatch(name.removesuffix(".yaml").rpartition("/")[2]) is not None
+
+
+def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:
+    """Hydra's config name, as an option of its own or among the overrides; empty where nobody says one."""
+    return config_name or _flag(overrides, ("config-name", "cn")) or ""
+
+
+def _module(entry: str) -> str:
+    return entry.replace("/", ".").removesuffix(".py")
+
+
+def _is_fork(path: str) -> bool:
+    """Whether a module or file lies outside the old packages, wherever those were checked out."""
+    return path not in _KINDS and "." in path and not any(part in _HOMES for part in path.split(".")[:-1])
 
 
 def _program(path: str, overrides: Sequence[Override], given: dict[str, Plain]) -> Program:

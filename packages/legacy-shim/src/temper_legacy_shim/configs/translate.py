@@ -120,6 +120,13 @@ def _built(draft: Draft, launch: Launch) -> Draft:
     """The draft with what the release meant."""
     if launch.foreign:
         draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
+    if launch.is_fork and not launch.foreign:
+        draft.find(
+            "hazard",
+            "fork-program",
+            f"{launch.entry} is no program of {draft.old.version}: it was taken for that release's own ({launch.program}). What its code "
+            "does otherwise is not known here: compare it with the release's.",
+        )
     if launch.contradiction:
         draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
     find_images(draft)
