@@ -29,8 +29,9 @@ def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
         name: of the file.
     """
     (folder / f"{name}.yaml").write_text(yaml_of(translation))
-    (folder / "wandb").mkdir(exist_ok=True)
-    (folder / "wandb/__init__.py").touch()  # a check asks whether the library is installed
+    for tracker in ("wandb", "mlflow", "trackio"):  # a check asks whether the library is installed
+        (folder / tracker).mkdir(exist_ok=True)
+        (folder / tracker / "__init__.py").touch()
     values = flatten(yaml.safe_load(yaml_of(translation)))
     moved = [f"{key}={hydra_text(value)}" for key, value in _moved(values, folder)]
     return ["--config-dir", str(folder), "--config-name", name, *moved, "--check"]
