@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from temper_legacy_shim.cli_tables import print_facts
-from temper_legacy_shim.errors import ShimError, UsageError
+from temper_legacy_shim.errors import LayoutError, ShimError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ def checkpoint(
     adapter: Annotated[KeptAdapter, typer.Option(help="hf: add the adapter to the weights, or keep it beside them.")] = KeptAdapter.MERGE,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")] = None,
     max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.")] = 5.0,
-    strict: Annotated[bool, typer.Option(help="NaN is an error.")] = False,
+    strict: Annotated[bool, typer.Option(help="NaN and infinity are errors.")] = False,
     verify_names: Annotated[bool, typer.Option(help="Compare names and shapes with transformers' model.")] = True,
     verify_logits: Annotated[bool, typer.Option(help="Load the output with transformers and compare logits.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Say what is there and whether it can be converted; write nothing.")] = False,
@@ -127,21 +128,33 @@ def verify(
     _require_numpy()
     from rich.console import Console
 
-    from temper_legacy_shim.checkpoints.receipt import NAME, check_files, read_receipt
-    from temper_legacy_shim.errors import LayoutError
+    from temper_legacy_shim.checkpoints.receipt import check_receipt, read_receipt
 
-    folders = [directory] if (directory / NAME).is_file() else sorted(path.parent for path in directory.glob(f"*/{NAME}"))
-    if not folders:
-        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+    folders = _converted_in(directory)
     console = Console(stderr=as_json, highlight=False)
     results = []
     for folder in folders:
         receipt = read_receipt(folder)
-        found = check_files(folder, receipt.files)
-        results.append({"directory": str(folder), "files": len(receipt.files), "tensors": found, "ok": True})
-        console.print(f"{folder}: {len(receipt.files)} files as they were written, {found} tensors", markup=False)
+        found = check_receipt(folder, receipt)
+        counts = {"files": len(receipt.files), "tensors": found.num_tensors, "surplus": list(found.surplus)}
+        results.append({"directory": str(folder), **counts, "ok": True})
+        console.print(f"{folder}: {len(receipt.files)} files as they were written, {found.num_tensors} tensors", markup=False)
+        if found.surplus:
+            console.print(f"{folder}: not of the conversion, and unchecked: {', '.join(found.surplus)}", style="yellow", markup=False)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
+
+
+def _converted_in(directory: Path) -> list[Path]:
+    """The directory itself, or folders of roles in it."""
+    from temper_legacy_shim.checkpoints.receipt import NAME
+
+    if os.path.isfile(directory / NAME):
+        return [directory]
+    found = sorted(path.parent for path in directory.glob(f"*/{NAME}")) if os.path.isdir(directory) else []
+    if not found:
+        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+    return found
 
 
 def _check_is_local(path: Path, expected: str) -> None:

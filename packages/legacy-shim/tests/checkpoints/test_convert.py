@@ -10,10 +10,12 @@ import pytest
 import torch
 from old_files import write_fsdp
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import Options, Sources, check_files, convert, plan_jobs, read_receipt
+from temper_legacy_shim.checkpoints import Options, Sources, check_files, check_receipt, convert, plan_jobs, read_receipt
 from temper_legacy_shim.checkpoints.convert import check_space
 from temper_legacy_shim.checkpoints.receipt import NAME
+from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, OutputError, ShimError, UsageError, VerificationError
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
@@ -98,8 +100,8 @@ def test_a_second_run_at_the_same_time_is_refused(run: Run) -> None:
 
 def test_nan_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path) -> None:
     write_fsdp(actor, {"model.w": torch.tensor([[1.0, math.nan], [2.0, 3.0]]), "model.inf": torch.tensor([[math.inf, -math.inf]] * 2)})
-    assert any("NaN in model.w" in note for note in read_receipt(run()).notes)
-    with pytest.raises(VerificationError, match=r"model\.w hold NaN"):
+    assert any("NaN or infinity in model.w and 1 more" in note for note in read_receipt(run()).notes)
+    with pytest.raises(VerificationError, match=r"model\.w and 1 more tensors hold NaN or infinity"):
         run("strict", is_strict=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
 
@@ -118,6 +120,41 @@ def test_what_changed_after_the_conversion_is_named(run: Run, damage: str) -> No
         file.write_bytes(content[:-5])
     with pytest.raises(VerificationError, match=NAME if damage == "receipt" else r"model\.safetensors"):
         check_files(out, read_receipt(out).files)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"files": []}, "names no file"),
+        ({"num_tensors": 13}, "12 tensors instead of 13"),
+        ({"files": 5}, "was altered"),
+        ({"files": [{"path": 5}]}, "was altered"),
+        ({"path": 5}, "was altered"),
+        ({"path": ["a"]}, "was altered"),
+        ({"path": "x" * 5000}, "is missing"),
+        ({"num_bytes": "many"}, "was altered"),
+    ],
+)
+def test_a_receipt_that_does_not_say_what_was_written_is_refused(run: Run, change: dict[str, object], said: str) -> None:
+    out = run()
+    body = json.loads((out / NAME).read_text())
+    record = body["files"][0]
+    altered = {**body, **change} if change.keys() <= {"files", "num_tensors"} else {**body, "files": [{**record, **change}]}
+    (out / NAME).write_text(json.dumps(altered))
+    with pytest.raises(VerificationError, match=said):
+        check_receipt(out, read_receipt(out))
+
+
+def test_files_that_the_receipt_does_not_know_are_named(run: Run) -> None:
+    out = run()
+    assert check_receipt(out, read_receipt(out)).surplus == ()
+    (out / "more").mkdir()
+    (out / "more/model.py").write_text("")
+    found = check_receipt(out, read_receipt(out))
+    assert (found.num_tensors, found.surplus) == (12, ("more/model.py",))
+    said = CliRunner().invoke(app, ["verify", str(out), "--json"])
+    assert said.exit_code == 0, said.output
+    assert "more/model.py" in said.output
 
 
 def test_a_source_that_is_cut_off_while_it_is_read_leaves_nothing(run: Run, actor: Path, tmp_path: Path) -> None:

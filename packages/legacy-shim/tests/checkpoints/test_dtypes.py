@@ -1,11 +1,14 @@
 """Casts agree with torch's, bit for bit."""
 
+import math
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_legacy_shim.checkpoints.dtypes import BY_NAME, FLOAT32, from_float32, has_nan, to_float32
+from temper_legacy_shim.checkpoints.dtypes import BY_NAME, FLOAT32, from_float32, has_nan, has_nonfinite, to_float32
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -26,6 +29,17 @@ def test_bfloat16_becomes_float32_exactly(bits: list[int]) -> None:
     theirs = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(to_float32(numbers, BF16), theirs)
     assert has_nan(numbers, BF16) == bool(np.isnan(theirs).any())
+    assert has_nonfinite(numbers, BF16) == (not np.isfinite(theirs).all())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("value", [1.0, 6e4, math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_seen_and_large_numbers_are_not(dtype: str, value: float) -> None:
+    block = np.array([[1.0, value], [0.0, 2.0]], BY_NAME[dtype].container)
+    assert has_nonfinite(block, BY_NAME[dtype]) == (not math.isfinite(value))
+    largest = np.full((3, 3), np.finfo(block.dtype).max, block.dtype)
+    assert not has_nonfinite(largest, BY_NAME[dtype])
+    assert not has_nonfinite(block[:0], BY_NAME[dtype])
 
 
 def test_a_long_block_is_cast_like_a_short_one() -> None:

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from old_files import write_fsdp
 
+from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
 from temper_legacy_shim.checkpoints.names import check_names
+from temper_legacy_shim.errors import LayoutError
 
 CODE = """
 import os
@@ -57,3 +60,43 @@ def test_a_module_in_the_working_directory_never_runs(actor: Path, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     check_names(actor / "huggingface", {}, head="language_model")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("target", ["hf", "temper"])
+def test_a_small_file_that_leads_elsewhere_is_refused(actor: Path, tmp_path: Path, name: str, target: Literal["hf", "temper"]) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps({"model_type": "llama", "key": "secret"}))
+    link = actor / "huggingface" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret)
+    (job,) = plan_jobs(actor, tmp_path / "out")
+    with pytest.raises(LayoutError, match=rf"{name} leads to .*secret\.json, outside the checkpoint"):
+        convert(job, Options(target=target, checks_names=False), Sources())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "secret.json"]
+
+
+def test_links_within_a_checkpoint_and_into_its_hubs_cache_are_followed(tmp_path: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    folder = cache / "snapshots/abc/global_step_3/actor"
+    write_fsdp(folder, {"model.w": torch.ones(6, 4)})
+    (folder / "huggingface").mkdir()
+    (cache / "blobs").mkdir()
+    (cache / "blobs/123").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "huggingface/config.json").symlink_to("../../../../../blobs/123")
+    (folder.parent / "tokenizer.json").write_text("{}")
+    (folder / "huggingface/tokenizer.json").symlink_to("../../tokenizer.json")
+    (job,) = plan_jobs(folder, tmp_path / "out")
+    convert(job, Options(checks_names=False), Sources())
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+
+def test_a_folder_that_the_user_names_may_hold_links(actor: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    (tmp_path / "elsewhere.json").write_text(json.dumps({"model_type": "llama"}))
+    for name in ("config.json", "tokenizer.json"):
+        (given / name).symlink_to(tmp_path / "elsewhere.json")
+    (job,) = plan_jobs(actor, tmp_path / "out")
+    convert(job, Options(checks_names=False), Sources(hf_config=given))
+    assert (tmp_path / "out/tokenizer.json").is_file()

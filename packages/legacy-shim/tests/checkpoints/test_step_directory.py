@@ -11,7 +11,7 @@ import torch
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import Options, Receipt, Sources, convert, plan_jobs
+from temper_legacy_shim.checkpoints import Options, Receipt, Sources, check_receipt, convert, plan_jobs, read_receipt
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.temper import read_training_state
 from temper_legacy_shim.cli import app
@@ -59,10 +59,16 @@ def run(actor: Path, tmp_path: Path) -> Run:
     return _run
 
 
-def test_nan_in_a_moment_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path) -> None:
-    write_optimizer(actor, value=math.nan)
-    assert any("NaN in first_moment.model.embed_tokens.weight" in note for note in run().notes)
-    with pytest.raises(VerificationError, match=r"first_moment\.model\.embed_tokens\.weight and 2 more tensors hold NaN"):
+def test_a_step_directory_is_checked_by_its_receipt(run: Run, tmp_path: Path) -> None:
+    made = run()
+    assert check_receipt(tmp_path / "out", read_receipt(tmp_path / "out")).num_tensors == made.num_tensors > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_in_a_moment_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path, value: float) -> None:
+    write_optimizer(actor, value=value)
+    assert any("NaN or infinity in first_moment.model.embed_tokens.weight" in note for note in run().notes)
+    with pytest.raises(VerificationError, match=r"first_moment\.model\.embed_tokens\.weight and 2 more tensors hold NaN or infinity"):
         run("strict", is_strict=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
 

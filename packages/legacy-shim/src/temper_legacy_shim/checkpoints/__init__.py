@@ -14,11 +14,12 @@ try:
     from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, read_all
     from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
     from temper_legacy_shim.checkpoints.plan import Options
-    from temper_legacy_shim.checkpoints.receipt import Receipt, check_files, read_receipt
+    from temper_legacy_shim.checkpoints.receipt import Checked, Receipt, check_files, check_receipt, read_receipt
 except ModuleNotFoundError as error:
     raise without_extra("checkpoints", "checkpoint", error) from None
 
 __all__ = [
+    "Checked",
     "Job",
     "Kind",
     "LazyTensor",
@@ -29,6 +30,7 @@ __all__ = [
     "Sources",
     "blocks",
     "check_files",
+    "check_receipt",
     "convert",
     "find_roles",
     "merged",

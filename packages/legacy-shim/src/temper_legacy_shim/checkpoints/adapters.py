@@ -73,11 +73,12 @@ class Adapter:
         if isinstance(patterns, dict):
             for pattern, value in patterns.items():
                 if module == pattern or module.endswith(f".{pattern}"):
-                    if not isinstance(value, int | float) or not 0 < value < math.inf:
+                    alpha = _alpha_in(value)
+                    if alpha is None:
                         raise DamagedFileError(
                             f"adapter_config.json says {name} of {pattern} is {value!r:.80}, which is no alpha: copy it again."
                         )
-                    return float(value)
+                    return alpha
         return default
 
 
@@ -141,11 +142,11 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
     for path in [*beside, *metas]:
         if path.is_file():
             content = read_object(path)
-            alpha, rank = content.get("lora_alpha"), content.get("r")
-            if isinstance(alpha, int | float) and 0 < alpha < math.inf:
+            alpha, rank = _alpha_in(content.get("lora_alpha")), content.get("r")
+            if alpha is not None:
                 if isinstance(rank, int) and rank != adapter.rank and not content.get("rank_pattern"):
                     raise UsageError(f"{path} says rank {rank}, but the adapter's tensors have rank {adapter.rank}: it is of another save.")
-                found = (float(alpha), path, content if path in beside else {})
+                found = (alpha, path, content if path in beside else {})
                 break
     if given is not None:
         if found is not None and found[0] != given:
@@ -154,6 +155,15 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
     if found is None:
         return adapter
     return replace(adapter, alpha=found[0], alpha_from=os.path.relpath(found[1], role.path.absolute().parent), config=found[2])
+
+
+def _alpha_in(value: object) -> float | None:
+    """What a file says, if it is a number that a scale can be made of: above 0, and no infinity as a float."""
+    try:
+        alpha = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        return None
+    return alpha if 0 < alpha < math.inf else None
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:

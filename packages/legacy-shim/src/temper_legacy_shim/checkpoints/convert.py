@@ -1,5 +1,6 @@
 """Converting one role: read, plan, write through a staging folder, verify, and leave a receipt."""
 
+import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -57,14 +58,14 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
 
 def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
     """The receipt of an earlier run that wrote this output from the same files with the same options; None where there is none."""
-    if not (job.out / receipts.NAME).is_file():
+    if not os.path.isfile(job.out / receipts.NAME):
         return None
     made = receipts.read_receipt(job.out)
     is_same = (made.source, made.target, made.options) == (source_record(job.role), options.target, recorded(options, sources))
     newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
     if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
         return None
-    receipts.check_files(job.out, made.files, with_content=False)
+    receipts.check_receipt(job.out, made, with_content=False)
     return made
 
 
@@ -133,18 +134,20 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
 
 
 def check_nan(names: Sequence[str], options: Options) -> None:
-    """Refuse NaN, if that was asked for.
+    """Refuse NaN and infinity, if that was asked for.
 
     Raises:
         VerificationError: naming the first tensor that holds one.
     """
     if names and options.is_strict:
-        raise VerificationError(f"{names[0]}{_more(names)} hold NaN: the training had diverged. Without --strict that is a note.")
+        raise VerificationError(
+            f"{names[0]}{_more(names)} hold NaN or infinity: the training diverged, or an alpha is wrong. Without --strict that is a note."
+        )
 
 
 def nan_note(names: Sequence[str]) -> tuple[str, ...]:
-    """A note for the receipt, if there is a NaN."""
-    return (f"NaN in {names[0]}{_more(names)}",) if names else ()
+    """A note for the receipt, if there is a NaN or an infinity."""
+    return (f"NaN or infinity in {names[0]}{_more(names)}",) if names else ()
 
 
 def _more(names: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Pr
         progress: told of every tensor.
 
     Returns:
-        Names of tensors that hold NaN.
+        Names of tensors that hold NaN or infinity.
 
     Raises:
         DamagedFileError: a source file is shorter than it says.
@@ -125,6 +125,13 @@ class _LazyPlanner(DefaultSavePlanner):
         tensor = self._tensors[write_item.index.fqn]
         self._progress(num_bytes(tensor))
         content = as_torch(tensor)
-        if bool(content.isnan().any()):
+        if _is_spoilt(content):
             self.with_nan.append(write_item.index.fqn)
         return content
+
+
+def _is_spoilt(content: Tensor) -> bool:
+    """Whether a tensor holds NaN or infinity; its extremes say it, and nothing of its size is allocated."""
+    if content.numel() == 0 or not content.is_floating_point():
+        return False
+    return not all(bool(extreme.isfinite()) for extreme in content.aminmax())

@@ -25,7 +25,7 @@ class Dtype:
     container: np.dtype[np.generic]
     """What numpy holds it in."""
     is_float: bool = False
-    """Whether it can hold NaN."""
+    """Whether it can hold NaN and infinity."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,3 +105,18 @@ def has_nan(block: Block, dtype: Dtype) -> bool:
             square = np.dot(flat, flat)  # of squares only NaN makes NaN; several times faster than isnan
         return bool(np.isnan(square))
     return dtype.is_float and bool(np.isnan(block).any())
+
+
+def has_nonfinite(block: Block, dtype: Dtype) -> bool:
+    """Whether a floating block holds NaN or infinity."""
+    if block.size == 0:
+        return False
+    if dtype.name == "bfloat16":
+        # As above; infinity is the pattern just below NaN.
+        return bool(block.view(np.int16).max() >= 0x7F80 or block.view(np.uint16).max() >= 0xFF80)
+    if dtype.name == "float32":
+        flat = block.view(np.float32).reshape(-1)
+        with np.errstate(all="ignore"):
+            if np.isfinite(np.dot(flat, flat)):
+                return False  # squares of numbers above 1e19 overflow too: only then every one is looked at
+    return dtype.is_float and not bool(np.isfinite(block).all())

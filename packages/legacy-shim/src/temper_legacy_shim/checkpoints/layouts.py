@@ -5,6 +5,7 @@ runs of 0.1 each role has its steps.
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -100,7 +101,7 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
         LayoutError: there is none; says what is there instead.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # also for a name that no disk takes
         raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
     # A run may also hold converted models; its steps come first.
     found = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None]
@@ -316,6 +317,24 @@ def _mentions_loader(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return b"torch.utils.data.dataloader" in file.read(1 << 20)
+
+
+def check_own(path: Path, role: Role) -> None:
+    """Refuse a small file of a checkpoint that is a link to somewhere else, whose content would come along.
+
+    A hub's cache links to its own blobs; and in a folder that the user named apart from the checkpoint, links are the user's.
+
+    Raises:
+        LayoutError: it leads outside the checkpoint.
+    """
+    folders = [folder for folder in (role.path, role.step_directory) if folder is not None]
+    if not any(path.absolute().is_relative_to(folder.absolute()) for folder in folders):
+        return
+    roots = [folder.resolve() for folder in folders]
+    roots += [above.parent / "blobs" for root in roots for above in root.parents if above.name == "snapshots"]
+    target = path.resolve()
+    if not any(target.is_relative_to(root) for root in roots):
+        raise LayoutError(f"{path} leads to {target}, outside the checkpoint: if that is what you want, put the file itself there.")
 
 
 def read_object(path: Path) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface, megatron_adapters, megatron_names, megatron_ranks
 from temper_legacy_shim.checkpoints.adapters import Adapter
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.layouts import Kind, Role, read_object
+from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
 from temper_legacy_shim.checkpoints.sharded import is_equal
@@ -111,7 +111,10 @@ def _config(role: Role, sources: Sources) -> tuple[Mapping[str, object] | None, 
     folder = role.described_in()
     if folder is None and sources.base_model is not None and (sources.base_model / "config.json").is_file():
         folder = sources.base_model
-    return (None, role.tokenizer_in()) if folder is None else (read_object(folder / "config.json"), folder)
+    if folder is None:
+        return None, role.tokenizer_in()
+    check_own(folder / "config.json", role)
+    return read_object(folder / "config.json"), folder
 
 
 def _weights_and_adapter(
@@ -220,7 +223,7 @@ def _without_tied_copy(
     result = dict(weights)
     if EMBEDDING not in result or LANGUAGE_HEAD not in result:
         return result, ()
-    says_tied = None if config is None else bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT))
+    says_tied = None if config is None else bool(config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT))
     if says_tied is False:
         return result, ()
     if is_equal(result[EMBEDDING], result[LANGUAGE_HEAD]):

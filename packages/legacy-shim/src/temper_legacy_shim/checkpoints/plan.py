@@ -8,6 +8,7 @@ from typing import Literal
 
 from temper_legacy_shim.checkpoints import adapters
 from temper_legacy_shim.checkpoints.dtypes import BY_NAME, CASTS
+from temper_legacy_shim.checkpoints.layouts import check_own
 from temper_legacy_shim.checkpoints.lazy import Cast, LazyTensor, num_bytes
 from temper_legacy_shim.checkpoints.model import OldModel, described, merged
 from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
@@ -43,7 +44,7 @@ class Options:
     max_shard_bytes: int = _SHARD_BYTES
     """Of tensors in one safetensors file; hf alone."""
     is_strict: bool = False
-    """NaN is an error."""
+    """NaN and infinity are errors."""
     checks_names: bool = True
     """Compare names and shapes with the model that transformers builds from the config."""
     verifies_logits: bool = False
@@ -164,7 +165,11 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
 
 
 def companions(model: OldModel) -> dict[str, Path]:
-    """Tokenizer, generation settings and the like: small files beside the config; code among them is copied and never run."""
+    """Tokenizer, generation settings and the like: small files beside the config; code among them is copied and never run.
+
+    Raises:
+        LayoutError: one is a link that leads out of the checkpoint.
+    """
     found: dict[str, Path] = {}
     for folder in (model.config_folder, model.role.tokenizer_in()):
         if folder is None:
@@ -172,6 +177,7 @@ def companions(model: OldModel) -> dict[str, Path]:
         for path in sorted(folder.iterdir()):
             is_wanted = path.suffix in _COPIED and path.name not in _OURS and not path.name.endswith(".index.json")
             if is_wanted and path.is_file() and path.stat().st_size <= _MAX_COPY:
+                check_own(path, model.role)
                 found[path.name] = path
     return found
 

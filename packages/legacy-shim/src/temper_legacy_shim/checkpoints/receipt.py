@@ -1,11 +1,14 @@
 """What a conversion leaves beside its output: where it came from, what was carried, what could not be, and a checksum of every file."""
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from temper_legacy_shim.checkpoints import huggingface
+from temper_legacy_shim.checkpoints.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.layouts import RECEIPT
 from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, sha256_of
 from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError
@@ -82,7 +85,7 @@ def read_receipt(directory: Path) -> Receipt:
         VerificationError: it can't be read.
     """
     path = directory / NAME
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
     try:
         body = json.loads(path.read_bytes())
@@ -91,12 +94,51 @@ def read_receipt(directory: Path) -> Receipt:
                 f"{path} has schema version {body['schema_version']}; this version reads {SCHEMA_VERSION}: install a newer one."
             )
         body["source"] = SourceRecord(**{**body["source"], "reasons": tuple(body["source"]["reasons"])})
-        body["files"] = tuple(WrittenFile(**{**file, "with_nan": tuple(file["with_nan"])}) for file in body["files"])
+        body["files"] = tuple(_recorded(file) for file in body["files"])
         for name in ("dtypes", "carried", "not_carried", "notes", "verified"):
             body[name] = tuple(body[name])
         return Receipt(**body)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VerificationError(f"{path} can't be read ({error}): it was altered.") from error
+
+
+def _recorded(entry: dict[str, Any]) -> WrittenFile:
+    file = WrittenFile(**{**entry, "with_nan": tuple(entry["with_nan"])})
+    if not all(isinstance(text, str) for text in (file.path, file.sha256)):
+        raise TypeError("a file's path or checksum is no text")
+    if not all(isinstance(number, int) for number in (file.num_bytes, file.num_tensors)):
+        raise TypeError(f"a number of {file.path[:200]!r} is none")
+    return file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a comparison of an output with its receipt found."""
+
+    num_tensors: int
+    """In its files."""
+    surplus: tuple[str, ...]
+    """Files that the receipt does not know: relative paths."""
+
+
+def check_receipt(directory: Path, made: Receipt, *, with_content: bool = True) -> Checked:
+    """Compare an output with its receipt.
+
+    Args:
+        directory: of the output.
+        made: its receipt.
+        with_content: compare checksums too.
+
+    Raises:
+        VerificationError: the receipt names no file or another number of tensors, or a file is missing, short or altered.
+    """
+    if not made.files:
+        raise VerificationError(f"{directory / NAME} names no file: it was altered; convert again.")
+    found = check_files(directory, made.files, with_content=with_content)
+    if found != made.num_tensors:
+        raise VerificationError(f"{directory} holds {found} tensors instead of {made.num_tensors}: its receipt was altered; convert again.")
+    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+    return Checked(num_tensors=found, surplus=tuple(sorted(present - {NAME} - {file.path for file in made.files})))
 
 
 def check_files(
@@ -119,7 +161,7 @@ def check_files(
         if pure.is_absolute() or ".." in pure.parts:
             raise VerificationError(f"the receipt names {record.path!r}, which lies outside {directory}: it was altered.")
         path = directory / record.path
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise VerificationError(f"{path} is missing: convert again.")
         size = path.stat().st_size
         if size != record.num_bytes:
@@ -128,6 +170,8 @@ def check_files(
             raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
         if path.suffix == ".safetensors":
             num_tensors += _count_tensors(path, record)
+        elif path.name == DESCRIPTION:
+            num_tensors += _count_described(path)
     return num_tensors
 
 
@@ -139,3 +183,10 @@ def _count_tensors(path: Path, record: WrittenFile) -> int:
     if found != record.num_tensors:
         raise VerificationError(f"{path} holds {found} tensors instead of {record.num_tensors}: convert again.")
     return found
+
+
+def _count_described(path: Path) -> int:
+    try:
+        return len(DistCheckpoint(path.parent).tensors)
+    except ShimError as error:
+        raise VerificationError(f"{path.parent} can't be read back: {error}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from temper_legacy_shim.checkpoints.dtypes import has_nan
+from temper_legacy_shim.checkpoints.dtypes import has_nonfinite
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, spans
 from temper_legacy_shim.errors import DamagedFileError, VerificationError
 
@@ -44,7 +44,7 @@ class WrittenFile:
     num_tensors: int = 0
     """Tensors in it."""
     with_nan: tuple[str, ...] = ()
-    """Tensors that hold NaN."""
+    """Tensors that hold NaN or infinity."""
 
 
 def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str) -> dict[str, dict[str, LazyTensor]]:
@@ -110,7 +110,7 @@ def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progr
             for read in blocks:
                 writer.put(read.content)
                 written[read.name] += len(read.content)
-                if read.has_nan:
+                if read.is_spoilt:
                     with_nan[read.name] = None
                 progress(len(read.content))
         for name, tensor in tensors.items():
@@ -128,7 +128,8 @@ def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progr
 class _ReadBlock:
     name: str
     content: memoryview
-    has_nan: bool
+    is_spoilt: bool
+    """Whether it holds NaN or infinity."""
 
 
 def _read_ahead(tensors: Mapping[str, LazyTensor]) -> Generator[_ReadBlock, None, None]:
@@ -147,7 +148,7 @@ def _read_ahead(tensors: Mapping[str, LazyTensor]) -> Generator[_ReadBlock, None
 def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
     block = tensor.read(start, stop)
     content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
-    return _ReadBlock(name=name, content=content, has_nan=has_nan(block, tensor.dtype))
+    return _ReadBlock(name=name, content=content, is_spoilt=has_nonfinite(block, tensor.dtype))
 
 
 def sha256_of(path: Path) -> str:
@@ -167,7 +168,7 @@ def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -
     Args:
         path: where it lies.
         relative: where it will lie in the output.
-        with_nan: names of tensors in it that hold NaN.
+        with_nan: names of tensors in it that hold NaN or infinity.
     """
     return WrittenFile(path=relative, num_bytes=path.stat().st_size, sha256=sha256_of(path), with_nan=with_nan)
 

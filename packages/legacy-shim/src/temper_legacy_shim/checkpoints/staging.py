@@ -169,7 +169,7 @@ def check_absent(out: Path) -> None:
     Raises:
         OutputError: there is something.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists already and is never overwritten: give another --out, or move it away.")
 
 

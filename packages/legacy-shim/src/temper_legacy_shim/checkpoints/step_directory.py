@@ -54,6 +54,8 @@ class StepPlan:
     """config.json."""
     tensors: Mapping[str, LazyTensor]
     """By kind and name."""
+    copies: Mapping[str, Path]
+    """Tokenizer and the like, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +72,7 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
     state = resumable(model)
-    return StepPlan(state=state, config=described(state.model, dtype="float32"), tensors=state.tensors())
+    return StepPlan(state=state, config=described(state.model, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
 
 
 def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
@@ -149,7 +151,7 @@ def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[W
             shutil.rmtree(root / _GROUPS)
             written = [f"dcp/{name}" for name in (*moved.values(), DESCRIPTION)]
             written += _write_random(part, state.extra)
-            written += _write_description(part, state.model, plan.config)
+            written += _write_description(part, plan)
             counters = {"num_updates": state.num_updates, "num_nonfinite_updates": 0, "consecutive_skips": 0}
             counters["num_schedule_steps"] = state.num_updates if state.extra.num_schedule_steps is None else state.extra.num_schedule_steps
             written.append(write_json(part, "progress.json", counters))
@@ -174,12 +176,12 @@ def _write_random(part: Path, extra: OldExtra) -> list[str]:
     return written
 
 
-def _write_description(part: Path, model: OldModel, config: Mapping[str, object]) -> list[str]:
+def _write_description(part: Path, plan: StepPlan) -> list[str]:
     folder = part / _DESCRIPTION
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
     written = [f"{_DESCRIPTION}/config.json"]
-    for name, source in companions(model).items():
+    for name, source in plan.copies.items():
         (folder / name).write_bytes(source.read_bytes())
         written.append(f"{_DESCRIPTION}/{name}")
     return written
