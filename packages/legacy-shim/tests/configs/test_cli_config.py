@@ -133,6 +133,25 @@ def test_explain_names_what_is_near_an_unknown_key() -> None:
         invoke("explain", "actor_rollout_ref.actor.gradclip")
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("clip_ratio", r"Near it are actor_rollout_ref\.actor\.clip_ratio"),
+        ("use_mbridge", r"Near it are .*critic\.megatron\.use_mbridge, .*actor_rollout_ref\.actor\.megatron\.use_mbridge"),
+        ("clip_ratoi", r"Near it are actor_rollout_ref\.actor\.clip_ratio"),
+    ],
+)
+def test_explain_names_the_whole_keys_of_a_last_part(key: str, near: str) -> None:
+    with pytest.raises(UsageError, match=near):
+        invoke("explain", key)
+
+
+@pytest.mark.parametrize("key", ["", " ", "+", "=3"])
+def test_explain_of_nothing_is_one_sentence(key: str) -> None:
+    with pytest.raises(UsageError, match="is no key: give one such as"):
+        invoke("explain", key)
+
+
 RUN = ["config", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/models/q", "data.train_files=/data/train.parquet"]
 
 

@@ -89,3 +89,25 @@ def test_a_table_in_a_pipe_has_every_token_whole(tmp_path: Path) -> None:
     assert f"data.train_files={value}" in shown
     assert f"data.train.paths=[{value}]" in shown
     assert "\u2026" not in shown  # rich's sign for what was cut
+
+
+SFT = "verl.trainer.fsdp_sft_trainer data.train_files=a.parquet model.partial_pretrain=b data.micro_batch_size_per_gpu=4\n"
+
+
+@pytest.mark.parametrize(
+    "launcher", ["torchrun --nproc_per_node=$nproc -m", "torchrun --standalone --nnodes=1 --nproc_per_node=${nproc} -m"]
+)
+def test_the_shells_own_number_of_processes_goes_on(tmp_path: Path, launcher: str) -> None:
+    new = tmp_path / "new.sh"
+    _, shown = _run(str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}")), "--out", str(new))
+    number = "${nproc}" if "{" in launcher else "$nproc"
+    assert f'    "actor.num_workers={number}"  # torchrun' in new.read_text()
+    assert "runtime.kind=ray" in new.read_text()
+    assert "actor.num_workers is the same" in shown
+    assert "is torchrun's to say" not in shown
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --nnodes=$n --nproc_per_node=$nproc -m", "torchrun --nproc_per_node=gpu -m"])
+def test_a_number_of_processes_that_no_variable_is_stays_to_be_said(tmp_path: Path, launcher: str) -> None:
+    _, shown = _run(str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}")))
+    assert "is torchrun's to say" in shown

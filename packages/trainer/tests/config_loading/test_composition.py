@@ -51,6 +51,14 @@ def test_a_file_without_our_defaults_is_told_its_first_line(tmp_path: Path) -> N
         load(RL, config_dir=str(tmp_path), config_name="bare")
 
 
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "sft_trainer"])
+def test_the_name_of_an_old_configuration_is_told_who_translates_it(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"there is no file {name}.yaml.* of the older generation: `temper-migrate config --config-name NAME"
+    ):
+        load(RL, config_name=name)
+
+
 def test_missing_file_and_missing_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file nowhere.yaml: look at --config-name and --config-dir."):
         load(RL, config_dir=str(tmp_path), config_name="nowhere")

@@ -28,6 +28,8 @@ _TITLES: dict[Family, str] = {
     "evaluation": "evaluation",
 }
 
+_MOST_NEAR = 6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
@@ -61,12 +63,14 @@ def explain_key(text: str) -> Explanation:
     Raises:
         UsageError: no release had it and no rule names it; says which keys are near.
     """
-    key = text.lstrip("+~").partition("=")[0].strip()
+    key = text.strip().lstrip("+~").partition("=")[0].strip()
+    if not key:
+        raise UsageError(f"{text!r} is no key: give one such as actor_rollout_ref.actor.grad_clip.")
     lives = tuple(life for family in _FAMILIES if (life := _life(family, key)) is not None)
     programs = dict.fromkeys([_FAMILIES[life.family] for life in lives] or ("ppo", "sft", "sft1"))
     found = tuple(dict.fromkeys(rule for program in programs if (rule := find_rule(program, key)) is not None))
     if not lives and not found:
-        near = difflib.get_close_matches(key, _known(), n=3, cutoff=0.7)
+        near = _near(key)
         hint = f" Near it are {', '.join(near)}." if near else ""
         raise UsageError(f"{key} is a key of no release from {versions()[0]} to {versions()[-1]}, and no rule names it.{hint}")
     return Explanation(key=key, lives=lives, rules=found)
@@ -91,9 +95,23 @@ def _life(family: Family, key: str) -> Life | None:
     )
 
 
+def _near(key: str) -> list[str]:
+    """Whole keys that end with what was given, or else look like it, or end with something that does."""
+    known = _known()
+    ending = sorted((name for name in known if name.endswith(f".{key}")), key=lambda name: (name.count("."), name))
+    if ending:
+        return ending[:_MOST_NEAR]
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
+    if close or "." in key:
+        return close
+    lasts = {name.rpartition(".")[2] for name in known}
+    words = difflib.get_close_matches(key, lasts, n=3, cutoff=0.7)
+    return [name for word in words for name in known if name.rpartition(".")[2] == word][:_MOST_NEAR]
+
+
 def _known() -> list[str]:
     keys = {key for family in _FAMILIES for key in all_keys(family)}
-    keys |= {key for rule in rules() for key in alternatives(rule.old) if "*" not in key}
+    keys |= {key for rule in rules() for key in alternatives(rule.old) if key and "*" not in key}
     return sorted(keys)
 
 

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
 from temper_legacy_shim.configs.files import with_missing
-from temper_legacy_shim.configs.values import hydra_text
+from temper_legacy_shim.configs.values import Plain, hydra_text
 from temper_legacy_shim.scripts.launches import Launch, Override
 from temper_legacy_shim.scripts.own_configs import find_own_config, uses_own_config
 from temper_legacy_shim.scripts.values import Piece, Text, literal
@@ -110,6 +110,7 @@ def translate_launch(
         numerics="legacy" if options.numerics == "legacy" else "temper",
     )
     translation = translation if own is None else with_missing(translation, own)
+    translation = _with_processes(translation, launch, unknowns)
     arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
     return TranslatedLaunch(
         launch=launch, translation=translation, arguments=arguments, unknowns=unknowns, own_config=None if own is None else own.path
@@ -126,6 +127,41 @@ def _cluster(launch: Launch) -> Cluster | None:
     if nodes is None or gpus is None or not (nodes.isdigit() and gpus.isdigit()) or "0" in (nodes, gpus):
         return None
     return Cluster(nodes=int(nodes), gpus_per_node=int(gpus))
+
+
+def _with_processes(translation: Translation, launch: Launch, unknowns: dict[str, str]) -> Translation:
+    """Fine-tuning on one machine with as many processes as only the shell knows: the new command has the same words."""
+    processes, nodes = launch.processes.get("nproc_per_node"), launch.processes.get("nnodes")
+    keys = {setting.key for setting in translation.settings}
+    if processes is None or processes.known is not None or (nodes is not None and nodes.known != "1"):
+        return translation
+    if translation.source.program != "sft" or not keys or "actor.num_workers" in keys:
+        return translation
+    number = _shown(processes, unknowns)
+    on_cpu = any(override.key == "trainer.device" and override.value().known == "cpu" for override in launch.overrides)
+    added = [_of_torchrun("actor.num_workers", number, is_number=True), _of_torchrun("runtime.kind", "ray")]
+    added += [] if on_cpu else [_of_torchrun("runtime.gpus_per_worker", 1.0)]
+    note = Finding(
+        level="note",
+        rule="sft-cluster",
+        message=f"torchrun started {number} processes, a number that only the shell knows: actor.num_workers is the same.",
+    )
+    findings = (*(finding for finding in translation.findings if finding.rule != "sft-cluster"), note)
+    return replace(translation, settings=(*translation.settings, *added), findings=findings)
+
+
+def _of_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Setting:
+    return Setting(
+        key=key,
+        value=value,
+        is_pinned=False,
+        rule="sft-cluster",
+        old_keys=(),
+        sources=(),
+        is_verbatim=False,
+        comment="torchrun --nproc_per_node [sft-cluster]",
+        is_number=is_number,
+    )
 
 
 def _shown(text: Text, unknowns: dict[str, str]) -> str:
@@ -170,7 +206,8 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
             text = literal(f'{setting.key}=["') + origins[0].value() + literal('"]')
             return NewArgument(key=setting.key, text=text, source=f'"{setting.key}=[\\"{inner}\\"]"', at=at, comment=setting.comment)
     around = _around(setting, origins, unknowns) if setting.key not in literal_keys else None
-    text = _with_sources(setting.override, unknowns) if around is None else around
+    written = f"{setting.key}={setting.value}" if setting.is_number else setting.override
+    text = _with_sources(written, unknowns) if around is None else around
     return NewArgument(key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment)
 
 

@@ -109,6 +109,16 @@ BLOCKS = (
     "async_training",
 )
 """Blocks that are gone as a whole."""
+OLD_CONFIGS = (
+    *("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "generation", "evaluation", "dapo_trainer"),
+    *("dapo_megatron_trainer", "entropy_trainer", "one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer"),
+    *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"),
+)
+"""Names of the older generation's configurations."""
+OLD_CONFIG = (
+    "That is a configuration of the older generation: `temper-migrate config --config-name NAME KEY=VALUE...` translates it with its "
+    "overrides, and `temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
+)
 
 
 def removal_of(key: str) -> str | None:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.removed import OLD_CONFIG, OLD_CONFIGS
 from temper_trainer.config_loading.schema import Plain, leaves_of, plain
 
 OURS = "pkg://temper_trainer.conf"
@@ -189,7 +190,8 @@ def _sentence(error: Exception, *, repository: CachingConfigRepository) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
-            return f"there is no file {choice}.yaml: look at --config-name and --config-dir."
+            sentence = f"there is no file {choice}.yaml: look at --config-name and --config-dir."
+            return f"{sentence} {OLD_CONFIG}" if choice in OLD_CONFIGS else sentence
         choices = ", ".join(repository.get_group_options(group))
         return f"there is no choice {choice} of the group {group}: " + (
             f"choose one of {choices}." if choices else "there is no such group."
