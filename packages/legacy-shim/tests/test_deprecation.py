@@ -1,6 +1,7 @@
 import ast
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import warnings
@@ -55,6 +56,18 @@ def test_the_warning_names_the_callers_line_and_comes_once_a_place() -> None:
         old(8)
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, lines[0]), (__file__, lines[0] + 1)]
     assert {w.category for w in caught} == {LegacyWorkerWarning}
+
+
+def test_python_shows_the_warning_by_default_wherever_the_caller_is(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "from temper_legacy_shim.deprecation import Deprecation, warn_caller\n"
+        "def go():\n    warn_caller(Deprecation(what='old.Thing', since='0.1', removed_in='0.3', instead='a:B', how='call it'))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, "-c", "import library; library.go(); library.go()"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.count("old.Thing is deprecated since temper-legacy-shim 0.1") == 1
+    assert "library.py:3" in done.stderr
 
 
 def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> None:

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import temper_legacy_shim
+from temper_engine_api.errors import ConfigError
 from temper_legacy_shim import old_paths
 from temper_legacy_shim.errors import UsageError
 from temper_legacy_shim.old_paths import MODULES, PACKAGE
@@ -43,6 +44,27 @@ def test_every_name_that_is_offered_exists() -> None:
     for name, offers in MODULES.items():
         for attribute in offers:
             assert callable(getattr(sys.modules[name], attribute))
+
+
+def test_the_old_bases_are_there_for_subclasses_and_isinstance() -> None:
+    old_paths.install()
+    actor, critic = importlib.import_module("verl.workers.actor"), importlib.import_module("verl.workers.critic")
+    megatron = importlib.import_module("verl.workers.megatron_workers")
+    assert importlib.import_module("verl.workers.actor.base").BasePPOActor is actor.BasePPOActor
+    assert importlib.import_module("verl.workers.critic.base").BasePPOCritic is critic.BasePPOCritic
+    assert issubclass(actor.DataParallelPPOActor, actor.BasePPOActor)
+    assert issubclass(critic.DataParallelPPOCritic, critic.BasePPOCritic)
+    assert issubclass(importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor, actor.BasePPOActor)
+    assert issubclass(megatron.CriticWorker, megatron.MegatronWorker)
+
+    class Mine(actor.BasePPOActor):  # type: ignore[misc, name-defined]
+        def compute_log_prob(self, data: object) -> object:
+            return data
+
+    with pytest.raises(TypeError, match="update_policy"):
+        Mine({})
+    with pytest.raises(ConfigError, match=r"MegatronWorker .* MegatronEngine"):
+        megatron.MegatronWorker()
 
 
 def test_a_name_that_is_not_offered_is_refused_with_what_is() -> None:

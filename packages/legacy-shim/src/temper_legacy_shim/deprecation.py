@@ -17,8 +17,8 @@ PACKAGE = "temper-legacy-shim"
 """Whose releases ``since`` and ``removed_in`` count."""
 
 
-class LegacyWorkerWarning(DeprecationWarning):
-    """A deprecated worker is in use; shown by default where ``__main__`` calls it, and by pytest."""
+class LegacyWorkerWarning(FutureWarning):
+    """A deprecated worker is in use; for users of programs, so that Python shows it by default whichever module calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

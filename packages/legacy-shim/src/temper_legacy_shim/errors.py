@@ -29,7 +29,16 @@ class DamagedFileError(ShimError, ValueError):
 
 
 class UnsafeFileError(DamagedFileError):
-    """A file asks for a global that no checkpoint needs; nothing of it was executed."""
+    """A file asks for a global that no checkpoint needs; nothing of it was executed.
+
+    Args:
+        message: for the user.
+        wanted: the global, as ``module.name``; empty where it is an opcode that is refused.
+    """
+
+    def __init__(self, message: str, *, wanted: str = "") -> None:
+        super().__init__(message)
+        self.wanted = wanted
 
 
 class OutputError(ShimError, RuntimeError):

@@ -13,10 +13,12 @@ PACKAGE = "verl"
 _SHIM = "temper_legacy_shim"
 _WORKERS = f"{_SHIM}.workers"
 _FSDP = {name: f"{_WORKERS}.fsdp_workers:{name}" for name in ("ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker")}
-_ACTOR = {"DataParallelPPOActor": f"{_WORKERS}.ppo_actor:DataParallelPPOActor"}
-_CRITIC = {"DataParallelPPOCritic": f"{_WORKERS}.ppo_critic:DataParallelPPOCritic"}
-_MEGATRON_ACTOR = {"MegatronPPOActor": f"{_WORKERS}.megatron_workers:MegatronPPOActor"}
-_MEGATRON_CRITIC = {"MegatronPPOCritic": f"{_WORKERS}.megatron_workers:MegatronPPOCritic"}
+_ACTOR_BASE = {"BasePPOActor": f"{_WORKERS}.old_bases:BasePPOActor"}
+_CRITIC_BASE = {"BasePPOCritic": f"{_WORKERS}.old_bases:BasePPOCritic"}
+_ACTOR = {"DataParallelPPOActor": f"{_WORKERS}.ppo_actor:DataParallelPPOActor", **_ACTOR_BASE}
+_CRITIC = {"DataParallelPPOCritic": f"{_WORKERS}.ppo_critic:DataParallelPPOCritic", **_CRITIC_BASE}
+_MEGATRON_ACTOR = {"MegatronPPOActor": f"{_WORKERS}.megatron_workers:MegatronPPOActor", **_ACTOR_BASE}
+_MEGATRON_CRITIC = {"MegatronPPOCritic": f"{_WORKERS}.megatron_workers:MegatronPPOCritic", **_CRITIC_BASE}
 _PROTO = {name: f"{_SHIM}.data_proto:{name}" for name in ("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto")}
 
 MODULES: dict[str, dict[str, str]] = {
@@ -30,11 +32,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     f"{PACKAGE}.workers": {},
     f"{PACKAGE}.workers.fsdp_workers": _FSDP,
-    f"{PACKAGE}.workers.megatron_workers": {name: f"{_WORKERS}.megatron_workers:{name}" for name in _FSDP},
+    f"{PACKAGE}.workers.megatron_workers": {
+        **{name: f"{_WORKERS}.megatron_workers:{name}" for name in _FSDP},
+        "MegatronWorker": f"{_WORKERS}.old_bases:MegatronWorker",
+    },
     f"{PACKAGE}.workers.actor": _ACTOR,
+    f"{PACKAGE}.workers.actor.base": _ACTOR_BASE,
     f"{PACKAGE}.workers.actor.dp_actor": _ACTOR,
     f"{PACKAGE}.workers.actor.megatron_actor": _MEGATRON_ACTOR,
     f"{PACKAGE}.workers.critic": _CRITIC,
+    f"{PACKAGE}.workers.critic.base": _CRITIC_BASE,
     f"{PACKAGE}.workers.critic.dp_critic": _CRITIC,
     f"{PACKAGE}.workers.critic.megatron_critic": _MEGATRON_CRITIC,
 }

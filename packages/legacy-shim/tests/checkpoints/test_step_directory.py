@@ -15,7 +15,7 @@ from temper_legacy_shim.checkpoints import Options, Receipt, Sources, check_rece
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.temper import read_training_state
 from temper_legacy_shim.cli import app
-from temper_legacy_shim.errors import DamagedFileError, OutputError, UsageError, VerificationError
+from temper_legacy_shim.errors import DamagedFileError, OutputError, UnsafeFileError, UsageError, VerificationError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -137,3 +137,12 @@ def test_what_is_written_is_what_was_there(run: Run, tmp_path: Path) -> None:
     assert all((state.first_moment == 0.5).all() and state.update_count == 3 for state in kept.values())
     dcp = next((tmp_path / "out").glob("step_*/engine/dcp"))
     assert len(DistCheckpoint(dcp).tensors) == 12
+
+
+def test_a_data_file_that_asks_for_a_command_is_refused_and_a_pickled_loader_is_not(run: Run, actor: Path, tmp_path: Path) -> None:
+    torch.save(torch.utils.data.DataLoader([1, 2]), actor.parent / "data.pt")
+    assert any("data.pt is a pickled data loader" in sentence for sentence in run().not_carried)
+    (actor.parent / "data.pt").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    with pytest.raises(UnsafeFileError, match=r"data\.pt asks for posix\.system"):
+        run("hostile")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]

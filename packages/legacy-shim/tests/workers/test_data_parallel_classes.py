@@ -131,3 +131,26 @@ def test_a_wrong_batch_is_refused_before_anything_runs(
     with pytest.raises(BatchError, match=sentence):
         actor.compute_log_prob(data)
     actor.engine.close()
+
+
+def test_a_critics_single_forward_gives_its_values_without_gradient(model_folder: Path, make_data: MakeData) -> None:
+    model = AutoModelForTokenClassification.from_pretrained(model_folder, num_labels=1, dtype=torch.float32)
+    with pytest.warns(LegacyWorkerWarning):
+        critic = DataParallelPPOCritic(dict(CONFIG), model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    data = make_data(4)
+    assert data.batch is not None
+    names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+    tensors = {name: data.batch.column(name) for name in names}
+    with torch.no_grad():
+        values = critic._forward_micro_batch(tensors)
+        mask = tensors["response_mask"].bool()
+        torch.testing.assert_close(values[mask], critic.compute_values(data)[mask])
+    assert values.shape == mask.shape
+    with pytest.raises(ConfigError, match=r"_forward_micro_batch\(\) answers without gradient here: .* update_critic\(\)"):
+        critic._forward_micro_batch(tensors)
+    critic.engine.close()
+    with pytest.raises(ConfigError, match="Mine overrides _forward_micro_batch, which training no longer calls"):
+
+        class Mine(DataParallelPPOCritic):
+            def _forward_micro_batch(self, micro_batch):  # type: ignore[no-untyped-def]
+                raise NotImplementedError

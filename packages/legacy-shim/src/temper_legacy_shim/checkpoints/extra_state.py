@@ -11,6 +11,8 @@ from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.tensors import TensorReader
 from temper_legacy_shim.errors import ShimError, UnsafeFileError
 
+_LOADER = "torch.utils.data.dataloader.DataLoader"
+"""What 0.2 pickled whole, and what such a pickle asks for first."""
 _CURSOR = ("_num_yielded", "_sampler_iter_yielded", "_iterator_finished", "_snapshot_step")
 
 
@@ -87,7 +89,11 @@ def _has_megatron_random_states(role: Role) -> bool:
 
 
 def _data_cursors(role: Role) -> list[str]:
-    """A sentence for each file of the data loader: the trainer orders its data in another way, so only the count can be told."""
+    """A sentence for each file of the data loader: the trainer orders its data in another way, so only the count can be told.
+
+    Raises:
+        UnsafeFileError: one asks for something else than a data loader.
+    """
     if role.step_directory is None:
         return []
     files = sorted(path for path in role.step_directory.glob("data*.pt") if path.is_file())
@@ -98,8 +104,10 @@ def _cursor(path: Path) -> str:
     begin = "data cursor: the new trainer orders data by (seed, epoch), so an old position has no equal"
     try:
         value = Archive(path).value()
-    except UnsafeFileError:
-        return f"{begin}; {path.name} is a pickled data loader, which is never executed"
+    except UnsafeFileError as error:
+        if error.wanted != _LOADER:
+            raise
+        return f"{begin}; {path.name} is a pickled data loader, which is neither executed nor read on"
     except ShimError as error:
         return f"{begin}; {error}"
     said = {name: value[name] for name in _CURSOR if name in value} if isinstance(value, dict) else {}

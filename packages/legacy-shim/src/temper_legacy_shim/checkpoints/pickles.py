@@ -298,7 +298,8 @@ class _Machine:
     def _unsafe(self, wanted: Global) -> UnsafeFileError:
         return UnsafeFileError(
             f"{self._source} asks for {wanted}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
-            "trust where it comes from, say which program wrote it in a bug report."
+            "trust where it comes from, say which program wrote it in a bug report.",
+            wanted=f"{wanted.module}.{wanted.name}",
         )
 
     def _op_REDUCE(self, _: object) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import BatchError
+from temper_engine_api.errors import BatchError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_api.outputs import Outputs
 from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
@@ -34,6 +35,39 @@ def answer(
     outputs: Outputs = from_replica(engine, result.outputs)
     ordered = outputs.in_order_of(rows.sequences.sample_ids)
     return {query: rows.grid(ordered.columns[query]) for query in queries}
+
+
+def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str) -> DataProto:
+    """One micro-batch as a batch that is answered in one piece.
+
+    Args:
+        micro_batch: input_ids, attention_mask, position_ids, responses.
+        temperature: of the logits.
+        trained_by: the method that trains, for the error.
+
+    Raises:
+        ConfigError: a gradient is wanted, which only the engine has.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), and train through {trained_by}(), "
+            "or an engine with a loss function."
+        )
+    settings: dict[str, object] = {"micro_batch_size": len(micro_batch["input_ids"]), "use_dynamic_bsz": False, "temperature": temperature}
+    return DataProto.from_dict(tensors=micro_batch, meta_info=settings)
+
+
+def refuse_own_forward(cls: type) -> None:
+    """Refuse a subclass whose forward pass nobody would call.
+
+    Raises:
+        ConfigError: it overrides ``_forward_micro_batch``.
+    """
+    if "_forward_micro_batch" in vars(cls):
+        raise ConfigError(
+            f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the engine runs the model. Override "
+            f"the method that updates, or give the engine a loss function of your own."
+        )
 
 
 def forward_split(data: DataProto, *, ranks_per_sequence: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
-from temper_engine_api.errors import BatchError, ConfigError
+from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import Query
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
@@ -18,7 +18,7 @@ from temper_legacy_shim.numerics.masked import aggregate
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
-from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
+from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
 from temper_legacy_shim.workers.rows import Rows, read_rows
@@ -216,17 +216,7 @@ class PPOActor(OnEngine):
         self, micro_batch: Mapping[str, Tensor], temperature: float, calculate_entropy: bool = False
     ) -> dict[str, Tensor]:
         """Log-probs and entropies of one micro-batch, without gradient: with gradient only the engine runs the model."""
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), and train through update_policy(), "
-                "or an engine with a loss function."
-            )
-        settings: dict[str, object] = {
-            "micro_batch_size": len(micro_batch["input_ids"]),
-            "use_dynamic_bsz": False,
-            "temperature": temperature,
-        }
-        data = DataProto.from_dict(tensors=micro_batch, meta_info=settings)
+        data = single_forward(micro_batch, temperature=temperature, trained_by="update_policy")
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 
 
@@ -255,11 +245,7 @@ class DataParallelPPOActor(PPOActor):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "_forward_micro_batch" in vars(cls):
-            raise ConfigError(
-                f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the engine runs the model. Override "
-                "update_policy, or give the engine a loss function of your own."
-            )
+        refuse_own_forward(cls)
 
 
 def temperature_of(data: DataProto) -> float:

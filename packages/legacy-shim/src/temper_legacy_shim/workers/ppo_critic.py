@@ -13,7 +13,7 @@ from temper_engine_api.objective import Query
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.value_losses import value_loss
-from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
+from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
 from temper_legacy_shim.workers.rows import read_rows
@@ -67,6 +67,11 @@ class PPOCritic(OnEngine):
         values = found[Query.VALUE]
         assert data.batch is not None
         return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
+
+    def _forward_micro_batch(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
+        """[B, W] values of one micro-batch, 0 at padding alone; without gradient: with gradient only the engine runs the model."""
+        columns = {name: column for name, column in micro_batch.items() if name != "response_mask"}
+        return self.compute_values(single_forward(columns, temperature=1.0, trained_by="update_critic"))
 
     def update_critic(self, data: DataProto) -> dict[str, object]:
         """Train on the batch: ppo_epochs passes over its mini-batches, one optimiser step each.
@@ -137,3 +142,7 @@ class PPOCritic(OnEngine):
 )
 class DataParallelPPOCritic(PPOCritic):
     """The old critic on an engine; arguments as those of ``DataParallelPPOActor``."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_own_forward(cls)
