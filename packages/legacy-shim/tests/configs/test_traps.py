@@ -168,6 +168,35 @@ def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherw
     assert "4 micro-batches of 2 completions on each of 8 ranks, 32 parts in all" in message
 
 
+@pytest.mark.parametrize(
+    ("version", "config_name", "sentence"),
+    [
+        ("v0.5.0", None, "were averaged over the 4 micro-batches of each update, and compare as they are"),
+        ("v0.6.0", None, "were scaled by each micro-batch's share of the update and then averaged again: multiply them by 4"),
+        ("v0.6.1", None, "averaged again: multiply them by 4"),
+        ("v0.7.0", None, "were summed over the 4 updates of a step: divide them by 4"),
+        ("v0.7.1", "ppo_megatron_trainer", "were averaged over the 4 micro-batches of each update"),
+    ],
+)
+def test_losses_in_the_log_are_compared_by_the_releases_own_way(version: str, config_name: str | None, sentence: str) -> None:
+    # 16 prompts x 4 completions on 8 ranks, 2 at a time: 4 micro-batches of an update, and 64 prompts are 4 updates.
+    found = translated(version, config_name=config_name)
+    message = next(finding.message for finding in found.findings if finding.rule == "summed-metrics")
+    assert sentence in message
+    assert "by release" not in message
+
+
+def test_the_divisor_is_the_one_that_held() -> None:
+    said = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+
+    def message(version: str, *more: str) -> str:
+        return next(finding.message for finding in translated(version, said, *more).findings if finding.rule == "divisors")
+
+    assert "which v0.6.1 padded to data.max_response_length, 512" in message("v0.6.1")
+    assert "which v0.7.0 padded to data.max_response_length, 512" in message("v0.7.0")
+    assert "loss_scale_factor, 1000 (since v0.7.0, #4360)" in message("v0.7.0", "actor_rollout_ref.actor.loss_scale_factor=1000")
+
+
 def test_an_image_model_is_never_accepted() -> None:
     images = (
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"],

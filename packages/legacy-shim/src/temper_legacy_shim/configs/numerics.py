@@ -2,7 +2,7 @@
 
 from temper_legacy_shim.configs.batches import ACTOR_MINI
 from temper_legacy_shim.configs.draft import Draft
-from temper_legacy_shim.configs.rl_facts import completions_per_prompt, needs_critic
+from temper_legacy_shim.configs.rl_facts import completions_per_prompt, needs_critic, updates_per_step
 from temper_legacy_shim.configs.roles import ACTOR, data_parallel, is_megatron
 from temper_legacy_shim.configs.values import Plain
 
@@ -79,21 +79,43 @@ def _differences(draft: Draft) -> None:
             f"parts in all, and then over the parts: {weighing}. Here the whole update has one denominator.",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         )
-    draft.find(
-        "note",
-        "summed-metrics",
-        f"metrics of the old run are not to be compared one by one: it logged losses of {parts} micro-batches as their mean or sum by "
-        "release, and here they are those of the whole update.",
-    )
+    draft.find("note", "summed-metrics", _logged(draft, parts=parts))
     divisor = draft.settings.get("algorithm.horizon")
     if divisor is not None:
         draft.find(
             "hazard",
             "divisors",
-            f"seq-mean-token-sum-norm divided by the width of the padded completions, which was {divisor.value}, as algorithm.horizon "
-            "says. A release that cut the padding divided by less.",
+            f"seq-mean-token-sum-norm divided by {_divisor(draft, divisor.value)}, as algorithm.horizon does here, and did so for each "
+            "micro-batch, whose losses were averaged.",
             "actor_rollout_ref.actor.loss_agg_mode",
         )
+
+
+_LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))
+"""How FSDP's workers logged their losses, from the newest release on; Megatron's always averaged."""
+
+
+def _logged(draft: Draft, *, parts: int) -> str:
+    """How the release's losses in the log are to be compared with those here."""
+    how = "averaged" if is_megatron(draft) else next(word for since, word in _LOGGED if draft.since(since))
+    names = "actor/pg_loss, actor/kl_loss and critic/vf_loss" if needs_critic(draft) else "actor/pg_loss and actor/kl_loss"
+    updates = updates_per_step(draft)
+    meaning = {
+        "averaged": f"were averaged over the {parts} micro-batches of each update, and compare as they are",
+        "scaled": f"were scaled by each micro-batch's share of the update and then averaged again: multiply them by {parts}, the actor's "
+        "micro-batches of an update",
+        "summed": f"were summed over the {updates} updates of a step: divide them by {updates}",
+    }[how]
+    return (
+        f"{names} in the log of {draft.old.version} {meaning}. Here a loss is that of the whole update, and its mean over a step's updates."
+    )
+
+
+def _divisor(draft: Draft, width: Plain) -> str:
+    """What that way to aggregate divided by in the release."""
+    if draft.old.get("actor_rollout_ref.actor.loss_scale_factor") is not None:
+        return f"loss_scale_factor, {width} (since v0.7.0, #4360)"
+    return f"the width of the padded completions, which {draft.old.version} padded to data.max_response_length, {width}"
 
 
 def _parts(draft: Draft, *, mine: int) -> tuple[int, str]:
