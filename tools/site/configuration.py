@@ -67,7 +67,8 @@ NO_UNIT = frozenset(
     (
         *("seed", "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "warmup_ratio", "min_lr_ratio", "initial_loss_scale"),
         *("rank", "alpha", "dropout", "temperature", "top_p", "canary_tolerance", "gpu_memory_utilization", "sleep_level"),
-        *("wrong_first_operation", "max_failure_share", "scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
+        *("wrong_first_operation", "max_failure_share", "max_changed_share", "prometheus_port"),
+        *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
         *("cov_share", "cov_low", "cov_high", "kl_cov_coef", "sapo_positive_temperature", "sapo_negative_temperature", "entropy_coef"),
         *("entropy_coef_step", "kl_loss_coef", "kl_reward_coef", "gamma", "gae_lambda", "value_clip", "truncate_at", "mask_low"),
         *("mask_high", "exponent", "weight", "mixture", "coef", "clamp", "turn_discount", "beta", "label_smoothing", "sft_coef"),
