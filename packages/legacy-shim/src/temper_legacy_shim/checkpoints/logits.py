@@ -4,6 +4,7 @@ One model is loaded as a user would, from the output's files; the other is built
 name. Where the old checkpoint had an adapter, the second one adds it as the forward pass does, not to the weights.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from temper_legacy_shim.checkpoints import huggingface
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum
 from temper_legacy_shim.checkpoints.names import OWN_CODE, asks_for_code
 from temper_legacy_shim.checkpoints.plan import Plan
@@ -20,7 +22,12 @@ from temper_legacy_shim.errors import VerificationError
 _NUM_TOKENS = 16
 _TOLERANCE = 1e-4
 """Of float32 logits, relative to the largest: folding an adapter reorders sums."""
-_AUTO = {"language_model": "AutoModelForCausalLM", "value_model": "AutoModelForTokenClassification"}
+_VALUE_HEAD = "v_head.summary."
+_AUTO = {
+    "language_model": "AutoModelForCausalLM",
+    "trl_value_model": "AutoModelForCausalLM",
+    "value_model": "AutoModelForTokenClassification",
+}
 
 
 @torch.no_grad()
@@ -36,17 +43,31 @@ def check_logits(directory: Path, plan: Plan) -> str:
     head = plan.model.head
     auto = getattr(transformers, _AUTO.get(head, "AutoModelForSequenceClassification"))
     config, written, report = _loaded(directory, auto)
-    faults = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    heads = _value_head(huggingface.read_weights(directory)), _value_head(plan.model.weights)
+    faults = [str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
+    faults = [name for name in faults if heads[0] is None or not name.startswith(_VALUE_HEAD)]
     if faults:
-        raise VerificationError(f"transformers did not take every weight of {directory}: {sorted(map(str, faults))[:5]}.")
+        raise VerificationError(f"transformers did not take every weight of {directory}: {sorted(faults)[:5]}.")
     ids = torch.randint(0, config.vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
-    ours = _logits(written, ids)
-    theirs = _logits(_from_source(auto, config, written, plan), ids)
+    ours = _outputs(written, ids, value_head=heads[0])
+    theirs = _outputs(_from_source(auto, config, written, plan), ids, value_head=heads[1])
+    largest = max(_difference(directory, what, ours[what], theirs[what]) for what in theirs)
+    return f"{' and '.join(theirs)} of {_NUM_TOKENS} random tokens in transformers differ from the source's by {largest:.2g} at most"
+
+
+def _difference(directory: Path, what: str, ours: Tensor, theirs: Tensor) -> float:
     scale = max(float(theirs.abs().max()), 1e-6)
     difference = float((ours - theirs).abs().max())
     if not difference <= _TOLERANCE * scale:
-        raise VerificationError(f"logits of {directory} differ from the source's by {difference:.3g} (largest logit {scale:.3g}).")
-    return f"logits of {_NUM_TOKENS} random tokens in transformers differ from the source's by {difference:.2g} at most"
+        raise VerificationError(f"{what} of {directory} differ from the source's by {difference:.3g} (the largest is {scale:.3g}).")
+    return difference
+
+
+def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | None:
+    """Weight [1, hidden] and bias [1] of trl's value head, which transformers has no class for; None where there is none."""
+    if f"{_VALUE_HEAD}weight" not in tensors:
+        return None
+    return _float(tensors[f"{_VALUE_HEAD}weight"]), _float(tensors[f"{_VALUE_HEAD}bias"])
 
 
 def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
@@ -62,10 +83,14 @@ def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, 
     return config, model, report
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+def _outputs(model: nn.Module, ids: Tensor, *, value_head: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """Logits [1, T, vocabulary or labels], and values [1, T, 1] where a head of trl's stands beside the model."""
     model.eval()
-    logits: Tensor = model(input_ids=ids).logits
-    return logits.float()
+    found = model(input_ids=ids, output_hidden_states=value_head is not None)
+    if value_head is None:
+        return {"logits": found.logits.float()}
+    weight, bias = value_head
+    return {"logits": found.logits.float(), "values": nn.functional.linear(found.hidden_states[-1].float(), weight, bias)}
 
 
 def _from_source(auto: type, config: transformers.PretrainedConfig, written: nn.Module, plan: Plan) -> nn.Module:

@@ -102,10 +102,6 @@ def plan_conversion(model: OldModel, options: Options) -> Plan:
 def _plan_hf(model: OldModel, options: Options) -> Plan:
     if options.keeps_adapter and model.adapter is None:
         raise UsageError("--adapter keep has no effect: this checkpoint has no adapter.")
-    if options.verifies_logits and model.head == "trl_value_model":
-        raise UsageError(
-            "--verify-logits needs a model that transformers loads whole, which a v_head is no part of: leave it out for this checkpoint."
-        )
     notes = list(model.notes)
     written = model if options.keeps_adapter else merged(model)
     if model.adapter is not None and not options.keeps_adapter:
