@@ -30,6 +30,12 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "actor.engine.optimizer.weight_decay",
         "actor.engine.schedule.warmup_steps",
     ),
+    "schedule, warm-up ratio, clip norm, policy loss": (
+        "actor.engine.schedule.kind",
+        "actor.engine.schedule.warmup_ratio",
+        "actor.engine.optimizer.clip_grad_norm",
+        "algorithm.policy_loss",
+    ),
     "LoRA: rank, alpha": ("actor.engine.lora.rank", "actor.engine.lora.alpha"),
     "temperature, top-p, top-k, tokens": ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),
 }

@@ -138,11 +138,17 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     if old(f"{A}.loss_agg_mode") == "seq-mean-token-sum-norm":
         # Sums of rows over a fixed number: the one that was given, or the padded width of the responses.
         found["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old("data.max_response_length")
-    decay = old(f"{A}.optim.weight_decay")
-    found["actor.engine.optimizer.weight_decay"] = 0.01 if decay is None else decay
     if rank:
         found["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
+    found |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
+    mode = old(f"{A}.policy_loss.loss_mode") or "vanilla"
+    found["algorithm.policy_loss"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
+    if reward_coef and old("algorithm.kl_ctrl.type") == "adaptive":
+        found["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
+    if int(number(warmup or 0)) > 0:
+        found[FIRST_RATE] = 0.0
     if name == "gae":
+        found |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
         found |= {
             "algorithm.gamma": old("algorithm.gamma"),
             "algorithm.gae_lambda": old("algorithm.lam"),
@@ -153,7 +159,35 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
+def optimisation(old: Old, row: Mapping[str, object], *, role: str, new: str, adam: Callable[[], object]) -> dict[str, object]:
+    """Clip, moments, decay and schedule of one role; None where the old engine's own default counted, or another optimiser ran."""
+    optim, on_megatron = f"{role}.optim", is_on_megatron(row)
+    is_adam = str(adam() or "adam").lower() in ("adam", "adamw")
+    said_own = any(str(token).lstrip("+").startswith(f"{role}.grad_clip=") for token in row["overrides"])  # type: ignore[attr-defined]
+    later = release(row) >= (0, 8)
+    clip = old(f"{optim}.clip_grad") if on_megatron or later else old(f"{role}.grad_clip")
+    styles = (old(f"{optim}.lr_decay_style"),) if on_megatron else (old(f"{optim}.warmup_style"), old(f"{optim}.lr_scheduler_type"))
+    kind = next((style for style in styles if style is not None), None if on_megatron else "constant")
+    steps, ratio = old(f"{optim}.lr_warmup_steps"), old(f"{optim}.lr_warmup_steps_ratio")
+    by_steps = steps is not None and (int(number(steps)) > 0 or (int(number(steps)) == 0 and not on_megatron))
+    decay = old(f"{optim}.weight_decay")
+    found: dict[str, object] = {
+        f"{new}.optimizer.clip_grad_norm": None if later and said_own else clip,
+        f"{new}.optimizer.betas": (old(f"{optim}.betas") or [0.9, 0.999]) if is_adam else None,
+        f"{new}.optimizer.weight_decay": 0.01 if decay is None else decay,
+        f"{new}.schedule.kind": kind,
+        f"{new}.schedule.warmup_ratio": 0.0 if by_steps or not ratio else ratio,
+    }
+    if kind == "cosine" and not on_megatron:
+        found[f"{new}.schedule.min_lr_ratio"] = old(f"{optim}.min_lr_ratio") or 0.0
+    return found
+
+
+FIRST_RATE = "actor.engine.schedule: first step's share of the peak"
+"""No key, but what the warm-up makes of one: the old one began at 0, ours at 1 / N."""
+
 REASONS = {
+    FIRST_RATE: "the old warm-up's first step trained nothing; here step k of N has k / N of the peak, one step earlier",
     "run.eval_sampling.temperature": "without held-out prompts nothing is evaluated, so nothing is written",
     "algorithm.dual_clip": "losses other than vanilla have none",
     "algorithm.advantage": "where teachers alone say what is better, none is estimated; a completion alone has its bare reward",
@@ -164,6 +198,8 @@ REASONS = {
 
 
 def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
+    if key == FIRST_RATE:
+        return new.get(key) == 1 / number(old(f"{A}.optim.lr_warmup_steps"))
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
     if key == "algorithm.advantage":
@@ -209,6 +245,8 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     except HydraException:
         return None
     new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    steps = number(new.get("actor.engine.schedule.warmup_steps"))
+    new[FIRST_RATE] = 1 / steps if steps > 0 else 1.0
     expected = expectations(old, row)
     explained = frozenset(key for key, value in expected.items() if new.get(key) != value and is_explained(key, old, new))
     found = {key: new.get(key) for key in expected}
