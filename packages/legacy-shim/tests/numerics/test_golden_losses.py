@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from golden_traces import GOLDEN, assert_close, assert_numbers, core_calls, core_inputs, json_of, needs_golden, tensors_of
@@ -7,6 +10,7 @@ from temper_engine_api.errors import ConfigError
 from temper_legacy_shim.numerics.kl_loss import kl_penalty
 from temper_legacy_shim.numerics.masked import aggregate
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
+from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
 from temper_legacy_shim.numerics.value_losses import value_loss
 from temper_legacy_shim.workers.settings import policy_loss_settings
@@ -110,3 +114,55 @@ def test_kl_penalties_are_the_old_ones(call: str) -> None:
     assert_close(kl.detach(), outputs[f"{call}.kl"])
     assert logprobs.grad is not None
     assert_close(logprobs.grad, next(outputs[name] for name in outputs if name.startswith(f"{call}.grad")))
+
+
+FIRST = "policy_loss_deprecated_compute_policy_loss"
+
+
+@pytest.mark.parametrize("call", core_calls(VERSION, FIRST))
+def test_the_first_policy_loss_is_vanilla_under_another_signature(call: str) -> None:
+    case = json_of(CORE / FIRST / "case.json")["calls"][call]  # type: ignore[index]
+    settings = policy_loss_settings(
+        {
+            "clip_ratio": case["cliprange"],
+            "clip_ratio_low": case["cliprange_low"],
+            "clip_ratio_high": case["cliprange_high"],
+            "clip_ratio_c": case["clip_ratio_c"],
+        }
+    )
+    logprobs = column("log_prob").clone().requires_grad_()
+    inputs = PolicyInputs(
+        logprobs=logprobs,
+        old_logprobs=column("old_log_prob"),
+        advantages=column("advantages"),
+        mask=column("response_mask"),
+        weights=None,
+        agg_mode=case["loss_agg_mode"],
+    )
+    loss, _ = policy_loss("vanilla")(inputs, settings)
+    loss.backward()
+    outputs = tensors_of(CORE / FIRST / "outputs.safetensors")
+    assert_close(loss.detach(), outputs[f"{call}.loss"])
+    assert logprobs.grad is not None
+    assert_close(logprobs.grad, outputs[f"{call}.grad_log_prob"])
+
+
+FROM_LOGPROBS = "rollout_corr_metrics_from_logprobs"
+
+
+@pytest.mark.parametrize("call", core_calls(VERSION, FROM_LOGPROBS))
+def test_distances_from_the_sampler_are_the_old_ones(call: str) -> None:
+    case = json_of(CORE / FROM_LOGPROBS / "case.json")["calls"][call]  # type: ignore[index]
+    expected = json_of(CORE / FROM_LOGPROBS / "metrics.json")[call]
+    assert isinstance(expected, dict)
+    found = mismatch(column(case["log_prob"]), rollout_logprobs=column(case["rollout_log_prob"]), mask=column(case["response_mask"]))
+    assert_numbers(found, expected)
+
+
+def test_every_group_of_traces_has_a_row_in_the_page() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/migration/workers.md").read_text()
+    table = page.partition("### Every group of the traces")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row[1])}
+    assert all(len(row[2].strip()) > 3 for row in rows)
+    assert named == {path.name for version in ("v0.7.1", "v0.9.0") for path in (GOLDEN / f"core_{version}").iterdir()}
