@@ -52,3 +52,23 @@ def test_sixty_four_gigabytes_are_read_in_as_few(tmp_path: Path) -> None:
     assert total == 64 * 2**30
     assert after - before < 16
     assert after < 120
+
+
+_COMMAND = """
+import sys
+from temper_legacy_shim.cli import app
+app(standalone_mode=False)
+print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024)
+"""
+
+
+def test_a_whole_conversion_holds_a_few_blocks(tmp_path: Path) -> None:
+    """256 MB through the command, imports included; the check of names is a process of its own, which loads torch."""
+    role = tmp_path / "actor"
+    (role / "huggingface").mkdir(parents=True)
+    (role / "huggingface/config.json").write_text('{"model_type": "llama"}')
+    subprocess.run([sys.executable, "-c", _WRITE, str(role / "model_world_size_1_rank_0.pt"), "4", str(1 << 10)], check=True)
+    command = ["checkpoint", str(role), "--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--no-verify-names"]
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *command], capture_output=True, text=True, check=True)
+    assert (tmp_path / "out/model.safetensors").stat().st_size > 2**27
+    assert float(done.stdout.split()[-1]) < 120
