@@ -38,7 +38,13 @@ WITH_MOMENTS = (
     "v0.7.1_fsdp2-actor-untied_ws1",
     "v0.8.0_fsdp2-critic_ws2",
 )
-RESUMED = ("v0.2_fsdp1-actor-tied_ws2", "v0.7.1_fsdp2-actor-untied_ws2", "v0.6.1_fsdp2-sft-untied_ws2")
+RESUMED = (
+    "v0.2_fsdp1-actor-tied_ws2",
+    "v0.3.0.post1_fsdp1-hsdp-actor-untied_ws4",
+    "v0.4.1_fsdp2-hsdp-actor-untied_ws4",
+    "v0.6.1_fsdp2-sft-untied_ws2",
+    "v0.7.1_fsdp2-actor-untied_ws2",
+)
 VALUE_MODELS = ("v0.4.1_fsdp1-critic_ws2", "v0.5.0_fsdp2-critictrl_ws2")
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -132,7 +138,7 @@ def _one_more_update(samples: Path, name: str, batch: SequenceBatch) -> dict[str
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(named.values(), **ADAM)  # type: ignore[arg-type]
     (role,) = find_roles(samples / name / "checkpoints")
-    for state in training_state(read_model(role, Sources())):
+    for state in training_state(read_model(role, _sources(samples, name))):
         parameter = named[state.name]
         assert torch.equal(parameter.detach(), state.master)
         optimizer.state[parameter] = {
