@@ -76,3 +76,21 @@ def test_capped_logits_are_refused_by_name() -> None:
     architecture = {**TINY, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 30.0}
     with pytest.raises(CapabilityError, match=r"this gemma2 model sets final_logit_softcapping to 30\.0"):
         build_model(ModelSpec(architecture=architecture), attention="eager")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary embedding of type dynamic"),
+        ({"model_type": "lfm2", "layer_types": ["conv"]}, "layers of type conv"),
+        ({"model_type": "falcon", "alibi": True}, "has ALiBi"),
+        (
+            {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+            "mix the sequences of a pack",
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_would_mix_packed_sequences_is_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(CapabilityError, match=sentence):
+        build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")

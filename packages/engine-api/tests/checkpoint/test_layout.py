@@ -91,3 +91,11 @@ def test_keeping_none_is_refused(save_step: SaveStep, tmp_path: Path, number: in
 
 def test_partial_names_do_not_collide(tmp_path: Path) -> None:
     assert partial_directory(tmp_path, 1) != partial_directory(tmp_path, 1)
+
+
+@pytest.mark.parametrize("use", [find_step, lambda url: begin(url, 1)], ids=["load", "save"])
+def test_a_url_is_no_folder_of_this_name(use: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"s3://bucket/run is a URL, but a folder .* the URL as hdfs_path"):
+        use("s3://bucket/run")
+    assert not list(tmp_path.iterdir())

@@ -1,8 +1,9 @@
 """Hugging Face models from a ModelSpec: loaded strictly, or from seeded random weights; always float32."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
@@ -18,6 +19,12 @@ NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
 """Config fields that change logits in ways the fused head or packed attention does not follow, with the value that changes nothing."""
 
 
+ATTENTIONS = frozenset(("full_attention", "sliding_attention"))
+"""Kinds of layers, as ``layer_types`` names them, whose tokens meet in the registered attention alone."""
+ROPES_BY_LENGTH = frozenset(("dynamic", "longrope"))
+"""Rotary embeddings whose frequencies follow the longest position of a call: a sequence would depend on what it is packed with."""
+
+
 def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTrainedModel:
     """The model on the CPU in float32, with its attention set to a registered kernel.
 
@@ -27,12 +34,13 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
         loads: whether weights are read; without it a model from a directory gets what its constructor gives it.
 
     Raises:
-        CapabilityError: the model transforms its logits in a way that is not supported.
+        CapabilityError: the model transforms its logits in a way that is not supported, or lets packed sequences see each other.
         ConfigError: transformers knows no such architecture.
         WeightError: weights are missing or unexpected.
     """
     config = read_config(spec)
     _refuse_unsupported(config)
+    _refuse_unpackable(config)
     is_language_model = spec.model_type == "language_model"
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
     if not is_language_model:
@@ -55,6 +63,7 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
             _check_loaded(
                 spec.path, missing=report["missing_keys"], unexpected=report["unexpected_keys"], has_new_head=not is_language_model
             )
+    _refuse_other_mixers(model)
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -86,6 +95,39 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
                 f"this {config.model_type} model sets {name} to {settings[name]}, which the fused head and packed attention "
                 "do not compute: choose a model without it."
             )
+
+
+def _refuse_unpackable(config: PretrainedConfig) -> None:
+    """What would let a sequence of a pack see its neighbours, or their lengths."""
+    ropes = {str(settings.get(key)) for settings in _dicts(config.to_dict()) for key in ("rope_type", "type")} & ROPES_BY_LENGTH
+    if ropes:
+        raise CapabilityError(
+            f"this {config.model_type} model has a rotary embedding of type {min(ropes)}, whose frequencies follow the longest sequence "
+            "of a call, so that packed sequences would depend on each other: choose one of type default, linear, yarn or llama3."
+        )
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTIONS)
+    if other or getattr(config, "alibi", False):
+        raise CapabilityError(
+            f"this {config.model_type} model has {'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "
+            "sequences of a pack: full and sliding attention over rotary positions are supported."
+        )
+
+
+def _refuse_other_mixers(model: PreTrainedModel) -> None:
+    found = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
+    if found is not None:
+        raise CapabilityError(
+            f"this {model.config.model_type} model has a convolution over tokens ({found}), which would mix the sequences of a pack: "
+            "choose a model whose tokens meet in attention alone."
+        )
+
+
+def _dicts(value: object) -> Iterator[Mapping[str, object]]:
+    """A mapping and all mappings inside it."""
+    if isinstance(value, Mapping):
+        yield value
+        for inner in value.values():
+            yield from _dicts(inner)
 
 
 def is_of_new_head(name: str) -> bool:

@@ -85,7 +85,7 @@ def run_with_kills(folder: Path, whole: Whole, *, seed: int) -> int:
         # Every second run saves while it goes on.
         process = start(folder, f"run.save_in_background={str(seed % 2 == 1).lower()}")
         if kills < KILLS_PER_RUN:
-            wait_for_step(process, folder, choose.randint(reached, STEPS - 1))
+            wait_for_step(process, folder, choose.randint(min(reached, STEPS - 1), STEPS - 1))
         try:
             # About as long as a step and its save take.
             code = process.wait(timeout=choose.uniform(0, 1) if kills < KILLS_PER_RUN else 10 * whole.length_s + 60)

@@ -26,11 +26,11 @@ def step_directory(root: str | Path, step: int) -> Path:
     """Where a step lies once it is committed.
 
     Raises:
-        ConfigError: step is negative.
+        ConfigError: step is negative, or the root is a URL.
     """
     if step < 0:
         raise ConfigError(f"step is {step}, but steps count from 0.")
-    return Path(root) / f"step_{step:08d}"
+    return _folder(root) / f"step_{step:08d}"
 
 
 def partial_directory(root: str | Path, step: int) -> Path:
@@ -65,8 +65,9 @@ def find_step(path: str | Path) -> Path:
 
     Raises:
         IncompleteCheckpointError: there is no complete step; says what is there instead.
+        ConfigError: the path is a URL.
     """
-    path = Path(path)
+    path = _folder(path)
     if (path / MANIFEST_NAME).is_file():
         return path
     last = last_complete_step(path)
@@ -130,3 +131,10 @@ def _remove(root: str | Path, step: int, manifest: Manifest) -> bool:
         return False
     remove_step(directory, manifest)
     return True
+
+
+def _folder(path: str | Path) -> Path:
+    # As a path it would be a folder of that name below the working directory.
+    if "://" in str(path):
+        raise ConfigError(f"{path} is a URL, but a folder of this machine is wanted here: give one, and the URL as hdfs_path.")
+    return Path(path)

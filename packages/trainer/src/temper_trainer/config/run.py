@@ -64,6 +64,8 @@ class RunConfig:
     """Serve the newest value of every metric to Prometheus on this port while the run lasts; None serves nothing."""
 
     def __post_init__(self) -> None:
+        if "://" in self.dir:
+            raise ConfigError(f"run.dir is {self.dir!r}, a URL: give a folder that every node sees, and copy it when the run is done.")
         check_range("run.seed", self.seed, at_least=0)
         check_range("run.total_steps", self.total_steps, at_least=1)
         check_range("run.total_epochs", self.total_epochs, at_least=1)
