@@ -6,7 +6,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
-from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.specs import EngineConfig, LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
 from temper_engine_api.topology import Axis
 
 
@@ -16,6 +16,19 @@ from temper_engine_api.topology import Axis
         (ModelSpec, r"exactly one of model.path \(now None\) and model.architecture \(now \{\}\)"),
         (lambda: ModelSpec(path="m", architecture={"model_type": "qwen2"}), r"exactly one of model.path \(now 'm'\)"),
         (lambda: ModelSpec(architecture={"hidden_size": 8}), r"model.architecture needs model_type"),
+        (
+            lambda: ModelSpec(path="m", model_type="critic"),
+            r"^model.model_type is 'critic', but must be 'language_model', 'value_model' or",
+        ),  # type: ignore[arg-type]
+        (lambda: ScheduleSpec(kind="sine"), r"^schedule.kind is 'sine', but must be 'constant', 'linear', 'cosine' or 'wsd'\.$"),  # type: ignore[arg-type]
+        (lambda: ScheduleSpec(advance="epoch"), r"^schedule.advance is 'epoch', but must be 'update' or 'rl_step'\.$"),  # type: ignore[arg-type]
+        (lambda: ScheduleSpec(kind="linear", total_steps=4.5), r"^schedule.total_steps is 4.5, but must be a whole number or null"),  # type: ignore[arg-type]
+        (lambda: PrecisionSpec(compute="fp8"), r"^precision.compute is 'fp8', but must be 'bf16', 'fp16' or 'fp32'\.$"),  # type: ignore[arg-type]
+        (lambda: ResidencySpec(load_optimizer_in="foo"), r"^residency.load_optimizer_in is 'foo', but must be 'optimizer_step' or 'train_"),  # type: ignore[arg-type]
+        (lambda: LoraSpec(rank=4.5, alpha=8.0), r"^lora.rank is 4.5, but must be a whole number\.$"),  # type: ignore[arg-type]
+        (lambda: OptimizerSpec(betas=(0.9, 0.9, 0.9)), r"^optimizer.betas is \(0.9, 0.9, 0.9\), but must be two numbers"),  # type: ignore[arg-type]
+        (lambda: EngineConfig(model=ModelSpec(path="m"), device="gpu"), r"^device is 'gpu', but must be 'auto', 'cpu' or 'cuda'\.$"),  # type: ignore[arg-type]
+        (lambda: EngineConfig(model=ModelSpec(path="m"), collective_timeout_s=-1), r"^collective_timeout_s is -1, but must be above 0"),
         (lambda: OptimizerSpec(lr=-1.0), r"lr -1.0 must be >= 0"),
         (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\) in \[0, 1\)"),
         (lambda: OptimizerSpec(clip_grad_norm=0.0), r"clip_grad_norm is 0.0, but must be above 0"),

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import ModelSpec, PrecisionSpec
+from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 
 MODEL = ModelSpec(architecture={"model_type": "qwen2"})
+NEEDS_CHECKS = pytest.mark.skipif(not hasattr(EngineConfig, "__post_init__"), reason="needs an engine-api that checks words")
 
 
 def test_importing_the_configuration_needs_no_torch() -> None:
@@ -55,6 +56,10 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        pytest.param({"strategy": "fsdp"}, "strategy is 'fsdp', but must be 'fsdp2' or 'fsdp1'", marks=NEEDS_CHECKS),
+        pytest.param({"attention": "flash"}, "attention is 'flash', but must be 'auto', 'sdpa_varlen' or", marks=NEEDS_CHECKS),
+        pytest.param({"device": "gpu"}, "device is 'gpu', but must be 'auto', 'cpu' or 'cuda'", marks=NEEDS_CHECKS),
+        pytest.param({"fsdp_size": 1.5}, "fsdp_size is 1.5, but must be a whole number or null", marks=NEEDS_CHECKS),
         ({"sequence_parallel": 0}, "sequence_parallel is 0, but must be at least 1"),
         ({"head_keeps_logits": True, "head_chunk_tokens": 8}, "head_chunk_tokens has no effect with head_keeps_logits"),
         ({"liger_layers": True, "device": "cpu"}, "liger_layers needs CUDA, but device is cpu"),

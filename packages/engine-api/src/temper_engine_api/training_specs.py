@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.settings_check import check_fields
 
 Scalar = str | int | float | bool | None
 Compute = Literal["bf16", "fp16", "fp32"]
@@ -39,6 +40,9 @@ class OptimizerSpec:
     """Updates in a row that may be skipped for non-finite gradients before the run stops."""
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="optimizer.")
+        if len(self.betas) != 2:
+            raise ConfigError(f"optimizer.betas is {self.betas}, but must be two numbers: of the first and of the second moment.")
         if not 0 <= self.lr < math.inf or not 0 < self.eps < math.inf or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -100,6 +104,7 @@ class ScheduleSpec:
         return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="schedule.")
         if self.warmup_steps < 0:
             raise ConfigError(f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0.")
         if not 0 <= self.warmup_ratio < 1:
@@ -152,6 +157,7 @@ class PrecisionSpec:
     """Updates without an overflow after which the factor doubles; None is 2000."""
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="precision.")
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
         if self.compute != "fp16" and (scale is not None or interval is not None):
             raise ConfigError(
@@ -192,6 +198,7 @@ class ResidencySpec:
         return self.offload_parameters or self.offloads_gradients or self.offload_optimizer or self.optimizer_on_cpu
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="residency.")
         if self.optimizer_on_cpu and self.offload_optimizer:
             raise ConfigError(
                 "residency.offload_optimizer has no effect with residency.optimizer_on_cpu, which keeps optimiser states in host "

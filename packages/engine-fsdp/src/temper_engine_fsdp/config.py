@@ -61,6 +61,8 @@ class FSDPConfig(EngineConfig):
     """Write a history of the CUDA device's memory over the same updates beside it."""
 
     def __post_init__(self) -> None:
+        # engine-api 0.1.1 and those before check nothing there.
+        getattr(EngineConfig, "__post_init__", lambda _: None)(self)
         if self.sequence_parallel < 1:
             raise ConfigError(f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves every pack to one rank.")
         if self.fsdp_size is not None and self.fsdp_size < 1:

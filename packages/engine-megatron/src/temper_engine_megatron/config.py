@@ -56,6 +56,8 @@ class MegatronConfig(EngineConfig):
     """The same of OptimizerConfig, such as ``decoupled_weight_decay``."""
 
     def __post_init__(self) -> None:
+        # engine-api 0.1.1 and those before check nothing there.
+        getattr(EngineConfig, "__post_init__", lambda _: None)(self)
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "head_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
