@@ -16,9 +16,10 @@ from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.padding import to_padded
-from temper_engine_api.specs import EngineConfig, LoraSpec, ModelSpec, OptimizerSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.specs import EngineConfig, LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
 from temper_engine_api.weights import NamedWeight
 
 MakeBatch = Callable[..., SequenceBatch]
@@ -248,6 +249,16 @@ def test_too_many_skips_in_a_row_stop_the_run(engine: BaseEngine, make_batch: Ma
     for _ in range(2):
         update(engine, bad)
     with pytest.raises(EngineStateError, match=r"3 updates in a row .* samples \((4, 8|8, 4)\).*max_consecutive_skips"):
+        update(engine, bad)
+
+
+def test_too_many_skips_under_fp16_name_the_loss_scale(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    bad = poisoned(engine.shard_data(make_batch([5, 6]), max_tokens=64))
+    assert isinstance(bad, PackedBatch)
+    engine.loss_scale = LossScale(PrecisionSpec(compute="fp16", initial_loss_scale=1024.0))
+    for _ in range(2):
+        update(engine, bad)
+    with pytest.raises(EngineStateError, match=r"loss scale of fp16 has fallen to 128\.0: .* lower precision\.initial_loss_scale"):
         update(engine, bad)
 
 

@@ -29,6 +29,14 @@ from temper_engine_api.topology import Axis
         (lambda: OptimizerSpec(betas=(0.9, 0.9, 0.9)), r"^optimizer.betas is \(0.9, 0.9, 0.9\), but must be two numbers"),  # type: ignore[arg-type]
         (lambda: EngineConfig(model=ModelSpec(path="m"), device="gpu"), r"^device is 'gpu', but must be 'auto', 'cpu' or 'cuda'\.$"),  # type: ignore[arg-type]
         (lambda: EngineConfig(model=ModelSpec(path="m"), collective_timeout_s=-1), r"^collective_timeout_s is -1, but must be above 0"),
+        (
+            lambda: LoraSpec(rank=2, alpha=8.0, target_modules="(q"),
+            r"^lora.target_modules is '\(q', which is no regular expression: missing",
+        ),
+        (
+            lambda: LoraSpec(rank=2, alpha=8.0, exclude_modules="*"),
+            r"^lora.exclude_modules is '\*', which is no regular expression: nothing",
+        ),
         (lambda: OptimizerSpec(lr=-1.0), r"lr -1.0 must be >= 0"),
         (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\) in \[0, 1\)"),
         (lambda: OptimizerSpec(clip_grad_norm=0.0), r"clip_grad_norm is 0.0, but must be above 0"),

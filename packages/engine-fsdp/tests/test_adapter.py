@@ -107,7 +107,11 @@ def test_a_fresh_adapter_depends_on_the_seed_alone(start: Start) -> None:
 @pytest.mark.parametrize(
     ("lora", "sentence"),
     [
-        (replace(LORA, target_modules=("no_such",)), r"lora.target_modules \['no_such'\] can't be adapted in Qwen2ForCausalLM"),
+        (replace(LORA, target_modules=("no_such",)), r"lora.target_modules names no_such, which Qwen2ForCausalLM does not have"),
+        (replace(LORA, target_modules=("q_proj", "nope")), r"lora.target_modules names nope, which Qwen2ForCausalLM does not have"),
+        (replace(LORA, exclude_modules=("o_proj", "nope")), r"lora.exclude_modules names nope, which Qwen2ForCausalLM does not have"),
+        (replace(LORA, exclude_modules="nope.*"), r"lora.exclude_modules names nope\.\*, which Qwen2ForCausalLM does not have"),
+        (replace(LORA, target_modules="nope.*"), r"lora.target_modules 'nope\.\*' can't be adapted in Qwen2ForCausalLM"),
         (replace(LORA, target_modules=("embed_tokens",)), r"takes in model.embed_tokens, which can't have an adapter"),
         (replace(LORA, modules_to_save=("no_such",)), r"lora.modules_to_save names no_such, which Qwen2ForCausalLM does not have"),
         (replace(LORA, modules_to_save=("lm_head",)), r"lora.modules_to_save names .*, which this model ties"),

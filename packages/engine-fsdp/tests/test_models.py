@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from temper_engine_api.errors import CapabilityError, WeightError
+from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_fsdp.models import build_model
 
@@ -45,6 +45,12 @@ def test_building_draws_nothing_from_the_processs_random_numbers() -> None:
     after = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "/no/such/folder", "owner/name-0.5B"])
+def test_a_path_that_is_no_directory_is_refused_before_anything_is_downloaded(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.path is '{path}', which is no directory here"):
+        build_model(ModelSpec(path=path), attention="eager")
 
 
 def test_a_missing_weight_is_named(saved: Path) -> None:

@@ -1,6 +1,7 @@
 """Frozen settings of an engine: the only home of their defaults. Importing this needs no torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -91,6 +92,7 @@ class LoraSpec:
             raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
         if not self.target_modules and not self.target_parameters:
             raise ConfigError("lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear.")
+        self._check_patterns()
         if self.target_parameters and (self.dropout > 0 or self.dora):
             setting = "dora" if self.dora else "dropout"
             raise ConfigError(
@@ -104,6 +106,14 @@ class LoraSpec:
     def is_on(self) -> bool:
         """Whether there is an adapter, fresh or continued."""
         return self.rank > 0 or self.path is not None
+
+    def _check_patterns(self) -> None:
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            try:
+                re.compile(value if isinstance(value, str) else "")
+            except re.error as error:
+                raise ConfigError(f"lora.{name} is {value!r}, which is no regular expression: {error}.") from error
 
     def _refuse_what_has_no_effect(self) -> None:
         for item in fields(self):

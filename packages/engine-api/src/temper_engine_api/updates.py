@@ -151,8 +151,16 @@ class UpdateCycle(EngineBackend):
             raise EngineStateError(
                 f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}); the last batch holds samples "
                 f"{self.last_update.sample_ids[:8]}. Lower optimizer.lr or look at those samples; "
-                "optimizer.max_consecutive_skips is how many are passed over."
+                "optimizer.max_consecutive_skips is how many are passed over." + self._told_loss_scale()
             )
+
+    def _told_loss_scale(self) -> str:
+        if not self.loss_scale.is_on:
+            return ""
+        return (
+            f" The loss scale of fp16 has fallen to {self.loss_scale.value}: if gradients overflowed only because it began too high, "
+            "lower precision.initial_loss_scale, and otherwise take precision.compute bf16."
+        )
 
     def _progress(self) -> Mapping[str, object]:
         return {

@@ -4,6 +4,7 @@ The one module that imports peft. Outside it an adapter's tensors go by the name
 """
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,6 +161,7 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
         WeightError: the directory's tensors are not those that its configuration asks for.
     """
     config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
+    _refuse_unmatched(hf, spec=spec)
     asked, given = config.target_modules, tuple(config.target_parameters or ())
     head = hf.get_output_embeddings()
     if asked == "all-linear" and config.target_parameters:
@@ -182,6 +184,20 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
     if spec.path is not None:
         _fill(hf, read_tensors(spec.path))
     return adapter
+
+
+def _refuse_unmatched(hf: PreTrainedModel, *, spec: LoraSpec) -> None:
+    """PEFT passes over a name that no module has, as long as another one is found; a pattern of targets that finds none it refuses."""
+    names = [f".{name}" for name, _ in hf.named_modules()]
+    for key in ("target_modules", "exclude_modules"):
+        asked: str | tuple[str, ...] = getattr(spec, key)
+        if isinstance(asked, str):
+            is_idle = key == "exclude_modules" and asked and not any(re.fullmatch(asked, name[1:]) for name in names)
+            unmatched = [asked] if is_idle else []
+        else:
+            unmatched = [wanted for wanted in asked if not any(name.endswith(f".{wanted}") for name in names)]
+        if unmatched:
+            raise ConfigError(f"lora.{key} names {', '.join(unmatched)}, which {type(hf).__name__} does not have.")
 
 
 def _begin(hf: nn.Module, *, seed: int) -> None:
