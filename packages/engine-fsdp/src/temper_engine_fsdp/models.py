@@ -1,6 +1,7 @@
 """Hugging Face models from a ModelSpec: loaded strictly, or from seeded random weights; always float32."""
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -72,9 +73,14 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     """The model's own configuration.
 
     Raises:
-        ConfigError: transformers knows no such architecture.
+        ConfigError: its path is no directory, or transformers knows no such architecture.
     """
     if spec.path is not None:
+        if not Path(spec.path).is_dir():
+            raise ConfigError(
+                f"model.path is {spec.path!r}, which is no directory here: name a local directory of a Hugging Face model, and download "
+                "one that lies on the Hub first."
+            )
         return AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     fields = dict(spec.architecture)
     name = str(fields.pop("model_type"))

@@ -29,6 +29,11 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     if spec.trust_remote_code:
         raise ConfigError("model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: set it to False.")
     if spec.path is not None:
+        if not Path(spec.path).is_dir():
+            raise ConfigError(
+                f"model.path is {spec.path!r}, which is no directory here: name a local directory of a Hugging Face model, and download "
+                "one that lies on the Hub first."
+            )
         return AutoConfig.from_pretrained(spec.path)
     fields = dict(spec.architecture)
     name = str(fields.pop("model_type"))
