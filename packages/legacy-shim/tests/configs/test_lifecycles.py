@@ -142,7 +142,7 @@ def test_the_worker_switch_was_born_in_v0_5_and_gone_in_v0_8() -> None:
         assert last(found) == ("dropped", "worker-switch")  # engines are what runs without a word
         assert "refused" not in rules_found(found, "refused")
     pins = translated("v0.7.0", "trainer.use_legacy_worker_impl=enable", numerics="legacy")
-    assert (last(pins), values(pins)["use_legacy_worker_impl"]) == (("moved", "worker-switch"), "enable")
+    assert (last(pins), values(pins)["use_legacy_worker_impl"]) == (("mapped", "worker-switch"), "enable")
     assert "refused" in rules_found(translated("v0.8.0", key), "refused")
 
 
