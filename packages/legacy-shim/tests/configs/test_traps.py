@@ -1,11 +1,12 @@
 """The traps: configurations that still composed and meant something else."""
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
-from temper_legacy_shim.configs import Outcome, translate
+from temper_legacy_shim.configs import Outcome, images, translate
 
 from .conftest import BASE, pinned, rules_found, translated, values
 
@@ -279,6 +280,15 @@ def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path:
         finding.message for finding in found.findings if finding.rule == "images" and f"config.json says {part})" in finding.message
     ] or not part
     assert (found.settings == ()) is bool(part)
+
+
+def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
+    """Each package is installed without the other, so each has the rule; here they are held to be one."""
+    theirs = pytest.importorskip("temper_trainer.config.images", reason="needs temper-trainer")
+    for name in ("_PARTS", "_CLASSES", "_TYPES"):
+        assert getattr(theirs, name).pattern == getattr(images, name).pattern, name
+    assert theirs._OTHER_PARTS == images._OTHER_PARTS
+    assert inspect.getsource(theirs._part) == inspect.getsource(images._part)
 
 
 def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
