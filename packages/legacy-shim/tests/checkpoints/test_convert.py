@@ -106,6 +106,14 @@ def test_nan_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_smaller_type_cannot_hold_is_told(run: Run, actor: Path, dtype: str) -> None:
+    write_fsdp(actor, {"model.large": torch.full((2, 2), torch.finfo(torch.float32).max), "model.w": torch.ones(2, 2)})
+    out = run(dtype=dtype)
+    assert any(note == "NaN or infinity in model.large" for note in read_receipt(out).notes)
+    assert bool(load_file(out / "model.safetensors")["model.large"].isinf().all())
+
+
 @pytest.mark.parametrize("damage", ["altered", "short", "missing", "receipt"])
 def test_what_changed_after_the_conversion_is_named(run: Run, damage: str) -> None:
     out = run()

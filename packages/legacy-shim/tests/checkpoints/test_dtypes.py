@@ -42,6 +42,11 @@ def test_what_is_not_finite_is_seen_and_large_numbers_are_not(dtype: str, value:
     assert not has_nonfinite(block[:0], BY_NAME[dtype])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_nan_keeps_the_shape(shape: tuple[int, ...]) -> None:
+    assert from_float32(np.full(shape, math.nan, np.float32), BF16).shape == shape
+
+
 def test_a_long_block_is_cast_like_a_short_one() -> None:
     numbers = np.random.default_rng(0).standard_normal((3, 100_001)).astype(np.float32)
     whole = from_float32(numbers, BF16)

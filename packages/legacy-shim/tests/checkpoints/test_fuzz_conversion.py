@@ -134,7 +134,7 @@ def test_a_model_type_that_is_no_text_ties_nothing(tmp_path: Path) -> None:
     assert read_receipt(tmp_path / "out").num_tensors == 2
 
 
-@pytest.mark.parametrize("alpha", [10**400, True, [4], "4"])
+@pytest.mark.parametrize("alpha", [10**400, 1e308, 1e-300, True, [4], "4"])
 def test_an_alpha_that_is_no_float_is_asked_for(tmp_path: Path, alpha: object) -> None:
     _write_run(tmp_path / "run")
     step = tmp_path / "run/global_step_3"

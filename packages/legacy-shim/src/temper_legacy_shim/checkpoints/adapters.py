@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from temper_legacy_shim.checkpoints.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from temper_legacy_shim.checkpoints.layouts import Role, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum, Transposed
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
@@ -158,12 +159,17 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
 
 
 def _alpha_in(value: object) -> float | None:
-    """What a file says, if it is a number that a scale can be made of: above 0, and no infinity as a float."""
+    """What a file says, if it is a number that a scale can be made of."""
     try:
         alpha = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
     except OverflowError:
         return None
-    return alpha if 0 < alpha < math.inf else None
+    return alpha if is_alpha(alpha) else None
+
+
+def is_alpha(number: float) -> bool:
+    """Whether a scale can be made of it: above 0 and finite, also in float32, in which adapters are added."""
+    return SMALLEST_FLOAT32 <= number <= LARGEST_FLOAT32
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:

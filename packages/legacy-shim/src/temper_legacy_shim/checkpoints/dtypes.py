@@ -56,7 +56,10 @@ BY_NAME = {name: Dtype(name, tag, np.dtype(container), is_float) for name, tag, 
 BY_TAG = {dtype.tag: dtype for dtype in BY_NAME.values()}
 BY_STORAGE = {storage: BY_NAME[name] for name, _, _, _, storage in _TABLE if storage}
 FLOAT32 = BY_NAME["float32"]
-_CACHED = 1 << 15
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
+"""Above 0, of full precision."""
+_CACHED = 1 << 16
 CASTS = ("float32", "bfloat16", "float16")
 """What ``--dtype`` takes."""
 
@@ -67,13 +70,25 @@ def to_float32(block: Block, dtype: Dtype) -> NDArray[np.float32]:
         return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if not dtype.is_float:
         raise UsageError(f"a tensor of {dtype.name} can't be converted to floating point.")
-    return block.astype(np.float32, copy=False)
+    with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
+        return block.astype(np.float32, copy=False)
 
 
 def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
     """Round to nearest, ties to even, as torch does; NaN stays NaN."""
     if dtype.name != "bfloat16":
-        return block.astype(dtype.container, copy=False)
+        with np.errstate(all="ignore"):  # as above
+            return block.astype(dtype.container, copy=False)
+    rounded = round_to_bfloat16(block)
+    if has_nan(block, FLOAT32):
+        bits = np.ascontiguousarray(block).reshape(block.shape).view(np.uint32)
+        quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
+        rounded = np.where(np.isnan(block), quiet, rounded)
+    return rounded
+
+
+def round_to_bfloat16(block: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round numbers to nearest, ties to even; of NaN this may make anything."""
     bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
     held = np.empty(min(_CACHED, bits.size), np.uint32)
@@ -86,9 +101,6 @@ def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
         carry += part
         carry >>= np.uint32(16)
         np.copyto(rounded[start : start + _CACHED], carry, casting="unsafe")  # twice as fast as every other element of a view
-    if has_nan(block, FLOAT32):
-        quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
-        rounded = np.where(np.isnan(block).reshape(-1), quiet, rounded)
     return rounded.reshape(block.shape)
 
 
@@ -100,10 +112,7 @@ def has_nan(block: Block, dtype: Dtype) -> bool:
         # Of positive patterns NaN are the largest, and of all patterns the negative NaN: two maxima, and nothing is allocated.
         return bool(block.view(np.int16).max() > 0x7F80 or block.view(np.uint16).max() > 0xFF80)
     if dtype.name == "float32":
-        flat = block.view(np.float32).reshape(-1)
-        with np.errstate(all="ignore"):
-            square = np.dot(flat, flat)  # of squares only NaN makes NaN; several times faster than isnan
-        return bool(np.isnan(square))
+        return not has_finite_squares(block.view(np.float32)) and bool(np.isnan(block).any())
     return dtype.is_float and bool(np.isnan(block).any())
 
 
@@ -114,9 +123,16 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
     if dtype.name == "bfloat16":
         # As above; infinity is the pattern just below NaN.
         return bool(block.view(np.int16).max() >= 0x7F80 or block.view(np.uint16).max() >= 0xFF80)
-    if dtype.name == "float32":
-        flat = block.view(np.float32).reshape(-1)
-        with np.errstate(all="ignore"):
-            if np.isfinite(np.dot(flat, flat)):
-                return False  # squares of numbers above 1e19 overflow too: only then every one is looked at
+    if dtype.name == "float32" and has_finite_squares(block.view(np.float32)):
+        return False
     return dtype.is_float and not bool(np.isfinite(block).all())
+
+
+def has_finite_squares(block: NDArray[np.float32]) -> bool:
+    """Whether the squares have a finite sum: then nothing is NaN, infinite, or so large (1e19) that a cast to bfloat16 would make it so.
+
+    One pass without a copy; where it is False, every element is to be looked at.
+    """
+    flat = block.reshape(-1)
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.dot(flat, flat)))

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper_legacy_shim.checkpoints.archive import FileBytes
-from temper_legacy_shim.checkpoints.dtypes import FLOAT32, Block, Dtype, from_float32, to_float32
+from temper_legacy_shim.checkpoints.dtypes import (
+    FLOAT32,
+    Block,
+    Dtype,
+    from_float32,
+    has_finite_squares,
+    has_nonfinite,
+    round_to_bfloat16,
+    to_float32,
+)
 
 BLOCK_BYTES = 1 << 19
 """What is held of a tensor at once: casts, hashing and comparing find it in the processor's cache. A single row may be larger."""
@@ -349,6 +358,16 @@ class Cast:
         return from_float32(to_float32(self.source.read(start, stop), self.source.dtype), self.dtype)
 
 
+def read_checked(tensor: LazyTensor, start: int, stop: int) -> tuple[Block, bool]:
+    """Rows start to stop, and whether they hold NaN or infinity; what is cast to bfloat16 is looked at once for both."""
+    if isinstance(tensor, Cast) and tensor.dtype.name == "bfloat16":
+        numbers = to_float32(tensor.source.read(start, stop), tensor.source.dtype)
+        if has_finite_squares(numbers):
+            return round_to_bfloat16(numbers), False
+    block = tensor.read(start, stop)
+    return block, has_nonfinite(block, tensor.dtype)
+
+
 @dataclass(frozen=True)
 class LowRankSum:
     """W + scale * B A in float32, rounded once to the dtype of W."""
@@ -379,8 +398,9 @@ class LowRankSum:
     def read(self, start: int, stop: int) -> Block:
         """Rows of the sum."""
         up = to_float32(self.up.read(start, stop), self.up.dtype)
-        delta = (up @ self._down) * np.float32(self.scale)
-        return from_float32(to_float32(self.base.read(start, stop), self.base.dtype) + delta, self.dtype)
+        with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
+            delta = (up @ self._down) * np.float32(self.scale)
+            return from_float32(to_float32(self.base.read(start, stop), self.base.dtype) + delta, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface, megatron_adapters, megatron_names, megatron_ranks
-from temper_legacy_shim.checkpoints.adapters import Adapter
+from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
@@ -35,7 +34,7 @@ class Sources:
     """Updates that the optimiser had made, where no file says it."""
 
     def __post_init__(self) -> None:
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+        if self.lora_alpha is not None and not is_alpha(self.lora_alpha):
             raise UsageError(f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of the run's configuration.")
 
     def recorded(self) -> dict[str, object]:

@@ -9,8 +9,9 @@ import io
 import pickletools
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from temper_legacy_shim.checkpoints.allowed import is_allowed, is_nested
 from temper_legacy_shim.errors import DamagedFileError, UnsafeFileError
@@ -103,9 +104,8 @@ def load_inert(data: bytes, *, source: str) -> object:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in strings of the oldest protocol
-            for name, argument in _opcodes(data):
-                if machine.step(name, argument):
-                    return machine.result()
+            if machine.run(data):
+                return machine.result()
     except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError, EOFError, UnicodeError) as error:
         if isinstance(error, DamagedFileError):
             raise
@@ -114,14 +114,8 @@ def load_inert(data: bytes, *, source: str) -> object:
 
 
 _OPCODES = {each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader) for each in pickletools.opcodes}
-
-
-def _opcodes(data: bytes) -> Iterator[tuple[str, object]]:
-    """Names and arguments in order; ``pickletools.genops`` without the positions, which are a third of its time."""
-    stream = io.BytesIO(data)
-    while code := stream.read(1):
-        name, read = _OPCODES[code]
-        yield name, None if read is None else read(stream)
+"""By their byte: the name, and what reads the argument from a stream."""
+_STOP = next(code for code, (name, _) in _OPCODES.items() if name == "STOP")
 
 
 class _Machine:
@@ -131,22 +125,25 @@ class _Machine:
         self._source = source
         self._stack: list[object] = []
         self._memo: dict[int, object] = {}
-        self._operations: dict[str, Callable[[object], None]] = {
-            name.removeprefix("_op_"): getattr(self, name) for name in dir(self) if name.startswith("_op_")
-        }
+        self._operations = {code: (read, self._operation(name)) for code, (name, read) in _OPCODES.items()}
 
-    def step(self, name: str, argument: object) -> bool:
-        """Run one opcode; True at the end."""
+    def _operation(self, name: str) -> Callable[[object], None]:
         if name in _PUSHED:
-            self._stack.append(argument)
-        elif name == "STOP":
-            return True
-        elif name not in _SKIPPED:
-            operation = self._operations.get(name)
-            if operation is None:
-                raise UnsafeFileError(f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was executed.")
-            operation(argument)
-        return False
+            return self._stack.append
+        if name in _SKIPPED:
+            return lambda _: None
+        return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
+
+    def run(self, data: bytes) -> bool:
+        """Run every opcode; whether the last one was met. ``pickletools.genops`` and a call for each opcode take twice as long."""
+        stream = io.BytesIO(data)
+        while (code := stream.read(1)) and code != _STOP:
+            read, operate = self._operations[code]
+            operate(None if read is None else read(stream))
+        return code == _STOP
+
+    def _refuse(self, name: str, _: object) -> None:
+        raise UnsafeFileError(f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was executed.")
 
     def result(self) -> object:
         """What is left on the stack."""

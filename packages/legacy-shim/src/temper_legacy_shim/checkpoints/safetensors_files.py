@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from temper_legacy_shim.checkpoints.dtypes import has_nonfinite
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, spans
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, read_checked, spans
 from temper_legacy_shim.errors import DamagedFileError, VerificationError
 
 _QUEUED_BLOCKS = 4
-_READERS = 2
-"""Threads that read and cast blocks, and how many blocks they are ahead."""
+_READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
+"""Threads that read and cast blocks, and how many blocks they are ahead. Beside them one writes, hashes and compares: more threads than
+cores only take the interpreter's lock from one another."""
 _HASHED_BYTES = 4 << 20
 _FLUSHED_BYTES = 64 << 20
 """What is written between two calls that send it to the disk, so that little is left for the last one."""
@@ -105,7 +105,11 @@ def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progr
     with_nan: dict[str, None] = {}
     written = dict.fromkeys(tensors, 0)
     with open(path, "x+b", buffering=0) as file:
-        with _HashingWriter(file.fileno(), path=path) as writer, closing(_read_ahead(tensors)) as blocks:
+        with (
+            ThreadPoolExecutor(_READERS, thread_name_prefix="temper-migrate-reader") as readers,
+            _HashingWriter(file.fileno(), path=path) as writer,
+            closing(_read_ahead(tensors, readers)) as blocks,
+        ):
             writer.put(header_of(tensors))
             for read in blocks:
                 writer.put(read.content)
@@ -132,23 +136,22 @@ class _ReadBlock:
     """Whether it holds NaN or infinity."""
 
 
-def _read_ahead(tensors: Mapping[str, LazyTensor]) -> Generator[_ReadBlock, None, None]:
-    """Every block of every tensor in order; the next ones are read and cast in threads meanwhile."""
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="temper-migrate-reader") as pool:
-        waiting: deque[Future[_ReadBlock]] = deque()
-        for name, tensor in tensors.items():
-            for start, stop in spans(tensor):
-                waiting.append(pool.submit(_read, name, tensor, start, stop))
-                if len(waiting) > _READERS:
-                    yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+def _read_ahead(tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor) -> Generator[_ReadBlock, None, None]:
+    """Every block of every tensor in order; the next ones are read and cast meanwhile."""
+    waiting: deque[Future[_ReadBlock]] = deque()
+    for name, tensor in tensors.items():
+        for start, stop in spans(tensor):
+            waiting.append(readers.submit(_read, name, tensor, start, stop))
+            if len(waiting) > _READERS:
+                yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
-    block = tensor.read(start, stop)
+    block, is_spoilt = read_checked(tensor, start, stop)
     content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
-    return _ReadBlock(name=name, content=content, is_spoilt=has_nonfinite(block, tensor.dtype))
+    return _ReadBlock(name=name, content=content, is_spoilt=is_spoilt)
 
 
 def sha256_of(path: Path) -> str:
