@@ -72,7 +72,7 @@ def checkpoint(
     as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
 ) -> None:
     """Convert a checkpoint of an older system. No pickle is executed, and nothing is overwritten."""
-    _require_numpy()
+    _require_extra()
     from rich.console import Console
 
     from temper_legacy_shim.checkpoints.convert import convert, finished, plan_jobs
@@ -125,7 +125,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check a converted checkpoint against its receipt: every file, its size, its checksum, its tensors."""
-    _require_numpy()
+    _require_extra()
     from rich.console import Console
 
     from temper_legacy_shim.checkpoints.receipt import check_receipt, read_receipt
@@ -162,11 +162,12 @@ def _check_is_local(path: Path, expected: str) -> None:
         raise UsageError(f"{path} is a URL, but {expected}")
 
 
-def _require_numpy() -> None:
+def _require_extra() -> None:
     try:
+        import blake3  # noqa: F401
         import numpy  # noqa: F401
     except ImportError as error:
-        raise ShimError(f"converting checkpoints needs numpy, safetensors and torch: {_NEEDS}") from error
+        raise ShimError(f"converting checkpoints needs blake3, numpy, safetensors and torch: {_NEEDS}") from error
 
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:

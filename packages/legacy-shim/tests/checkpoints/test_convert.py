@@ -1,5 +1,6 @@
 """An output is whole or absent; what was finished is kept; a receipt holds."""
 
+import hashlib
 import json
 import math
 import os
@@ -130,9 +131,24 @@ def test_what_changed_after_the_conversion_is_named(run: Run, damage: str) -> No
         check_files(out, read_receipt(out).files)
 
 
+def test_a_receipt_of_the_first_release_is_still_checked(run: Run) -> None:
+    out = run()
+    body = json.loads((out / NAME).read_text())
+    for record in body["files"]:
+        del record["checksum"]
+        record["sha256"] = hashlib.sha256((out / record["path"]).read_bytes()).hexdigest()
+    (out / NAME).write_text(json.dumps(body | {"schema_version": 1}))
+    check_receipt(out, read_receipt(out))
+    with open(out / "config.json", "r+b") as file:
+        file.write(b" ")
+    with pytest.raises(VerificationError, match=r"config\.json has another checksum"):
+        check_receipt(out, read_receipt(out))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"checksum": "crc:0"}, "another checksum"),
         ({"files": []}, "names no file"),
         ({"num_tensors": 13}, "12 tensors instead of 13"),
         ({"files": 5}, "was altered"),

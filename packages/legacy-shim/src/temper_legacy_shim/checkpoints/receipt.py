@@ -10,11 +10,12 @@ from typing import Any
 from temper_legacy_shim.checkpoints import huggingface
 from temper_legacy_shim.checkpoints.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.layouts import RECEIPT
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, sha256_of
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, has_checksum
 from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError
 
 NAME = RECEIPT
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1, of temper-legacy-shim 0.1.0, had a SHA-256 of each file under ``sha256``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,10 @@ def read_receipt(directory: Path) -> Receipt:
 
 
 def _recorded(entry: dict[str, Any]) -> WrittenFile:
-    file = WrittenFile(**{**entry, "with_nan": tuple(entry["with_nan"])})
-    if not all(isinstance(text, str) for text in (file.path, file.sha256)):
+    older = {"checksum": f"sha256:{entry['sha256']}"} if "sha256" in entry else {}
+    rest = {name: value for name, value in entry.items() if name != "sha256"}
+    file = WrittenFile(**{**rest, **older, "with_nan": tuple(entry["with_nan"])})
+    if not all(isinstance(text, str) for text in (file.path, file.checksum)):
         raise TypeError("a file's path or checksum is no text")
     if not all(isinstance(number, int) for number in (file.num_bytes, file.num_tensors)):
         raise TypeError(f"a number of {file.path[:200]!r} is none")
@@ -166,7 +169,7 @@ def check_files(
         size = path.stat().st_size
         if size != record.num_bytes:
             raise VerificationError(f"{path} has {size} bytes instead of {record.num_bytes}: convert again.")
-        if with_content and record.path not in compared and sha256_of(path) != record.sha256:
+        if with_content and record.path not in compared and not has_checksum(path, record.checksum):
             raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
         if path.suffix == ".safetensors":
             num_tensors += _count_tensors(path, record)

@@ -11,11 +11,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, checksum, written_file
 from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
@@ -142,9 +142,8 @@ class Staging:
         """Take in a file that something else wrote into the hidden folder."""
         path = self.folder / relative
         with open(path, "rb+") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        return WrittenFile(path=relative, num_bytes=path.stat().st_size, sha256=digest)
+        return written_file(path, relative=relative)
 
     def commit(self) -> None:
         """Rename into place; the journal goes."""
@@ -174,8 +173,9 @@ def check_absent(out: Path) -> None:
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """SHA-256 of a description of the work."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    """SHA-256 of a description of the work, and of the form in which a journal says what is finished."""
+    form = [each.name for each in fields(WrittenFile)]
+    return hashlib.sha256(json.dumps([parts, form], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _write_bytes(path: Path, data: bytes, *, relative: str) -> WrittenFile:
@@ -183,7 +183,7 @@ def _write_bytes(path: Path, data: bytes, *, relative: str) -> WrittenFile:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return WrittenFile(path=relative, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return WrittenFile(path=relative, num_bytes=len(data), checksum=checksum(data))
 
 
 def _sync(directory: Path) -> None:
