@@ -59,11 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train_parser.add_argument("overrides", nargs=argparse.REMAINDER, help="passed to temper-train as they are")
     test_parser = commands.add_parser("test", help="everything that a pull request must pass")
     test_parser.add_argument("--only", action="append", choices=STEP_NAMES, help="run this step; may be repeated")
+    test_parser.add_argument("--coverage", action="store_true", help="also print which share of each package the tests run; takes longer")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "train":
             return train(chosen.overrides)
-        return run_steps(ROOT, only=chosen.only)
+        return run_steps(ROOT, only=chosen.only, is_measured=chosen.coverage)
     except EnvironmentTrouble as trouble:
         print(f"dev: {trouble}", file=sys.stderr)
         return 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.environment import EnvironmentTrouble, ensure_environment
+from tools.measured import begin, measured, table
 
 KILL_AFTER_BUDGETS = 4
 TAIL_LINES = 40
@@ -145,8 +146,11 @@ STEPS = (
 STEP_NAMES = tuple(step.name for step in STEPS)
 
 
-def run_steps(root: Path, *, only: Sequence[str] | None = None) -> int:
+def run_steps(root: Path, *, only: Sequence[str] | None = None, is_measured: bool = False) -> int:
     """Make the environment, run the steps through it, print the table; 1 if any step failed, else 0.
+
+    Args:
+        is_measured: Also print what of each package the tests run; takes longer.
 
     The last line printed is `N passed, N failed, N skipped`: pytest's tests, and one for each other step.
     """
@@ -155,19 +159,23 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None) -> int:
     if not results[0].failures:
         python = ensure_environment(root)
         chosen = [step for step in STEPS if only is None or step.name in only]
-        results += run_side_by_side(chosen, python=python, root=root)
+        if is_measured:
+            begin(root)
+        results += run_side_by_side(chosen, python=python, root=root, is_measured=is_measured)
+        if is_measured and any(step.is_pytest for step in chosen):
+            print("\n" + table(root, python=python))
     report(results, took_s=time.monotonic() - started)
     return 1 if any(result.failures for result in results) else 0
 
 
-def run_side_by_side(steps: Sequence[Step], *, python: Path, root: Path) -> list[Result]:
+def run_side_by_side(steps: Sequence[Step], *, python: Path, root: Path, is_measured: bool = False) -> list[Result]:
     """Run the steps, SIDE_BY_SIDE at a time, those with the largest budgets first; results in the order of the steps.
 
     Ctrl-C ends what they have started.
     """
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         by_budget = sorted(steps, key=lambda step: -step.budget_s)
-        futures = {step.name: pool.submit(run_step, step, python=python, root=root) for step in by_budget}
+        futures = {step.name: pool.submit(run_step, step, python=python, root=root, is_measured=is_measured) for step in by_budget}
         try:
             return [futures[step.name].result() for step in steps]
         except BaseException:
@@ -179,7 +187,7 @@ def run_side_by_side(steps: Sequence[Step], *, python: Path, root: Path) -> list
             raise
 
 
-def run_step(step: Step, *, python: Path, root: Path) -> Result:
+def run_step(step: Step, *, python: Path, root: Path, is_measured: bool = False) -> Result:
     """Run one step's commands with their output passed on as it comes, a line at a time, behind the step's name."""
     started = time.monotonic()
     deadline = started + KILL_AFTER_BUDGETS * step.budget_s
@@ -189,7 +197,8 @@ def run_step(step: Step, *, python: Path, root: Path) -> Result:
         report_file = root / REPORTS / f"{step.name}-{number}.xml"
         report_file.unlink(missing_ok=True)
         extra = [f"--junitxml={report_file}"] if step.is_pytest else []
-        command = [str(python), *arguments, *extra]
+        asked = measured(arguments, root=root) if is_measured and step.is_pytest else arguments
+        command = [str(python), *asked, *extra]
         code = stream(command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name)
         failure = _explain(code, step=step)
         counts += _counts(report_file, step=step, is_failed=failure is not None)

@@ -1,0 +1,83 @@
+"""A measured run counts what every process of it ran, package by package."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.measured import begin, measured, table
+from tools.steps import Counts, Step, run_side_by_side
+
+PYTHON = Path(sys.executable)
+ROOT = Path(__file__).resolve().parents[2]
+
+MODULE = """
+def half(n):
+    if n < 0:
+        raise ValueError(n)
+    return n // 2
+
+def twice(n):
+    return 2 * n
+"""
+
+TESTS = """
+import subprocess, sys
+sys.path.insert(0, {sources!r})
+
+def test_half():
+    import example
+    assert example.half(4) == 2
+
+def test_twice_in_a_process_of_its_own():
+    program = "import sys; sys.path.insert(0, {sources!r}); import example; print(example.twice(2), flush=True); import os; os._exit(0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("4\\n", "")
+
+def test_a_process_that_runs_none_of_it_is_as_quiet_as_ever():
+    assert subprocess.run([sys.executable, "-c", "pass"], capture_output=True, check=True).stderr == b""
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    sources = tmp_path / "packages" / "trainer" / "src"
+    sources.mkdir(parents=True)
+    (sources / "example.py").write_text(MODULE)
+    (sources / "never_imported.py").write_text("a = 1\nb = 2\nc = 3\nd = 4\n")
+    (tmp_path / "test_example.py").write_text(TESTS.format(sources=str(sources)))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
+    begin(root)
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(root), str(root / "test_example.py"))
+    step = Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
+    (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
+    assert (result.failures, result.counts) == ((), Counts(passed=3))
+    # Of example.py 5 of 6 statements (two `def`, `if`, two `return`; not `raise`) and one of two branches; of the other file none of 4.
+    rows = table(root, python=PYTHON).splitlines()
+    assert "| trainer | 10 | 50.0 % | 2 | 50.0 % |" in rows
+    assert "| engine-api | 0 | none | 0 | none |" in rows
+
+
+def test_a_step_without_tests_is_not_measured(root: Path) -> None:
+    begin(root)
+    step = Step(name="example", budget_s=60, commands=(("-c", "import sys; print('coverage' in sys.modules)"),))
+    (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
+    assert result.tail == ("False",)
+
+
+def test_what_an_earlier_run_measured_is_forgotten(root: Path) -> None:
+    begin(root)
+    (root / ".temper" / "coverage" / "all" / "data.old").touch()
+    begin(root)
+    assert list((root / ".temper" / "coverage" / "all").iterdir()) == []
+
+
+def test_a_command_keeps_its_arguments_behind_those_of_coverage(root: Path) -> None:
+    arguments = measured(("-m", "pytest", "-k", "law"), root=root)
+    assert arguments[:3] == ["-m", "coverage", "run"]
+    assert arguments[-4:] == ["-m", "pytest", "-k", "law"]
