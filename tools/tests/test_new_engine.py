@@ -49,6 +49,13 @@ def test_the_template_is_built_for_the_contract_that_is_here() -> None:
     assert 'version = "0.1.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
 
 
+def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> None:
+    oracle = "temper_engine_api.conformance.oracle:OracleEngine"
+    kit = ["-m", "pytest", "-p", "no:timeout", "-p", "no:cacheprovider", "--pyargs", "temper_engine_api.conformance", "--engine", oracle]
+    done = subprocess.run([sys.executable, *kit, "--collect-only", "-q"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout[-2000:]
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_new_engine_holds_the_mandatory_laws_in_a_clean_environment(tmp_path: Path) -> None:
