@@ -1,6 +1,7 @@
 """Batch arithmetic, recomputed by hand."""
 
-from temper_legacy_shim.configs import Cluster, Outcome
+from temper_legacy_shim.configs import Cluster, Outcome, Translation
+from temper_legacy_shim.configs.translation import Setting
 
 from .conftest import rules_found, translated, values
 
@@ -147,3 +148,72 @@ def test_a_server_that_shares_its_gpus_with_workers_has_one() -> None:
     )
     assert (values(apart)["rollout.vllm.tensor_parallel_size"], values(apart)["rollout.num_replicas"]) == (4, 2)
     assert "rollout-tp" not in rules_found(apart, "hazard")
+
+
+def _said(found: Translation, rule: str) -> str:
+    return next(finding.message for finding in found.findings if finding.rule == rule)
+
+
+def _max_tokens(*overrides: str, **options: object) -> Setting:
+    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000")
+    found = translated("v0.7.0", *budget, *overrides, **options)
+    return next(setting for setting in found.settings if setting.key == "batching.max_tokens")
+
+
+def test_sizes_that_divide_are_not_talked_about() -> None:
+    # 64 prompts are 4 mini-batches of 16; 16 x 4 = 64 completions are 8 for each of 8 ranks, or 4 micro-batches of 2.
+    found = translated("v0.7.0")
+    told = {"mini-batches", "mini-batch-floor", "batch-divides", "micro-batch-divides"}
+    assert not told & {finding.rule for finding in found.findings}
+
+
+def test_only_a_mini_batch_above_the_step_was_refused() -> None:
+    found = {mini: translated("v0.7.0", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}") for mini in (64, 65)}
+    assert [values(each)["batching.num_mini_batches"] for each in found.values()] == [1, 1]
+    assert ["mini-batches" in rules_found(each, "refused") for each in found.values()] == [False, True]
+
+
+def test_rounding_is_told_in_the_old_trainers_numbers() -> None:
+    floor = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34")
+    # 68 // 8 = 8, and 8 x 8 = 64.
+    assert "is 17 x 4 = 68, which 8 data-parallel ranks do not divide: the old workers took 8 for each, 64 in all" in _said(
+        floor, "mini-batch-floor"
+    )
+    shared = translated("v0.3.0.post1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null", f"{GLOBAL}=30")
+    assert "the old workers took 3 for each" in _said(shared, "micro-batch-global")  # 30 // 8
+
+
+def test_an_asynchronous_run_has_no_ranks_that_a_step_must_fill() -> None:
+    entry, keys = "verl.experimental.fully_async_policy.fully_async_main", ("data.train_batch_size=0", "rollout.total_rollout_steps=2560")
+    found = translated("v0.7.0", *keys, entry=entry, cluster=Cluster(nodes=1, gpus_per_node=7))
+    assert "batch-divides" not in rules_found(found, "person")
+
+
+def test_one_sequence_of_a_global_micro_batch_for_each_rank_is_one() -> None:
+    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
+    assert values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=8"))["batching.max_tokens"] == 256  # 8 over 8 ranks
+
+
+def test_a_budget_of_one_rank_stands_where_it_stood_and_one_that_ranks_share_names_both_keys() -> None:
+    key, sharing = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    alone, shared = _max_tokens(), _max_tokens(f"{sharing}=2")
+    assert (alone.value, alone.is_verbatim, alone.old_keys) == (4000, True, (key,))
+    assert (shared.value, shared.is_verbatim, shared.old_keys) == (8000, False, (key, sharing))
+
+
+def test_a_megatron_run_that_names_no_context_ranks_has_one() -> None:
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size"
+    assert _max_tokens(f"{context}=null", config_name="ppo_megatron_trainer").value == 4000
+    assert _max_tokens(f"{context}=2", config_name="ppo_megatron_trainer").value == 8000
+
+
+def test_a_budget_that_had_to_be_raised_is_not_the_text_that_stood_there() -> None:
+    raised = _max_tokens("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100")
+    assert (raised.value, raised.is_verbatim) == (1024, False)
+
+
+def test_no_passes_were_one_and_the_text_does_not_stay() -> None:
+    found = {setting.key: setting for setting in translated("v0.7.0", "actor_rollout_ref.actor.ppo_epochs=0").settings}
+    assert "batching.num_passes" not in found or not found["batching.num_passes"].is_verbatim
+    (two,) = (each for each in translated("v0.7.0", "actor_rollout_ref.actor.ppo_epochs=2").settings if each.key == "batching.num_passes")
+    assert (two.value, two.is_verbatim) == (2, True)

@@ -18,8 +18,10 @@ def build_batches(draft: Draft) -> None:
     _updates(draft, prompts=prompts)
     _check_ranks(draft, prompts=prompts)
     _check_critic(draft)
-    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs") or 1
-    draft.put("batching.num_passes", max(1, passes), rule="passes", old=["actor_rollout_ref.actor.ppo_epochs"], verbatim=True)
+    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    # A number below 1 is not what the new run makes, so its text may not stand there either.
+    is_theirs = passes is None or passes >= 1
+    draft.put("batching.num_passes", max(1, passes or 1), rule="passes", old=["actor_rollout_ref.actor.ppo_epochs"], verbatim=is_theirs)
     _tokens(draft)
 
 
@@ -160,7 +162,8 @@ def _tokens(draft: Draft) -> None:
             budget, old = other, [*old, "critic.ppo_max_token_len_per_gpu"]
     if budget is None:
         return
-    if budget < longest:
+    is_raised = budget < longest
+    if is_raised:
         draft.find(
             "hazard",
             "token-budget",
@@ -169,7 +172,7 @@ def _tokens(draft: Draft) -> None:
             *old,
         )
         budget = longest
-    draft.put("batching.max_tokens", budget, rule="token-budget", old=old, verbatim=len(old) == 1)
+    draft.put("batching.max_tokens", budget, rule="token-budget", old=old, verbatim=len(old) == 1 and not is_raised)
 
 
 def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, list[str]]:
