@@ -1,10 +1,9 @@
 """Do a package and its sibling fit, this checkout's of one with the last release of the other? Which trials that takes, and their records.
 
 A trial runs the tests of the package that depends on the other: the released one's own where that one is released, as they were written.
-`nox -s compat` runs the trials of a pair and leaves a record in .temper/compat; `tools/release.py` asks for these records. A record holds
-for the contents that it names, so an edit or a release outdates it and a rebase does not. Standard library and packaging alone.
-
-`python -m tools.compat` takes the records that are here into tools/matrix.json, from which the site's table is made; commit it with them.
+`nox -s compat` runs the trials of a pair and leaves a record in .temper/compat; `python -m tools.compat` takes the records that are here
+into tools/matrix.json, from which the site's table is made; commit it. `tools/release.py` asks for both. A record holds for the contents
+that it names, so an edit or a release outdates it and a rebase does not. Standard library and packaging alone.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tools.releases import ReleaseTrouble, Source, git, has_object, last_release
 RECORDS = Path(".temper") / "compat"
 
 MATRIX = Path("tools") / "matrix.json"
-"""The last green record of each pair, for readers; a release asks RECORDS."""
+"""The last green record of each pair that was kept: for readers, and for a release in a clone that tried nothing itself."""
 
 COUNTED = ("src", "tests", "pyproject.toml")
 """What of a package a trial can depend on."""
@@ -134,22 +133,14 @@ def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
 
 def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
     """Write down that these trials of a pair passed with the contents that are here now."""
-    file = _file(root, pair)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    found = Green(
-        pair=pair,
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        passed=[trial.name for trial in passed],
-        contents={package: contents(root, package) for package in pair.split(":")},
-        commit=git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else ""),
-    )
-    file.write_text(json.dumps(asdict(found), indent=1) + "\n")
-    return file
+    hashes = {package: contents(root, package) for package in pair.split(":")}
+    commit = git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else "")
+    return _write(root, pair, passed=[trial.name for trial in passed], hashes=hashes, commit=commit)
 
 
 def forget(root: Path, pair: str) -> None:
-    """Remove the record of a pair, which is about to be tried again."""
-    _file(root, pair).unlink(missing_ok=True)
+    """Say that a pair is being tried again: until that is green, nothing that passed before counts here, kept or not."""
+    _write(root, pair, passed=[], hashes={}, commit="")
 
 
 def read_matrix(root: Path) -> list[Green]:
@@ -161,9 +152,10 @@ def read_matrix(root: Path) -> list[Green]:
 def keep(root: Path) -> list[str]:
     """Take the records that are here into MATRIX, each in place of an earlier one of its pair; returns their pairs."""
     here = [_read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))]
-    found = {green.pair: green for green in [*read_matrix(root), *here] if green is not None}
+    passed = [green for green in here if green is not None and green.passed]
+    found = {green.pair: green for green in [*read_matrix(root), *passed]}
     (root / MATRIX).write_text(json.dumps([asdict(found[pair]) for pair in sorted(found)], indent=1) + "\n")
-    return [green.pair for green in here if green is not None]
+    return [green.pair for green in passed]
 
 
 def untried(root: Path, package: str, version: str) -> list[str]:
@@ -172,8 +164,8 @@ def untried(root: Path, package: str, version: str) -> list[str]:
     for pair in pairs(path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))):
         if package not in pair.split(":"):
             continue
-        green = _read(root, pair)
-        changed = [] if green is None else [each for each, digest in green.contents.items() if contents(root, each) != digest]
+        green = _green(root, pair)
+        changed = [] if green is None else _changed(root, green)
         passed = () if green is None or changed else green.passed
         missing = [trial.name for trial in trials(root, pair, declared={package: version}) if trial.name not in passed]
         if not missing:
@@ -194,6 +186,28 @@ def contents(root: Path, package: str) -> str:
     for name in sorted({name for name in names if name and (root / name).is_file()}):
         digest.update(f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def _green(root: Path, pair: str) -> Green | None:
+    """The record that is here or was kept, one that holds where there is one; none where a trial here began and was never green."""
+    kept = next((each for each in read_matrix(root) if each.pair == pair), None)
+    found = [each for each in (_read(root, pair), kept) if each is not None]
+    if not found or not found[0].passed:
+        return None
+    return next((each for each in found if not _changed(root, each)), found[0])
+
+
+def _changed(root: Path, green: Green) -> list[str]:
+    """The packages that are no longer what a record names."""
+    return [each for each, digest in green.contents.items() if contents(root, each) != digest]
+
+
+def _write(root: Path, pair: str, *, passed: Sequence[str], hashes: Mapping[str, str], commit: str) -> Path:
+    file = _file(root, pair)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    file.write_text(json.dumps(asdict(Green(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)), indent=1) + "\n")
+    return file
 
 
 def _read(root: Path, pair: str) -> Green | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.api import complaints
-from tools.compat import RECORDS, Trial, forget, keep, lay_out, pytest_arguments, read_matrix, record_green, trials, untried
+from tools.compat import MATRIX, RECORDS, Trial, forget, keep, lay_out, pytest_arguments, read_matrix, record_green, trials, untried
 from tools.releases import ReleaseTrouble, git
 from tools.site.compatibility import compatibility_page
 
@@ -205,6 +205,25 @@ def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> No
     (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
     assert all(trial.name in row for trial in trials(clone, PAIR))
     assert f"`{kept[PAIR].commit[:7]}`" in row
+
+
+def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR)).rename(clone / "elsewhere.json")
+    (clone / MATRIX).write_text(f"[{(clone / 'elsewhere.json').read_text()}]")
+    assert _about(clone) == []
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
+    (sentence,) = _about(clone)
+    assert ": engine-fsdp changed since the green run of 20" in sentence
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
+
+
+def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR))
+    keep(clone)
+    forget(clone, PAIR)  # as nox does before it runs the tests
+    (sentence,) = _about(clone)
+    assert "no green run is recorded" in sentence
+    assert keep(clone) == []
 
 
 def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
