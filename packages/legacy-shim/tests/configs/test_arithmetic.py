@@ -217,3 +217,30 @@ def test_no_passes_were_one_and_the_text_does_not_stay() -> None:
     assert "batching.num_passes" not in found or not found["batching.num_passes"].is_verbatim
     (two,) = (each for each in translated("v0.7.0", "actor_rollout_ref.actor.ppo_epochs=2").settings if each.key == "batching.num_passes")
     assert (two.value, two.is_verbatim) == (2, True)
+
+
+def test_a_mini_batch_of_one_prompt_is_a_mini_batch() -> None:
+    found = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    assert values(found)["batching.num_mini_batches"] == 64
+    assert "mini-batches" not in rules_found(found, "person")
+
+
+def test_a_critic_with_as_many_passes_as_the_actor_is_asked_about_no_more() -> None:
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "actor_rollout_ref.actor.ppo_epochs=2")
+    found = {passes: translated("v0.7.0", *gae, f"critic.ppo_epochs={passes}") for passes in (1, 2)}
+    assert ["critic-passes" in rules_found(each, "person") for each in found.values()] == [True, False]
+
+
+def test_a_budget_of_just_the_longest_sample_is_not_raised() -> None:
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    found = translated("v0.7.0", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{key}=1024")  # 512 + 512
+    assert "token-budget" not in rules_found(found, "hazard")
+    assert _max_tokens(f"{key}=1024").is_verbatim
+
+
+def test_a_key_of_the_reference_that_nobody_needs_says_why_there_is_none() -> None:
+    sizes = "actor_rollout_ref.ref.fsdp_config.forward_prefetch=True"
+    found = translated("v0.7.0", sizes)
+    assert found.tokens[-1].reason == "No KL coefficient is above 0, so there is no reference policy."
+    adapter = translated("v0.7.0", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.use_kl_loss=True", sizes)
+    assert adapter.tokens[-1].reason == "There is no reference model of its own."

@@ -3,7 +3,7 @@
 import math
 
 from temper_legacy_shim.configs.draft import Draft
-from temper_legacy_shim.configs.rl_facts import completions_per_prompt, is_async, needs_critic, needs_ref, prompts_of_step
+from temper_legacy_shim.configs.rl_facts import completions_per_prompt, is_async, needs_critic, prompts_of_step
 from temper_legacy_shim.configs.roles import ACTOR, CRITIC, OldRole, data_parallel, is_megatron, sequence_parallel, world_size
 
 ACTOR_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -207,5 +207,3 @@ def explain_unused(draft: Draft) -> None:
     for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
             draft.say(f"{key}_{name}", "log-probs are computed over the update's own micro-batches, so that the first ratio is 1")
-    if not needs_ref(draft):
-        draft.say("actor_rollout_ref.ref", "no KL coefficient is above 0, so there is no reference policy")

@@ -9,7 +9,7 @@ from temper_legacy_shim.configs.numerics import build_numerics
 from temper_legacy_shim.configs.refusals import find_refusals
 from temper_legacy_shim.configs.rewards import build_reward
 from temper_legacy_shim.configs.rl_algorithm import build_algorithm, has_ref_role
-from temper_legacy_shim.configs.rl_facts import needs_critic
+from temper_legacy_shim.configs.rl_facts import needs_critic, needs_ref
 from temper_legacy_shim.configs.roles import ACTOR, CRITIC, REF, build_role, is_megatron
 from temper_legacy_shim.configs.rollout import build_rollout
 from temper_legacy_shim.configs.run_length import build_run
@@ -37,7 +37,8 @@ def build_ppo(draft: Draft) -> None:
     if has_ref_role(draft):
         build_role(draft, REF)
     else:
-        draft.say("actor_rollout_ref.ref", "there is no reference model of its own")
+        without = "no KL coefficient is above 0, so there is no reference policy"
+        draft.say("actor_rollout_ref.ref", "there is no reference model of its own" if needs_ref(draft) else without)
     build_rollout(draft)
     build_selection(draft)
     build_turns(draft)
