@@ -74,7 +74,7 @@ def test_mini_batches_that_were_rounded_down_are_said() -> None:
 def test_mini_batches_that_leave_a_rest_are_said() -> None:
     found = translated("v0.7.0", "data.train_batch_size=40")
     assert values(found)["batching.num_mini_batches"] == 3  # 16, 16 and 8 prompts
-    assert "mini-batches" in rules_found(found, "hazard")
+    assert "made 3 updates, the last one of 8 prompts" in _said(found, "mini-batches")
 
 
 def test_a_critics_global_micro_batch_counts_although_the_other_key_followed_it() -> None:
@@ -201,6 +201,11 @@ def test_a_budget_of_one_rank_stands_where_it_stood_and_one_that_ranks_share_nam
     assert (shared.value, shared.is_verbatim, shared.old_keys) == (8000, False, (key, sharing))
 
 
+def test_micro_batches_of_one_sequence_hold_the_longest() -> None:
+    found = translated("v0.7.0", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    assert values(found)["batching.max_tokens"] == 1024  # 512 + 512
+
+
 def test_a_megatron_run_that_names_no_context_ranks_has_one() -> None:
     context = "actor_rollout_ref.actor.megatron.context_parallel_size"
     assert _max_tokens(f"{context}=null", config_name="ppo_megatron_trainer").value == 4000
@@ -213,10 +218,11 @@ def test_a_budget_that_had_to_be_raised_is_not_the_text_that_stood_there() -> No
 
 
 def test_no_passes_were_one_and_the_text_does_not_stay() -> None:
-    found = {setting.key: setting for setting in translated("v0.7.0", "actor_rollout_ref.actor.ppo_epochs=0").settings}
-    assert "batching.num_passes" not in found or not found["batching.num_passes"].is_verbatim
-    (two,) = (each for each in translated("v0.7.0", "actor_rollout_ref.actor.ppo_epochs=2").settings if each.key == "batching.num_passes")
-    assert (two.value, two.is_verbatim) == (2, True)
+    found = {}
+    for epochs in (0, 1, 2):
+        every = translated("v0.7.0", f"actor_rollout_ref.actor.ppo_epochs={epochs}").settings
+        found[epochs] = next((each.value, each.is_verbatim) for each in every if each.key == "batching.num_passes")
+    assert found == {0: (1, False), 1: (1, True), 2: (2, True)}
 
 
 def test_a_mini_batch_of_one_prompt_is_a_mini_batch() -> None:
