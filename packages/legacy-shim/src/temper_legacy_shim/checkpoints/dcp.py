@@ -1,11 +1,12 @@
-"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, one in memory at a time, without a process group.
+"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, a chunk in memory at a time, without a process group.
 
 A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for itself; ``join`` makes one of them by
 moving their data files and writing one description.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,17 +14,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, num_bytes, spans
 from temper_legacy_shim.checkpoints.safetensors_files import Progress
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 
 DATA = "__0_0.distcp"
 """The one data file of a group."""
+_CHUNK_BYTES = 1 << 26
+"""Of rows that are written at a time: the joined experts of one layer may have tens of gigabytes. A single row may be larger."""
 
 
 def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
@@ -46,7 +50,7 @@ def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Pr
     Args:
         folder: to be made.
         tensors: by name.
-        progress: told of every tensor.
+        progress: told of every chunk.
 
     Returns:
         Names of tensors that hold NaN or infinity.
@@ -78,17 +82,17 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
     Returns:
         The names of the data files by where they lay; the description is beside them.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner = _ChunkPlanner(tensors)
     planner.set_up_planner(_shells(tensors), is_coordinator=True)
     plan = planner.create_local_plan()
     _, metadata = planner.create_global_plan([plan])
-    indices = {item.index.fqn: item.index for item in plan.items}
+    indices = {(item.index.fqn, tuple(item.index.offset or ())): item.index for item in plan.items}
     results, moved = [], {}
     for number, group in enumerate(groups):
         name = f"__{number}_0.distcp"
-        for (tensor, _), (_, start, length) in DistCheckpoint(group).places.items():
+        for (tensor, offset), (_, start, length) in DistCheckpoint(group).places.items():
             place = _StorageInfo(relative_path=name, offset=start, length=length)
-            results.append(WriteResult(index=indices[tensor], size_in_bytes=length, storage_data=place))
+            results.append(WriteResult(index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=place))
         moved[group / DATA] = name
     folder.mkdir()
     for source, name in moved.items():
@@ -111,22 +115,51 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors that have no content, and reads each one when it is its turn to be written."""
+class _ChunkPlanner(DefaultSavePlanner):
+    """Plans tensors without content, large ones in chunks of rows."""
 
-    def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__(flatten_state_dict=False)
         self._tensors = tensors
+
+    def create_local_plan(self) -> SavePlan:
+        """Of every tensor its chunks, in their order."""
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in self._chunks(item)])
+        return self.plan
+
+    def _chunks(self, item: WriteItem) -> Iterator[WriteItem]:
+        tensor, whole = self._tensors[item.index.fqn], item.tensor_data
+        rows = list(spans(tensor, block_bytes=_CHUNK_BYTES)) if tensor.shape else []
+        if len(rows) < 2 or whole is None:
+            yield item
+            return
+        inner = tensor.shape[1:]
+        for start, stop in rows:
+            offsets = torch.Size((start, *(0 for _ in inner)))
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((stop - start, *inner)))
+            data = TensorWriteData(chunk=chunk, properties=whole.properties, size=whole.size)
+            yield WriteItem(index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _LazyPlanner(_ChunkPlanner):
+    """Reads each chunk when it is its turn to be written."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
+        super().__init__(tensors)
         self._progress = progress
-        self.with_nan: list[str] = []
+        self.with_nan: dict[str, None] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The content of one tensor."""
-        tensor = self._tensors[write_item.index.fqn]
-        self._progress(num_bytes(tensor))
-        content = as_torch(tensor)
+        """The content of one chunk."""
+        part = self._tensors[write_item.index.fqn]
+        if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
+            start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+            part = Rows(part, ((start, start + count),))
+        self._progress(num_bytes(part))
+        content = as_torch(part)
         if _is_spoilt(content):
-            self.with_nan.append(write_item.index.fqn)
+            self.with_nan[write_item.index.fqn] = None
         return content
 
 

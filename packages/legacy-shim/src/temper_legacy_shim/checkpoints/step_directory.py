@@ -92,8 +92,8 @@ def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, 
         files = [tensor_files.get(path) or staging.adopt(path) for path in paths]
         verified = [_read_back(directory, plan.tensors)]
         if options.checks_names and model.adapter is None:
-            written = plan.state.model
-            verified.append(check_names(directory / ENGINE_PART / _DESCRIPTION, written.weights, head=written.head))
+            weights = {name.partition(".")[2]: t for name, t in plan.tensors.items() if name.startswith(("parameter.", "buffer."))}
+            verified.append(check_names(directory / ENGINE_PART / _DESCRIPTION, weights, head=plan.state.model.head))
         made = replace(_receipt(job, plan, recorded(options, sources), files), verified=tuple(verified))
         made = replace(made, notes=(*made.notes, *nan_note(with_nan)))
         staging.produce_text(receipts.NAME, made.to_json())

@@ -5,7 +5,7 @@ random-number state, and the counters of updates and of the schedule. The same t
 (``training_state``) that every engine's ``load_state`` takes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from temper_legacy_shim.checkpoints.adapters import Adapter
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.extra_state import OldExtra, read_extra
+from temper_legacy_shim.checkpoints.joined_experts import in_memory, joined, joined_counts, split
 from temper_legacy_shim.checkpoints.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.megatron_flat import has_flat_optimizer, read_flat_optimizer
 from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_optimizer
@@ -56,18 +57,21 @@ class ResumableState:
         return max((kept.update_count for kept in self.moments.values()), default=0)
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """By kind and name, as the engine's checkpoint has them."""
-        found: dict[str, LazyTensor] = {}
-        for name, tensor in self.model.weights.items():
-            found[f"{'buffer' if is_buffer(name) else 'parameter'}.{name}"] = tensor
-        for name, tensor in self.model.weights.items():
-            if is_buffer(name) or not self.moments:
-                continue
-            kept = self.moments.get(name)
-            zeros = _Zeros(tensor.shape)
-            found[f"first_moment.{name}"] = zeros if kept is None else _in_float32(kept.first)
-            found[f"second_moment.{name}"] = zeros if kept is None else _in_float32(kept.second)
-            count = 0 if kept is None else kept.update_count
+        """By kind and name, as the engine's checkpoint has them: experts of a mixture as one tensor."""
+        weights = self.model.weights
+        trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
+        buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
+        found = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
+        found |= {f"buffer.{in_memory(name)}": tensor for name, tensor in buffers.items()}
+        if not self.moments:
+            return found
+        first: dict[str, LazyTensor] = {name: _Zeros(tensor.shape) for name, tensor in trained.items()}
+        second = dict(first)
+        for name, kept in self.moments.items():
+            first[name], second[name] = _in_float32(kept.first), _in_float32(kept.second)
+        found |= {f"first_moment.{name}": tensor for name, tensor in joined(first).items()}
+        found |= {f"second_moment.{name}": tensor for name, tensor in joined(second).items()}
+        for name, count in joined_counts(_update_counts(trained, self.moments)).items():
             found[f"update_count.{name}"] = InMemory(np.asarray(count, np.float32))
         return found
 
@@ -109,6 +113,8 @@ def resumable(model: OldModel) -> ResumableState:
             *why_not,
             f"moments of {len(absent)} parameters that were never updated, such as {absent[0]}: they begin at 0",
         )
+    if moments:
+        why_not = (*why_not, *_uneven(_update_counts([new for new in weights if not is_buffer(new)], moments)))
     return ResumableState(
         model=replace(model, weights=weights, head="value_model" if model.head == "trl_value_model" else model.head),
         moments=moments,
@@ -118,6 +124,20 @@ def resumable(model: OldModel) -> ResumableState:
         carried=(*carried, *extra.carried),
         not_carried=(*why_not, *extra.not_carried),
     )
+
+
+def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> dict[str, int]:
+    """Of every parameter; 0 of one that was never updated."""
+    return {name: moments[name].update_count if name in moments else 0 for name in names}
+
+
+def _uneven(counts: Mapping[str, int]) -> list[str]:
+    """What is lost where an engine counts the updates of experts together, which the old optimizer counted one by one."""
+    together = joined_counts(counts)
+    fewer = [name for name, count in counts.items() if count < together[in_memory(name)]]
+    if not fewer:
+        return []
+    return [f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's experts go on with the largest of theirs"]
 
 
 def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
@@ -194,6 +214,8 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
 def read_training_state(directory: Path) -> Iterator[TrainingState]:
     """The portable training state from what ``--to temper`` wrote, or an FSDP engine's step directory, without torch.distributed.
 
+    Experts come one by one, by the names that files have.
+
     Raises:
         LayoutError: it holds no moments.
     """
@@ -203,10 +225,13 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(".")
         if kind == "parameter":
-            yield TrainingState(
-                name=name,
-                master=as_torch(tensor),
-                first_moment=as_torch(tensors[f"first_moment.{name}"]),
-                second_moment=as_torch(tensors[f"second_moment.{name}"]),
-                update_count=int(as_torch(tensors[f"update_count.{name}"])),
-            )
+            sides = (split(name, each) for each in (tensor, tensors[f"first_moment.{name}"], tensors[f"second_moment.{name}"]))
+            count = int(as_torch(tensors[f"update_count.{name}"]))
+            for (part, master), (_, first), (_, second) in zip(*sides, strict=True):
+                yield TrainingState(
+                    name=part,
+                    master=as_torch(master),
+                    first_moment=as_torch(first),
+                    second_moment=as_torch(second),
+                    update_count=count,
+                )
