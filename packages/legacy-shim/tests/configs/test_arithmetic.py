@@ -208,8 +208,9 @@ def test_micro_batches_of_one_sequence_hold_the_longest() -> None:
 
 def test_a_megatron_run_that_names_no_context_ranks_has_one() -> None:
     context = "actor_rollout_ref.actor.megatron.context_parallel_size"
-    assert _max_tokens(f"{context}=null", config_name="ppo_megatron_trainer").value == 4000
-    assert _max_tokens(f"{context}=2", config_name="ppo_megatron_trainer").value == 8000
+    alone, shared = (_max_tokens(f"{context}={ranks}", config_name="ppo_megatron_trainer") for ranks in ("null", 2))
+    assert (alone.value, context in alone.old_keys) == (4000, False)
+    assert (shared.value, context in shared.old_keys) == (8000, True)
 
 
 def test_a_budget_that_had_to_be_raised_is_not_the_text_that_stood_there() -> None:
