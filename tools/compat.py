@@ -165,7 +165,7 @@ def untried(root: Path, package: str, version: str) -> list[str]:
         if package not in pair.split(":"):
             continue
         green = _green(root, pair)
-        changed = [] if green is None else _changed(root, green)
+        changed = [] if green is None else changed_since(root, green)
         passed = () if green is None or changed else green.passed
         missing = [trial.name for trial in trials(root, pair, declared={package: version}) if trial.name not in passed]
         if not missing:
@@ -194,10 +194,10 @@ def _green(root: Path, pair: str) -> Green | None:
     found = [each for each in (_read(root, pair), kept) if each is not None]
     if not found or not found[0].passed:
         return None
-    return next((each for each in found if not _changed(root, each)), found[0])
+    return next((each for each in found if not changed_since(root, each)), found[0])
 
 
-def _changed(root: Path, green: Green) -> list[str]:
+def changed_since(root: Path, green: Green) -> list[str]:
     """The packages that are no longer what a record names."""
     return [each for each, digest in green.contents.items() if contents(root, each) != digest]
 

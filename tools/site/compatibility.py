@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from tools.bounds import declared, pairs, sibling_requirements
-from tools.compat import read_matrix
+from tools.compat import Green, changed_since, read_matrix
 from tools.environment import PACKAGES
 from tools.release_checks import declared_version
 from tools.releases import read_records
@@ -59,6 +59,12 @@ def _trials(root: Path) -> list[str]:
     for pair in pairs(root / "packages" / name for name in PACKAGES):
         dependency, dependent = pair.split(":")
         found = green.get(pair)
-        cells = ["no trial is kept", "", ""] if found is None else ["; ".join(found.passed), found.at[:16], f"`{found.commit[:7]}`"]
+        cells = ["no trial is kept", "", ""] if found is None else ["; ".join(found.passed), found.at[:16], _where(root, found)]
         rows.append("| " + " | ".join([dependency, dependent, *cells]) + " |")
     return rows
+
+
+def _where(root: Path, green: Green) -> str:
+    """The commit of a trial, and what is no longer as it was then: a release would ask for the trial again."""
+    changed = changed_since(root, green)
+    return f"`{green.commit[:7]}`" + (f"; since then changed: {', '.join(changed)}" if changed else "")

@@ -204,7 +204,16 @@ def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> No
     assert kept[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
     (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
     assert all(trial.name in row for trial in trials(clone, PAIR))
-    assert f"`{kept[PAIR].commit[:7]}`" in row
+    assert row.endswith(f"`{kept[PAIR].commit[:7]}` |")
+
+
+def test_the_table_of_the_site_says_what_changed_since_a_trial(clone: Path) -> None:
+    record_green(clone, PAIR, trials(clone, PAIR))
+    keep(clone)
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
+    (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
+    assert row.endswith("; since then changed: engine-fsdp |")
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
 
 
 def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
