@@ -1,0 +1,20 @@
+"""What a benchmark is about to run is accepted, so that an hour on a quiet machine is not lost to its command line."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.bench_loops import LOOPS, overrides_of, sampler_settings
+from temper_trainer.__main__ import main
+
+
+@pytest.mark.parametrize("settings", LOOPS.values(), ids=LOOPS.keys())
+@pytest.mark.parametrize("rollout_python", [None, "rollout-env/bin/python"])
+def test_each_loop_of_the_bench_of_loops_is_a_run(
+    settings: tuple[str, ...], rollout_python: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = overrides_of([*sampler_settings(rollout_python), *settings], steps=12, folder=tmp_path / "loop_0")
+    code = main([*asked, "--check"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "rollout[0]: rollout on 1 CPU" in said.out, "the sampler must have a core of its own to run ahead on"
