@@ -34,6 +34,8 @@ WORK = (
     "runtime.kind=ray",
     "runtime.cpus_per_worker=1",
     "rollout.pool=rollout",
+    # A policy from scratch solves nothing, and groups without an advantage would be left out of the update: this term keeps them in.
+    "algorithm.entropy_coef=1e-6",
 )
 COLUMNS = ("time/step_s", "time/rollout_s", "time/wait_s", "time/update_s", "time/weight_sync_s", "staleness/mean")
 
