@@ -189,6 +189,8 @@ def compat(session: nox.Session, pair: str) -> None:
     for trial in found:
         session.log(trial.name)
         laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")
+        for test, why in laid.left_out.items():
+            session.log(f"without {test}: {why}")
         session.install("-c", CONSTRAINTS, TORCH)
         session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in laid.sources.values()))
         session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 from tools.api import complaints
-from tools.compat import MATRIX, RECORDS, Trial, forget, keep, lay_out, pytest_arguments, read_matrix, record_green, trials, untried
+from tools.compat import (
+    MATRIX,
+    RECORDS,
+    UNRELIABLE,
+    Trial,
+    forget,
+    keep,
+    lay_out,
+    pytest_arguments,
+    read_matrix,
+    record_green,
+    trials,
+    untried,
+)
 from tools.releases import ReleaseTrouble, git
 from tools.site.compatibility import compatibility_page
 
@@ -59,6 +72,15 @@ def _run(folder: Path, *, dependent: str, engine_api: Path | None = None) -> sub
     path = os.pathsep.join(str(each / "src") for each in sources.values())
     command = [sys.executable, *pytest_arguments(laid, [SMALLEST[dependent]]), "-q", "-p", "no:cacheprovider"]
     return subprocess.run(command, cwd=laid.root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+
+
+def test_a_test_that_a_release_can_not_be_held_to_is_left_out_of_its_trials_alone(tmp_path: Path) -> None:
+    laid = lay_out(ROOT, _trial("trainer"), tmp_path)
+    left_out = [argument for argument in pytest_arguments(laid) if argument.startswith("--ignore=")]
+    assert left_out == [f"--ignore={laid.tests / each}" for each in laid.left_out]
+    for (package, version), tests in UNRELIABLE.items():
+        where = tmp_path / f"{package}-{version}/packages/{package}/tests"
+        assert not where.exists() or all((where / each).is_file() for each in tests)
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
