@@ -67,6 +67,10 @@ def _first_correction(draft: Draft) -> None:
     block = "algorithm.rollout_is"
     level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
     high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
+    if draft.old.get(f"{block}_threshold") is None:
+        draft.say(block, f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing")
+        return
+    _veto(draft, f"{block}_veto_threshold")
     if level not in ("token", "sequence"):
         _no_counterpart(draft, f"{block}_level", level)
         return
@@ -85,6 +89,7 @@ def _correction(draft: Draft) -> None:
     if not weighs and not rejects and not bypasses:
         draft.say(CORRECTION, "neither weights nor rejection are asked for")
         return
+    _veto(draft, f"{CORRECTION}.rollout_token_veto_threshold")
     if weighs and weighs not in ("token", "sequence"):
         _no_counterpart(draft, f"{CORRECTION}.rollout_is", weighs)
         return
@@ -156,6 +161,19 @@ def _bounds(draft: Draft) -> tuple[float | None, float | None]:
         else draft.number(f"{CORRECTION}.rollout_is_threshold")
     )
     return low, high
+
+
+def _veto(draft: Draft, key: str) -> None:
+    threshold = draft.number(key)
+    if threshold is None:
+        return
+    draft.find(
+        "hazard",
+        "correction",
+        f"a completion with a token at which the trainer's probability was below {threshold:g} of the sampler's was left out whole "
+        f"({key}); it is trained on here. algorithm.rollout_correction.mask_low leaves such tokens out.",
+        key,
+    )
 
 
 def _no_counterpart(draft: Draft, key: str, value: str) -> None:
