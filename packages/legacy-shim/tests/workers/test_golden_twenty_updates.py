@@ -1,11 +1,11 @@
 """Twenty updates of the deprecated actor worker against the old formulas in plain torch, which first reproduce what the genuine class left.
 
-The traces hold two updates. The plain loop below (transformers' model with eager attention, torch's AdamW, the losses written out) begins with
-their weights and batch and must leave their losses, gradients, norms and parameters; then it goes on by the same formulas, the same batch
-again, for eighteen updates more, and the worker that ``use_legacy_worker_impl=enable`` trains through must draw the same curve.
+The traces hold two updates. The plain loop below (transformers' model with eager attention, torch's AdamW, the losses written out) begins
+with their weights and batch and must leave their losses, gradients, norms and parameters; then it goes on by the same formulas, the same
+batch again, for eighteen updates more, and the worker that ``use_legacy_worker_impl=enable`` trains through must draw the same curve.
 
-Tolerances: on parameters after two updates those of test_golden_workers; curves agreed to 5e-6 where this was written, and may differ by 1e-4,
-since an entry whose gradient is zero up to rounding moves as it likes. Temper's own numerics differ by a hundred times that at once.
+Tolerances: on parameters after two updates those of test_golden_workers; curves agreed to 5e-6 where this was written, and may differ by
+1e-4, since an entry whose gradient is zero up to rounding moves as it likes. Temper's own numerics differ by a hundred times that at once.
 """
 
 import shutil
