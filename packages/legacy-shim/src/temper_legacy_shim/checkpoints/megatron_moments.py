@@ -11,8 +11,9 @@ from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.megatron_adapters import MARK
 from temper_legacy_shim.checkpoints.megatron_buckets import Whole, bucket_settings, read_buckets
 from temper_legacy_shim.checkpoints.megatron_flat import KINDS, is_master
+from temper_legacy_shim.checkpoints.megatron_model import megatron_tensors
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
-from temper_legacy_shim.checkpoints.model import OldModel, megatron_tensors
+from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.errors import LayoutError
 

@@ -1,18 +1,15 @@
 """One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface, megatron_adapters, megatron_names, megatron_ranks
+from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface
 from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
-from temper_legacy_shim.checkpoints.megatron_names import Geometry
 from temper_legacy_shim.checkpoints.sharded import is_equal
-from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+from temper_legacy_shim.errors import LayoutError, UsageError
 
 EMBEDDING, LANGUAGE_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TRL = "pretrained_model."
@@ -144,67 +141,22 @@ def _exported_adapter(role: Role) -> Adapter | None:
 def _megatron(
     role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    from temper_legacy_shim.checkpoints import megatron_model  # of four rooms, which an FSDP checkpoint needs none of
+
     if config is None:
         raise UsageError(
             f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: give --hf-config, the folder of "
             "the model that was trained."
         )
-    geometry = Geometry.of(config, source=f"{folder}/config.json")
-    named = megatron_tensors(role)
-    base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
-    adapter = None
-    if any(megatron_adapters.MARK in name for name in named):
-        adapter = megatron_adapters.read_adapter(named, geometry, where=role.path, accepts_missing_layers=sources.accepts_partial_adapter)
-    elif sources.accepts_partial_adapter:
-        raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
-    weights = megatron_names.to_hf(base, geometry, where=role.path)
+    weights, adapter = megatron_model.read(
+        role, config, source=f"{folder}/config.json", accepts_partial_adapter=sources.accepts_partial_adapter
+    )
     if not weights:
         exported = next((f for f in _weight_folders(role) if huggingface.has_weights(f)), None)
         weights = huggingface.read_weights(exported) if exported else {}
     if not weights and adapter is None:
         raise LayoutError(f"{role.path} holds no weights: its dist_ckpt has optimizer and random states only, and huggingface/ none.")
     return weights, adapter or _exported_adapter(role)
-
-
-def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
-    """Base and adapter under Megatron's names, where its own files hold them; whole, layers perhaps stacked."""
-    tensors: dict[str, LazyTensor] = {}
-    if role.rank_files:
-        tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")
-    elif role.dist_folders:
-        found = DistCheckpoint(role.dist_folders[0]).tensors
-        tensors |= model_names(found)
-    if role.adapter_files:
-        adapter = megatron_ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
-        tensors |= {name: tensor for name, tensor in adapter.items() if megatron_adapters.MARK in name}
-    return tensors
-
-
-_NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler")
-"""Names of what a distributed checkpoint holds beside weights."""
-
-
-def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The model's among everything a distributed checkpoint mixes; each name once.
-
-    Raises:
-        LayoutError: there are weights of a model that is not known.
-        DamagedFileError: a name is there twice.
-    """
-    found: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("model.").removeprefix("module.").replace(".to_wrap.", ".")
-        if _NO_WEIGHT.match(name) or "_extra_state" in short:
-            continue
-        if not short.startswith(("decoder.", "embedding.", "output_layer.")):
-            raise LayoutError(
-                f"the distributed checkpoint has {name}, which is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their "
-                "MoE): images, further heads and other architectures can't be converted."
-            )
-        if short in found:
-            raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
-        found[short] = tensor
-    return found
 
 
 def _head(weights: Mapping[str, LazyTensor]) -> str:

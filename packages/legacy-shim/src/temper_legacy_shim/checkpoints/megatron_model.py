@@ -1,0 +1,78 @@
+"""Weights and adapter of a role in one of Megatron's layouts, under Hugging Face names."""
+
+import re
+from collections.abc import Mapping
+
+from temper_legacy_shim.checkpoints import megatron_adapters, megatron_names, megatron_ranks
+from temper_legacy_shim.checkpoints.adapters import Adapter
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.layouts import Role
+from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.megatron_names import Geometry
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+
+
+def read(
+    role: Role, config: Mapping[str, object], *, source: str, accepts_partial_adapter: bool
+) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    """What Megatron's own files hold; no weights, or no adapter, where they have none.
+
+    Args:
+        role: of a Megatron layout.
+        config: config.json of the model.
+        source: where that lies, for errors.
+        accepts_partial_adapter: read an adapter that lacks layers.
+
+    Raises:
+        ShimError: the files can't be read; says which file and key.
+    """
+    geometry = Geometry.of(config, source=source)
+    named = megatron_tensors(role)
+    base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
+    adapter = None
+    if any(megatron_adapters.MARK in name for name in named):
+        adapter = megatron_adapters.read_adapter(named, geometry, where=role.path, accepts_missing_layers=accepts_partial_adapter)
+    elif accepts_partial_adapter:
+        raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
+    return megatron_names.to_hf(base, geometry, where=role.path), adapter
+
+
+def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
+    """Base and adapter under Megatron's names, where its own files hold them; whole, layers perhaps stacked."""
+    tensors: dict[str, LazyTensor] = {}
+    if role.rank_files:
+        tensors |= megatron_ranks.read_weights(role.rank_files, where=role.path / "model")
+    elif role.dist_folders:
+        found = DistCheckpoint(role.dist_folders[0]).tensors
+        tensors |= model_names(found)
+    if role.adapter_files:
+        adapter = megatron_ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
+        tensors |= {name: tensor for name, tensor in adapter.items() if megatron_adapters.MARK in name}
+    return tensors
+
+
+_NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler")
+"""Names of what a distributed checkpoint holds beside weights."""
+
+
+def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The model's among everything a distributed checkpoint mixes; each name once.
+
+    Raises:
+        LayoutError: there are weights of a model that is not known.
+        DamagedFileError: a name is there twice.
+    """
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").removeprefix("module.").replace(".to_wrap.", ".")
+        if _NO_WEIGHT.match(name) or "_extra_state" in short:
+            continue
+        if not short.startswith(("decoder.", "embedding.", "output_layer.")):
+            raise LayoutError(
+                f"the distributed checkpoint has {name}, which is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their "
+                "MoE): images, further heads and other architectures can't be converted."
+            )
+        if short in found:
+            raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
+        found[short] = tensor
+    return found
