@@ -13,8 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from megatron_engines import with_drawn_moments
 from test_megatron import CONFIG
 
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import TrainingState
-from temper_legacy_shim.checkpoints import open_checkpoint
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from temper_legacy_shim.checkpoints import Options, Sources, convert, open_checkpoint, plan_jobs
 from temper_legacy_shim.checkpoints.temper import resumable, training_state
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 
@@ -84,3 +88,32 @@ def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had
             assert torch.equal(getattr(found[name], column), getattr(state, column)), (name, column)
         assert found[name].update_count == 2
     assert resumable(model).extra.num_schedule_steps == 1
+
+
+@pytest.mark.parametrize("name", ["fsdp", "megatron"])
+def test_both_engines_go_on_with_a_mixture_that_megatron_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = write(tmp_path / "actor", MIXTURE, sharding="fully_reshardable", monkeypatch=monkeypatch)
+    (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
+    convert(job, Options(target="temper", checks_names=False), Sources())
+    model, optimizer = ModelSpec(architecture=MIXTURE), OptimizerSpec(lr=1e-2)
+    precision = PrecisionSpec(compute="fp32")
+    engine: BaseEngine
+    if name == "fsdp":
+        engine = FSDPEngine(FSDPConfig(model=model, optimizer=optimizer, precision=precision, device="cpu"))
+    else:
+        from temper_engine_megatron.config import MegatronConfig
+        from temper_engine_megatron.engine import MegatronEngine
+
+        engine = MegatronEngine(MegatronConfig(model=model, optimizer=optimizer, precision=precision, device="cpu"))
+    engine.init_model()
+    try:
+        engine.load_checkpoint(str(tmp_path / "out"))
+        assert engine.num_updates == 2
+        found = {state.name: state for state in engine.export_state()}
+    finally:
+        engine.close()
+    assert found.keys() == expected.keys()
+    for weight, state in expected.items():
+        for column in ("master", "first_moment", "second_moment"):
+            assert torch.equal(getattr(found[weight], column), getattr(state, column)), (weight, column)
+        assert found[weight].update_count == 2
