@@ -4,11 +4,13 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from old_files import write_fsdp
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -253,3 +255,18 @@ def test_an_index_that_leads_outside_its_folder_is_refused(tmp_path: Path) -> No
     (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
     with pytest.raises(ShimError, match="outside its folder"):
         convert(job, Options(), Sources())
+
+
+def test_names_may_be_those_under_which_transformers_saves_a_model(tmp_path: Path) -> None:
+    # Mixtral's layers have a block_sparse_moe in files and an mlp in memory, where its experts are joined.
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    config = transformers.AutoConfig.for_model("mixtral", num_local_experts=2, num_key_value_heads=1, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    saved = load_file(tmp_path / "base/model.safetensors")
+    write_fsdp(tmp_path / "actor", saved, mesh_shape=(1,))
+    (tmp_path / "actor/huggingface").mkdir()
+    shutil.copy(tmp_path / "base/config.json", tmp_path / "actor/huggingface")
+    (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
+    receipt = convert(job, Options(), Sources())
+    assert any(f"{len(saved)} names and shapes equal those of transformers" in sentence for sentence in receipt.verified)
+    assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in load_file(tmp_path / "out/model.safetensors")
