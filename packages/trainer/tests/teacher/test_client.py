@@ -90,6 +90,21 @@ def test_a_teacher_that_answers_too_little_is_an_error() -> None:
         client.columns(two_samples(), routes=["m", "c"])
 
 
+@pytest.mark.parametrize("spoiled", ["logprobs", "top_logprobs"])
+def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
+    class Spoiled(CountingTeacher):
+        def _answer(self, question: Question, *, top_k: int) -> TeacherAnswer:
+            answer = super()._answer(question, top_k=top_k)
+            column = {"logprobs": answer.logprobs, "top_logprobs": answer.top_logprobs}[spoiled]
+            assert column is not None
+            column[-1] = torch.nan
+            return answer
+
+    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": Spoiled()})
+    with pytest.raises(TeacherError, match="teacher code answered NaN to question 1: look at its weights and precision"):
+        client.columns(two_samples(), routes=["m", "c"])
+
+
 def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
     paths = {f"teacher_{i}": f"/models/{i}/" + "x" * 500 for i in range(32)}
     teachers = {name: TeacherConfig(engine=FSDPConfig(model=ModelSpec(path=path))) for name, path in paths.items()}

@@ -77,7 +77,8 @@ def check_answer(answer: TeacherAnswer, question: Question, *, top_k: int, teach
     found = len(answer.logprobs)
     if answer.question_id != question.question_id or found != expected:
         raise TeacherError(f"teacher {teacher} answered {found} of {expected} positions of question {question.question_id}: ask it again.")
-    if bool(answer.logprobs.isnan().any()):
+    numbers = [column for column in (answer.logprobs, answer.top_logprobs) if column is not None]
+    if any(bool(column.isnan().any()) for column in numbers):
         raise TeacherError(f"teacher {teacher} answered NaN to question {question.question_id}: look at its weights and precision.")
     if top_k:
         shapes = [None if column is None else tuple(column.shape) for column in (answer.top_ids, answer.top_logprobs)]
