@@ -1,5 +1,6 @@
 """A teacher on an engine: its log-probs, its likeliest tokens, in the order of the questions."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -101,7 +102,34 @@ def test_servers_that_hang_as_a_teacher_are_ended_and_not_started_again() -> Non
 
     server = Hanging()
     spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=41)
-    found = VllmTeacher("t", servers=VllmSampler([server], spec=spec, max_restarts=3))
+    found = VllmTeacher("t", servers=VllmSampler([server], spec=spec, max_restarts=3), vocab_size=41)
     with pytest.raises(TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"):
         found.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert server.num_starts == 1
+
+
+def test_rows_of_a_servers_head_that_stand_for_no_token_are_named_by_nobody() -> None:
+    class Server:
+        """Its head has more rows than there are tokens, and token 41 is none."""
+
+        name = "teacher t replica 0"
+
+        def start(self) -> None: ...
+
+        def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+            raise NotImplementedError
+
+        def call(self, method: str, *arguments: object) -> "Future[object]":
+            answered: Future[object] = Future()
+            answered.set_result([([-1.5], [[7, 41]], [[-0.25, -2.0]])])
+            return answered
+
+        def close(self) -> None: ...
+
+    spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=64)
+    teacher = VllmTeacher("t", servers=VllmSampler([Server()], spec=spec, max_restarts=3), vocab_size=41)
+    (answer,) = teacher.answer([question(0, 1, 2)], top_k=2, timeout_s=9.0)
+    assert answer.top_ids is not None
+    assert answer.top_logprobs is not None
+    assert answer.top_ids.tolist() == [[7, 0]]
+    assert answer.top_logprobs.tolist() == [[-0.25, -math.inf]]

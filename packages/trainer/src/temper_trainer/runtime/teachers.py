@@ -221,7 +221,7 @@ def open_teachers(config: TrainerConfig, *, runtime: OpensTeachers, tokenizer: P
         for name, teacher in config.teachers.items():
             vocab_size = len(maps[name].backward) if name in maps else len(tokenizer)
             if teacher.backend == "vllm":
-                teachers[name] = open_vllm_teacher(name, config, replicas=runtime.teacher_servers(name, config))
+                teachers[name] = open_vllm_teacher(name, config, replicas=runtime.teacher_servers(name, config), vocab_size=vocab_size)
             else:
                 teachers[name] = _open_engine_teacher(name, teacher, config=config, runtime=runtime, vocab_size=vocab_size)
             stack.callback(teachers[name].close)

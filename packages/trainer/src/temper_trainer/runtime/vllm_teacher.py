@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,8 +20,16 @@ from temper_trainer.teacher.balance import share_out
 class VllmTeacher:
     """See Teacher."""
 
-    def __init__(self, name: str, *, servers: VllmSampler) -> None:
+    def __init__(self, name: str, *, servers: VllmSampler, vocab_size: int) -> None:
+        """A teacher whose servers run.
+
+        Args:
+            name: for messages.
+            servers: that hold the same weights.
+            vocab_size: ids below this are tokens; a model's head may have rows beyond, for which neither map nor policy has a place.
+        """
         self._name = name
+        self._vocab_size = vocab_size
         self.servers = servers
         """Its replicas."""
 
@@ -57,7 +66,7 @@ class VllmTeacher:
         answers: dict[int, TeacherAnswer] = {}
         for share, row in zip(shares, rows, strict=True):
             for place, judged in zip(share, cast("list[tuple[list[float], list[list[int]], list[list[float]]]]", row or []), strict=True):
-                answers[place] = _answer(questions[place], judged, top_k=top_k)
+                answers[place] = _answer(questions[place], judged, top_k=top_k, vocab_size=self._vocab_size)
         return [answers[place] for place in range(len(questions))]
 
     def close(self) -> None:
@@ -65,17 +74,21 @@ class VllmTeacher:
         self.servers.close()
 
 
-def open_vllm_teacher(name: str, config: TrainerConfig, *, replicas: Sequence[Replica]) -> VllmTeacher:
+def open_vllm_teacher(name: str, config: TrainerConfig, *, replicas: Sequence[Replica], vocab_size: int) -> VllmTeacher:
     """A teacher on servers that the runtime has placed; they start here."""
     spec = teacher_server_spec(name, config.teachers[name], config=config)
-    return VllmTeacher(name, servers=VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts))
+    servers = VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
+    return VllmTeacher(name, servers=servers, vocab_size=vocab_size)
 
 
-def _answer(question: Question, judged: tuple[list[float], list[list[int]], list[list[float]]], *, top_k: int) -> TeacherAnswer:
+def _answer(
+    question: Question, judged: tuple[list[float], list[list[int]], list[list[float]]], *, top_k: int, vocab_size: int
+) -> TeacherAnswer:
     given, ids, logs = judged
-    return TeacherAnswer(
-        question_id=question.question_id,
-        logprobs=torch.tensor(given),
-        top_ids=torch.tensor([[*row, *[0] * (top_k - len(row))] for row in ids]).view(-1, top_k) if top_k else None,
-        top_logprobs=torch.tensor([[*row, *[-torch.inf] * (top_k - len(row))] for row in logs]).view(-1, top_k) if top_k else None,
-    )
+    answer = TeacherAnswer(question_id=question.question_id, logprobs=torch.tensor(given))
+    if not top_k:
+        return answer
+    named = torch.tensor([[*row, *[0] * (top_k - len(row))] for row in ids], dtype=torch.int64).view(-1, top_k)
+    logprobs = torch.tensor([[*row, *[-torch.inf] * (top_k - len(row))] for row in logs]).view(-1, top_k)
+    is_token = named < vocab_size
+    return replace(answer, top_ids=torch.where(is_token, named, 0), top_logprobs=torch.where(is_token, logprobs, -torch.inf))
