@@ -125,7 +125,9 @@ class Rollout:
     components: tuple[float, ...] = ()
     """The rewards that the score is the weighted sum of, where there are several."""
     baseline: float | None = None
-    """Reward of the prompt's greedy completion; only for remax."""
+    """Reward of the prompt's greedy completion, shaped like its own; only for remax."""
+    baseline_tokens: int = 0
+    """Length of that completion."""
 
     @property
     def completions(self) -> tuple[Completion, ...]:

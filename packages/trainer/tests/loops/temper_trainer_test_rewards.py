@@ -1,8 +1,13 @@
-"""Reward functions that the tests of the loops name by import path."""
+"""Reward functions, and an environment, that the tests of the loops name by import path."""
 
 import os
 import time
+from collections.abc import Sequence
 
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment.protocol import Observation
 from temper_trainer.types import Prompt
 
 
@@ -47,3 +52,16 @@ def breaks_down(prompt: Prompt, completion: str) -> float:
     if os.path.getsize(marker) > 32 and not os.path.exists(f"{marker}.mended"):
         raise ConnectionError("the service is gone")
     return share_of_digits(prompt, completion)
+
+
+class Fee:
+    """Every rollout ends after its first completion, and has the fee added to its reward."""
+
+    def __init__(self, *, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, fee: float) -> None:
+        del config, tokenizer
+        self._fee = fee
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, tokens: Sequence[int]) -> Observation:
+        return Observation(is_done=True, reward=self._fee)

@@ -25,6 +25,28 @@ def test_every_algorithm_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: s
     assert [row["policy/first_ratio_error_max"] for row in found] == [0.0, 0.0]
 
 
+ADVANTAGES = ("advantage/mean", "advantage/min", "advantage/max")
+REMAX = (*SHORT, "algorithm=remax", "batching.prompts_per_step=16", "run.total_steps=1")
+
+
+def test_remax_normalises_the_greedy_completions_reward_like_the_others(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "plain", *REMAX)
+    run(tmp_path / "normalised", *REMAX, "reward.shaping.normalization=step")
+    (plain,), (normalised,) = rows(tmp_path / "plain"), rows(tmp_path / "normalised")
+    # (r - mean) / std less (b - mean) / std is (r - b) / std.
+    expected = [plain[name] / normalised["reward/std_before_normalization"] for name in ADVANTAGES]
+    assert [normalised[name] for name in ADVANTAGES] == pytest.approx(expected, rel=1e-5)
+
+
+def test_remax_counts_what_the_environment_gave_the_greedy_completion(run: Run, rows: Rows, tmp_path: Path) -> None:
+    for fee in ("0.0", "0.5"):
+        environment = "name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, max_tokens: 27"
+        run(tmp_path / fee, *REMAX, f"environment={{{environment}, arguments: {{fee: {fee}}}}}")
+    (free,), (dear,) = rows(tmp_path / "0.0"), rows(tmp_path / "0.5")
+    assert dear["reward/mean"] == pytest.approx(free["reward/mean"] + 0.5)
+    assert [dear[name] for name in ADVANTAGES] == pytest.approx([free[name] for name in ADVANTAGES])
+
+
 def test_rollout_correction_reports_weights_and_changes_the_update(run: Run, rows: Rows, tmp_path: Path) -> None:
     correction = "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, self_normalize: true, reject_kl: 1.0}"
     run(tmp_path / "run", *SHORT, correction)

@@ -39,6 +39,16 @@ def test_running_moments_are_those_of_everything_seen() -> None:
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 
 
+def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
+    # 2 * 1 - 0.5 = 1.5, less the mean of 2 and 6, over their deviation of 2: -1.25.
+    config = ShapingConfig(scale=2.0, overlong=OverlongConfig(buffer_tokens=10), normalization="step")
+    shaped = shape_rewards([1.0, 3.0], lengths=[1, 1], max_tokens=20, config=config, moments=RewardMoments(), baselines=[(1.0, 15)])
+    assert shaped.rewards == pytest.approx([-1.0, 1.0])
+    assert shaped.baselines == pytest.approx([-1.25])
+    assert shaped.moments.count == 2.0
+    assert shaped.metrics["reward/overlong_share"] == 0.0
+
+
 def test_no_shaping_leaves_scores_as_they_are() -> None:
     assert shape_rewards([0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RewardMoments()).rewards == [0.1, 0.7]
 

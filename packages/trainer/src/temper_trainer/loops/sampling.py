@@ -110,7 +110,8 @@ def sample_rollouts(
         scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
     check_staleness(completions, config=config, version=rooms.publisher.version)
     num_sampled = len(prompts) * group_size
-    baselines = _baselines(config, scores[num_sampled:], num_prompts=len(prompts))
+    compared = talks[num_sampled:]
+    baselines = _baselines(scores[num_sampled:], talks=compared)
     rollouts = [
         Rollout(
             prompt=asked[i],
@@ -121,10 +122,11 @@ def sample_rollouts(
             group_id=first_group + i // group_size,
             sample_id=first + i,
             components=score.components,
-            baseline=baselines[i // group_size],
+            baseline=baselines[i // group_size] if baselines else None,
+            baseline_tokens=len(compared[i // group_size].tokens) if compared else 0,
         )
         for i, score in enumerate(scores[:num_sampled])
-        if score.reward is not None and (config.algorithm.advantage != "remax" or baselines[i // group_size] is not None)
+        if score.reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
     if not rollouts:
         raise BatchError(f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function.")
@@ -147,23 +149,28 @@ def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
     }
 
 
-def _baselines(config: TrainerConfig, scores: Sequence[Score], *, num_prompts: int) -> list[float | None]:
-    """Reward of each prompt's greedy completion; a prompt whose own failed is left out whole."""
-    return [score.reward for score in scores] if config.algorithm.advantage == "remax" else [None] * num_prompts
+def _baselines(scores: Sequence[Score], *, talks: Sequence[Conversation]) -> list[float | None]:
+    """Reward of each prompt's greedy completion, where there are some; a prompt whose own failed is left out whole."""
+    return [None if score.reward is None else score.reward + talk.reward for score, talk in zip(scores, talks, strict=True)]
 
 
 def _shape(
     config: TrainerConfig, rollouts: list[Rollout], *, moments: RewardMoments
 ) -> tuple[list[Rollout], RewardMoments, dict[str, float]]:
-    """The rollouts with rewards in place of scores."""
+    """The rollouts with rewards in place of scores, and their baselines with them."""
     shaped = shape_rewards(
         [rollout.reward for rollout in rollouts],
         lengths=[rollout.num_tokens for rollout in rollouts],
         max_tokens=config.longest_completion,
         config=config.reward.shaping,
         moments=moments,
+        baselines=[(rollout.baseline, rollout.baseline_tokens) for rollout in rollouts if rollout.baseline is not None],
     )
-    made = [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, shaped.rewards, strict=True)]
+    baselines = iter(shaped.baselines)
+    made = [
+        replace(rollout, reward=reward, baseline=None if rollout.baseline is None else next(baselines))
+        for rollout, reward in zip(rollouts, shaped.rewards, strict=True)
+    ]
     return made, shaped.moments, shaped.metrics
 
 

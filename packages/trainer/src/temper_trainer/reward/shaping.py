@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from temper_trainer.config.shaping import OverlongConfig, ShapingConfig
 
@@ -53,6 +53,8 @@ class Shaped:
     """For the next step."""
     metrics: dict[str, float]
     """Numbers for the log."""
+    baselines: list[float] = field(default_factory=list)
+    """One per baseline, in their order."""
 
 
 def overlong_penalty(length: int, *, max_tokens: int, config: OverlongConfig) -> float:
@@ -68,7 +70,13 @@ def overlong_penalty(length: int, *, max_tokens: int, config: OverlongConfig) ->
 
 
 def shape_rewards(
-    scores: Sequence[float], *, lengths: Sequence[int], max_tokens: int, config: ShapingConfig, moments: RewardMoments
+    scores: Sequence[float],
+    *,
+    lengths: Sequence[int],
+    max_tokens: int,
+    config: ShapingConfig,
+    moments: RewardMoments,
+    baselines: Sequence[tuple[float, int]] = (),
 ) -> Shaped:
     """Rewards of a step's completions.
 
@@ -78,13 +86,21 @@ def shape_rewards(
         max_tokens: the longest that one may be.
         config: what is done.
         moments: of all rewards before this step.
+        baselines: scores and lengths of completions that rewards are compared with: shaped alike, and counted in no statistics.
     """
-    penalties = [0.0 if config.overlong is None else overlong_penalty(n, max_tokens=max_tokens, config=config.overlong) for n in lengths]
-    raw = [config.scale * score + penalty for score, penalty in zip(scores, penalties, strict=True)]
     low = -math.inf if config.low is None else config.low
     high = math.inf if config.high is None else config.high
-    bounded = [min(max(reward, low), high) for reward in raw]
-    moments = moments.updated(bounded)
+
+    def penalty(length: int) -> float:
+        return 0.0 if config.overlong is None else overlong_penalty(length, max_tokens=max_tokens, config=config.overlong)
+
+    def bounded(score: float, length: int) -> float:
+        return min(max(config.scale * score + penalty(length), low), high)
+
+    penalties = [penalty(length) for length in lengths]
+    rewards = [bounded(score, length) for score, length in zip(scores, lengths, strict=True)]
+    compared = [bounded(score, length) for score, length in baselines]
+    moments = moments.updated(rewards)
     metrics: dict[str, float] = {}
     if config.overlong is not None:
         metrics |= {
@@ -92,7 +108,11 @@ def shape_rewards(
             "reward/overlong_share": sum(penalty < 0 for penalty in penalties) / len(penalties),
         }
     if config.normalization == "none":
-        return Shaped(rewards=bounded, moments=moments, metrics=metrics)
-    yardstick = moments if config.normalization == "running" else RewardMoments().updated(bounded)
-    rewards = [(reward - yardstick.mean) / (yardstick.std + EPSILON) for reward in bounded]
-    return Shaped(rewards=rewards, moments=moments, metrics={**metrics, "reward/std_before_normalization": yardstick.std})
+        return Shaped(rewards=rewards, baselines=compared, moments=moments, metrics=metrics)
+    yardstick = moments if config.normalization == "running" else RewardMoments().updated(rewards)
+    metrics["reward/std_before_normalization"] = yardstick.std
+
+    def normalised(values: list[float]) -> list[float]:
+        return [(value - yardstick.mean) / (yardstick.std + EPSILON) for value in values]
+
+    return Shaped(rewards=normalised(rewards), baselines=normalised(compared), moments=moments, metrics=metrics)
