@@ -79,6 +79,12 @@ def test_an_adaptive_controller_follows_the_error_up_to_a_fifth(kl: float, expec
     assert controller.updated(kl=kl, num_samples=100).coef == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_step_whose_kl_is_no_number_leaves_an_adaptive_controller_as_it_was(kl: float) -> None:
+    controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
+    assert controller.updated(kl=kl, num_samples=100) == controller
+
+
 def test_sequence_kl_sums_tokens_and_averages_samples() -> None:
     # (1 + 2) + 4 = 7 over two samples; the first entries are not trained.
     samples = from_sequences([torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)])

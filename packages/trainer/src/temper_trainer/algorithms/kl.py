@@ -1,5 +1,6 @@
 """Estimators of KL(policy, reference) from single log-probs, and the controllers of its weight."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,7 +63,7 @@ class KlController:
 
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
-        if self.target is None:
+        if self.target is None or not math.isfinite(kl):  # such a step's update is skipped; its weight would be no number ever after
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))
