@@ -7,7 +7,10 @@ from temper_trainer.config.run import RoleConfig, TrainerConfig
 
 def derived_sizes(config: TrainerConfig) -> list[str]:
     """One line per fact, in words."""
-    lines = _sft_sizes(config) if config.task in ("sft", "dpo", "rm") else _rl_sizes(config) if config.task in ("rl", "distill") else []
+    if config.task in ("rl", "distill"):
+        lines = _rl_sizes(config)
+    else:
+        lines = [_inference_line(config)] if config.samples else _sft_sizes(config)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]
@@ -28,15 +31,49 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
         shown = stage.total_steps * stage.batch_size
         lines.append(f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = {shown:,} demonstrations")
     noun = "update" if updates == 1 else "updates"
-    length = config.data.max_prompt_tokens + config.sampling.max_tokens
     lines.append(f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}")
     lines.append(f"an update: {per_update:,.6g} completions")
     if config.run.total_epochs is None:
         lines.append(f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates")
     else:
         lines.append(_epochs_line(config.run.total_epochs))
-    lines.append(f"a sample: at most {config.data.max_prompt_tokens:,} + {config.sampling.max_tokens:,} = {length:,} tokens")
-    return lines
+    length = config.data.max_prompt_tokens + config.longest_completion
+    lines.append(f"a sample: at most {config.data.max_prompt_tokens:,} + {config.longest_completion:,} = {length:,} tokens")
+    lines.append(f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}")
+    return [*lines, *_sampled_besides(config, completions=completions)]
+
+
+def _sampled_besides(config: TrainerConfig, *, completions: int) -> list[str]:
+    """Turns, and completions that a step makes and does not train on."""
+    found, prompts, group_size = [], config.batching.prompts_per_step, config.algorithm.group_size
+    environment, dynamic = config.environment, config.algorithm.dynamic_sampling
+    if environment is not None:
+        found.append(
+            f"a rollout: at most {environment.max_turns} completions of {config.sampling.max_tokens:,} tokens each, and answers of "
+            f"{environment.max_observation_tokens:,} between them"
+        )
+    if config.task == "rl" and config.algorithm.advantage == "remax":
+        found.append(f"besides: {prompts:,} greedy completions a step, which are compared with and not trained on")
+    if config.task == "rl" and dynamic is not None:
+        asked = dynamic.prompts_per_round or prompts
+        found.append(
+            f"dynamic sampling: at most {dynamic.max_rounds} rounds of {asked:,} prompts x {group_size} = "
+            f"{dynamic.max_rounds * asked * group_size:,} completions a step, of which {completions:,} are trained on"
+        )
+    return found
+
+
+def _inference_line(config: TrainerConfig) -> str:
+    """Of tasks eval and generate; how many prompts there are is known when they have been read."""
+    is_eval = config.task == "eval"
+    longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
+    longest = longest if config.environment is None else config.environment.longest(longest)
+    count = 1 if is_eval else config.generate.num_completions
+    prompt, noun = config.data.max_prompt_tokens, "completion" if count == 1 else "completions"
+    return (
+        f"a {'problem' if is_eval else 'prompt'}: {count} {noun} of at most {prompt:,} + {longest:,} = {prompt + longest:,} tokens, the "
+        "prompt included"
+    )
 
 
 def _sft_sizes(config: TrainerConfig) -> list[str]:
