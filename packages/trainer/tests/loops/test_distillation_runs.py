@@ -62,5 +62,7 @@ def test_distillation_is_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> No
 
 
 def test_a_prompt_whose_route_has_no_teacher_is_named(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a prompt has the route '', but the teachers' routes are one, two: set data\.train\.route_key"):
-        run(tmp_path / "run", *SHORT, "algorithm=distill", *TWO, "data.train.route_key=null")
+    with pytest.raises(
+        ConfigError, match=r"a prompt has the route 'two', but the teachers' routes are one, three: set data\.train\.route_key"
+    ):
+        run(tmp_path / "run", *SHORT, "algorithm=distill", *TWO, "teachers.mixer.route=three")

@@ -75,6 +75,11 @@ def _placement_problems(config: "TrainerConfig") -> Iterator[str]:
     taken = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None} | {config.rollout.pool: "rollout.pool"}
     if config.reward.model is not None:
         taken[config.reward.model.pool] = "reward.model.pool"
+    if len(config.teachers) > 1 and config.data.train.route_key is None:
+        yield (
+            f"there are {len(config.teachers)} teachers, but data.train.route_key is not set, so nothing says who teaches which prompt: "
+            "set it to the field of a row that names the teacher, or its route."
+        )
     routes: dict[str, str] = {}
     for name, teacher in config.teachers.items():
         if config.runtime.kind == "ray" and teacher.pool in taken:

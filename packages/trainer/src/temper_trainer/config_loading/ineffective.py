@@ -250,6 +250,8 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
             kept = (f"{key}.engine.model.path", f"{key}.engine.model.trust_remote_code", f"{key}.engine.precision.compute")
             reason = f"with {key}.backend vllm, which reads only {', '.join(kept)}: remove it"
             yield Rule(keys=(f"{key}.engine",), but=kept, applies=lambda _: True, reason=reason)
+        if config.runtime.kind == "inline":
+            yield _always((f"{key}.pool",), "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray")
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
             yield _always((f"{key}.devices",), f"with {why}: it is for backend vllm and runtime.kind inline. Remove it")
