@@ -1,7 +1,10 @@
 """A small real run with the calculator: the policy calls it, its answers are read and not trained."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from temper_trainer.loops import RunResult
 
@@ -12,6 +15,8 @@ CALCULATOR = (
     "max_observation_tokens: 8}"
 )
 
+FILES = {"eval": "samples.jsonl", "generate": "completions.jsonl"}
+
 
 def test_a_policy_is_trained_on_rollouts_with_a_calculator(run: Run, rows: Rows, tmp_path: Path) -> None:
     # The warm start shows calls; a few updates teach their form.
@@ -20,3 +25,21 @@ def test_a_policy_is_trained_on_rollouts_with_a_calculator(run: Run, rows: Rows,
     assert sum(row["tool/calls"] for row in found) > 0
     assert max(row["rollout/turns_max"] for row in found) > 1
     assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in found), "trained is what the policy wrote, and only that"
+
+
+def test_what_an_environment_gives_is_in_every_reward_that_is_told(run: Run, rows: Rows, tmp_path: Path) -> None:
+    lean = ("warm_start=null", "run.num_table_rows=8", "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1}")
+    told = {}
+    for fee in (0.0, 0.5):
+        scored, written = tmp_path / f"eval-{fee}", tmp_path / f"generate-{fee}"
+        run(scored, *lean, f"environment.arguments.fee={fee}", "task=eval")
+        run(written, *lean, f"environment.arguments.fee={fee}", "task=generate")
+        lines = [
+            json.loads(line)
+            for file in ("eval", "generate")
+            for line in (tmp_path / f"{file}-{fee}" / FILES[file]).read_text().splitlines()
+        ]
+        means = [*rows(scored, phase="eval"), *rows(written, phase="generate")]
+        told[fee] = [line["reward"] for line in lines] + [means[0]["eval/greedy/reward"], means[1]["generate/reward"]]
+    assert len(told[0.0]) > 2
+    assert told[0.5] == pytest.approx([reward + 0.5 for reward in told[0.0]])

@@ -7,7 +7,7 @@ from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.turns import all_tokens, complete
+from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.log import SampleRow
 from temper_trainer.progress import part
 from temper_trainer.types import Prompt, SamplingRequest
@@ -38,10 +38,11 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
         talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)), tokens=all_tokens(talks))
-    rewards = [score.reward + talk.reward for score, talk in zip(scores, talks, strict=True) if score.reward is not None]
+    found = rewards_of(scores, talks=talks)
+    rewards = [reward for reward in found if reward is not None]
     rows = [
-        SampleRow(prompt=p.text, completion=t, answer=p.answer, reward=s.reward if s.reward is not None else float("nan"))
-        for p, t, s in list(zip(prompts, texts, scores, strict=True))[: run.num_table_rows]
+        SampleRow(prompt=p.text, completion=t, answer=p.answer, reward=float("nan") if reward is None else reward)
+        for p, t, reward in list(zip(prompts, texts, found, strict=True))[: run.num_table_rows]
     ]
     mean = sum(rewards) / len(rewards) if rewards else float("nan")
     return Evaluation(name=name, mean_reward=mean, num_scored=len(rewards), rows=rows)

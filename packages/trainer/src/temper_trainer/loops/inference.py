@@ -13,7 +13,7 @@ from temper_trainer.environment.opening import environment_maker
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.turns import all_tokens, complete
+from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.log import RunLog
 from temper_trainer.progress import part
 from temper_trainer.reward.scoring import Scorer
@@ -73,6 +73,7 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
         talks, metrics = complete(rooms, requests, prompts=asked)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
+    told = rewards_of(scores, talks=talks)
     lines = [
         json.dumps(
             {
@@ -80,19 +81,19 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
                 "prompt": prompt.text,
                 "completion": text,
                 "answer": prompt.answer,
-                "reward": score.reward,
+                "reward": reward,
                 "tokens": [list(completion.tokens) for completion in talk.completions],
                 "logprobs": [list(completion.rollout_logprobs) for completion in talk.completions],
                 "finish_reason": talk.completions[-1].finish_reason.value,
             },
             ensure_ascii=False,
         )
-        for prompt, talk, text, score in zip(asked, talks, texts, scores, strict=True)
+        for prompt, talk, text, reward in zip(asked, talks, texts, told, strict=True)
     ]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
-    rewards = [score.reward for score in scores if score.reward is not None]
+    rewards = [reward for reward in told if reward is not None]
     found = {
         "generate/completions": float(len(lines)),
         "generate/reward": sum(rewards) / len(rewards) if rewards else float("nan"),

@@ -12,10 +12,10 @@ from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
-from temper_trainer.loops.turns import Conversation, all_tokens, complete
+from temper_trainer.loops.turns import Conversation, all_tokens, complete, rewards_of
 from temper_trainer.progress import part
 from temper_trainer.reward.shaping import RewardMoments, shape_rewards
-from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
+from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,23 +110,24 @@ def sample_rollouts(
         scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
     check_staleness(completions, config=config, version=rooms.publisher.version)
     num_sampled = len(prompts) * group_size
-    compared = talks[num_sampled:]
-    baselines = _baselines(scores[num_sampled:], talks=compared)
+    rewards, compared = rewards_of(scores, talks=talks), talks[num_sampled:]
+    # Of each prompt's greedy completion, where there are some; a prompt whose own failed is left out whole.
+    baselines = rewards[num_sampled:]
     rollouts = [
         Rollout(
             prompt=asked[i],
             completion=talks[i].completions[0],
             turns=tuple(talks[i].turns),
             text=texts[i],
-            reward=score.reward + talks[i].reward,
+            reward=reward,
             group_id=first_group + i // group_size,
             sample_id=first + i,
-            components=score.components,
+            components=scores[i].components,
             baseline=baselines[i // group_size] if baselines else None,
             baseline_tokens=len(compared[i // group_size].tokens) if compared else 0,
         )
-        for i, score in enumerate(scores[:num_sampled])
-        if score.reward is not None and (not baselines or baselines[i // group_size] is not None)
+        for i, reward in enumerate(rewards[:num_sampled])
+        if reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
     if not rollouts:
         raise BatchError(f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function.")
@@ -147,11 +148,6 @@ def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
         "rollout/length_max": float(max(lengths)),
         "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions) / len(completions),
     }
-
-
-def _baselines(scores: Sequence[Score], *, talks: Sequence[Conversation]) -> list[float | None]:
-    """Reward of each prompt's greedy completion, where there are some; a prompt whose own failed is left out whole."""
-    return [None if score.reward is None else score.reward + talk.reward for score, talk in zip(scores, talks, strict=True)]
 
 
 def _shape(

@@ -10,7 +10,7 @@ from temper_trainer.environment.protocol import Environment, MakeEnvironment
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.rollout.sampler import Sampler
-from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest, Turn
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest, Score, Turn
 
 MAX_THREADS = 16
 """Tools that run at once."""
@@ -55,6 +55,11 @@ class Conversation:
         else:
             self.turns.append(Turn(observation=self.pending, completion=completion))
         self.pending = ()
+
+
+def rewards_of(scores: Sequence[Score], *, talks: Sequence[Conversation]) -> list[float | None]:
+    """Of each rollout, its score and what its environment gave; None where the score failed."""
+    return [None if score.reward is None else score.reward + talk.reward for score, talk in zip(scores, talks, strict=True)]
 
 
 def all_tokens(talks: Sequence[Conversation]) -> list[list[int]]:
