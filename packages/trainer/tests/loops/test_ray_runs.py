@@ -13,6 +13,7 @@ from temper_trainer.loops import step as step_page
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.step import StepResult, rl_step
 from temper_trainer.runtime.group import WorkerError
+from temper_trainer.runtime.teachers import EngineTeacher
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 pytestmark = pytest.mark.ray
@@ -103,3 +104,43 @@ def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
+
+
+MODEL = (
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, "
+    "max_position_embeddings: 256}"
+)
+TAUGHT = (
+    *ON_RAY,
+    "algorithm=distill",
+    f"teachers.t.engine.model.architecture={MODEL}",
+    "teachers.t.engine.precision.compute=fp32",
+    "teachers.t.engine.device=cpu",
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.total_steps=3",
+)
+
+
+@pytest.mark.nightly
+def test_a_teacher_on_an_engine_whose_process_is_killed_is_named_and_the_step_before_is_saved(
+    run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_that_loses_the_teacher(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+        assert rooms.teachers is not None
+        teacher = rooms.teachers.teachers["t"]
+        assert isinstance(teacher, EngineTeacher)
+        if step == 3:
+            (victim,) = teacher._replicas[0].run(process_id, [()])
+            os.kill(victim, signal.SIGKILL)
+        return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_page, "rl_step", step_that_loses_the_teacher)
+    with pytest.raises(WorkerError, match=r"teacher\.t\.0: .*the worker of rank 0 died"):
+        run(tmp_path / "killed", *TAUGHT)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    run(tmp_path / "killed", *TAUGHT, "run.resume=auto")
+    run(tmp_path / "whole", *TAUGHT)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole"), "steps 1 and 2 were saved although run.save_every is 0"
