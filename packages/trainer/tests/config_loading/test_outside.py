@@ -1,5 +1,6 @@
 import json
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -133,7 +134,16 @@ def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(there: 
         with pytest.raises(ConfigError) as caught:
             check_libraries(config)
         assert str(caught.value).startswith(sentence)
-    check_libraries(load([*there, "rollout=vllm", "runtime.rollout_python=/opt/servers/bin/python"]).config)
+    check_libraries(load([*there, "rollout=vllm", f"runtime.rollout_python={sys.executable}"]).config)
+
+
+@pytest.mark.parametrize("asks", ["rollout=vllm", "+teachers.t.backend=vllm"])
+def test_interpreter_of_the_servers_that_is_not_there_is_missed_before_the_run(there: list[str], tmp_path: Path, asks: str) -> None:
+    taught = [f"+teachers.t.engine.model.path={tmp_path}/model"] if "teachers" in asks else []
+    config = load([*there, asks, *taught, "runtime.rollout_python=/nowhere/python"]).config
+    check_outside(config)
+    with pytest.raises(ConfigError, match=r"runtime\.rollout_python is /nowhere/python, but nothing that can be run lies there"):
+        check_libraries(config)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")

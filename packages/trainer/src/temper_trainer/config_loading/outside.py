@@ -1,6 +1,7 @@
 """What a configuration refers to outside itself: files, folders, model directories, libraries, the reward function; without torch."""
 
 import importlib.util
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +41,21 @@ def check_libraries(config: TrainerConfig) -> None:
     """Refuse a run that would ask for an extra late, after its warm start; a check may be made on a machine without it.
 
     Raises:
-        ConfigError: Ray or vLLM is not installed.
+        ConfigError: Ray or vLLM is not installed, or the interpreter that should have it is not there.
     """
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
             raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.")
         return  # its servers may be on other machines
-    # Another interpreter is asked when its servers start.
-    if config.samples and config.rollout.sampler == "vllm" and config.runtime.rollout_python is None and not _is_installed("vllm"):
+    serves = config.samples and config.rollout.sampler == "vllm"
+    python = config.runtime.rollout_python
+    # What another interpreter has installed is asked when its servers start.
+    if python is not None and shutil.which(python) is None and (serves or any(t.backend == "vllm" for t in config.teachers.values())):
+        raise ConfigError(
+            f"runtime.rollout_python is {python}, but nothing that can be run lies there: give the interpreter of an environment with "
+            "vLLM, such as rollout-env/bin/python."
+        )
+    if serves and python is None and not _is_installed("vllm"):
         raise ConfigError(
             "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
             "environment that has it in runtime.rollout_python."
