@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.errors import BatchError
+from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.loops import RunResult
 
 Run = Callable[..., RunResult]
@@ -45,6 +45,13 @@ def test_remax_counts_what_the_environment_gave_the_greedy_completion(run: Run, 
     (free,), (dear,) = rows(tmp_path / "0.0"), rows(tmp_path / "0.5")
     assert dear["reward/mean"] == pytest.approx(free["reward/mean"] + 0.5)
     assert [dear[name] for name in ADVANTAGES] == pytest.approx([free[name] for name in ADVANTAGES])
+
+
+def test_gdpo_which_would_lose_an_environments_reward_says_so(run: Run, tmp_path: Path) -> None:
+    parts = ("algorithm=gdpo", "~reward.function", "reward.components={exact_match: 1.0}")
+    environment = "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, arguments: {fee: 0.5}}"
+    with pytest.raises(ConfigError, match=r"gdpo learns from reward\.components alone.*gave rewards of its own, 0\.5 for example"):
+        run(tmp_path / "run", *SHORT, *parts, environment)
 
 
 def test_rollout_correction_reports_weights_and_changes_the_update(run: Run, rows: Rows, tmp_path: Path) -> None:

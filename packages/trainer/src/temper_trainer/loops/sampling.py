@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from temper_engine_api.errors import BatchError
+from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.groups import group_statistics
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
@@ -110,6 +110,7 @@ def sample_rollouts(
         scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
     check_staleness(completions, config=config, version=rooms.publisher.version)
     num_sampled = len(prompts) * group_size
+    _check_components(config, talks)
     rewards, compared = rewards_of(scores, talks=talks), talks[num_sampled:]
     # Of each prompt's greedy completion, where there are some; a prompt whose own failed is left out whole.
     baselines = rewards[num_sampled:]
@@ -148,6 +149,16 @@ def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
         "rollout/length_max": float(max(lengths)),
         "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions) / len(completions),
     }
+
+
+def _check_components(config: TrainerConfig, talks: Sequence[Conversation]) -> None:
+    """Refuse rewards of an environment where nobody reads them."""
+    given = next((talk.reward for talk in talks if talk.reward), None)
+    if config.algorithm.advantage == "gdpo" and given is not None:
+        raise ConfigError(
+            f"algorithm.advantage gdpo learns from reward.components alone, but the environment gave rewards of its own, {given:g} for "
+            "example, which would be lost: let a reward function among the components give them, or take another algorithm.advantage."
+        )
 
 
 def _shape(
