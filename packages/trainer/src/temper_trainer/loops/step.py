@@ -21,6 +21,7 @@ from temper_trainer.algorithms.mismatch import SQUARES, effective_sample_share, 
 from temper_trainer.algorithms.objectives import needs_old_logprobs
 from temper_trainer.algorithms.reweight import drawn_again
 from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
+from temper_trainer.algorithms.turns import discounted_by_turn
 from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
 from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
@@ -228,7 +229,7 @@ def _over_turns(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> Ten
     environment = rooms.config.environment
     if environment is None or environment.turn_discount == 1.0 or TURNS_AFTER not in samples.columns:
         return advantages
-    return advantages * environment.turn_discount ** samples.columns[TURNS_AFTER]
+    return discounted_by_turn(advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount)
 
 
 def _with_teacher_reward(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> tuple[Tensor, dict[str, float]]:
