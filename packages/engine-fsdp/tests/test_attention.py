@@ -37,6 +37,16 @@ FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral-window": {"model_type": "mistral", "sliding_window": 4},
     "gemma": {"model_type": "gemma"},
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+    },
 }
 
 

@@ -59,7 +59,7 @@ def sdpa_varlen_forward(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        parts.append(out.transpose(1, 2).reshape(bucket.num_rows, *columns[0].shape[1:]))
+        parts.append(out.transpose(1, 2).flatten(0, 1))  # values may be narrower than queries
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     return collect(rows, packing)[None].to(given), None
 

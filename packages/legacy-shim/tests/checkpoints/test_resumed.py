@@ -51,6 +51,7 @@ class Old:
 MIXTURE = Old(name="v0.7.1_fsdp1-dsv3-buffer-bf16_ws2")
 nightly = pytest.mark.nightly
 KINDS = [
+    pytest.param(MIXTURE, id="mixture-fsdp1"),
     pytest.param(Old(name="v0.4.1_fsdp1-actor-tied_ws2"), id="actor-fsdp1", marks=nightly),
     pytest.param(Old(name="v0.7.1_fsdp2-actor-untied_ws2"), id="actor-fsdp2", marks=nightly),
     pytest.param(Old(name="v0.6.1_fsdp2-sft-untied_ws2"), id="sft-fsdp2", marks=nightly),
