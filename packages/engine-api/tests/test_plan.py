@@ -147,6 +147,11 @@ def test_the_cap_counts_the_padding() -> None:
         plan_mini_batch([60], dp_size=1, max_tokens=63, constraints=PlanConstraints(token_multiple=32))
 
 
+def test_the_smallest_padding_is_named_too() -> None:
+    with pytest.raises(PlanError, match=r"a micro-batch may hold 3, counted in multiples of 2: "):
+        plan_mini_batch([3], dp_size=1, max_tokens=3, constraints=PlanConstraints(token_multiple=2))
+
+
 def test_no_sequences_is_an_error() -> None:
     with pytest.raises(PlanError, match="0 sequences over 2 ranks"):
         plan_mini_batch([], dp_size=2, max_tokens=64)
@@ -235,6 +240,18 @@ def test_without_a_seed_the_order_is_kept() -> None:
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_without_a_seed_a_group_goes_where_its_middle_lies() -> None:
+    # Half of 11 is 5.5, and the second group's middle is at 4 + 4 / 2 = 6.
+    parts = split_mini_batches([0] * 4 + [1] * 4 + [2] * 3, num_mini_batches=2, seed=None)
+    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+
+
+def test_without_a_seed_small_groups_in_front_leave_no_mini_batch_out() -> None:
+    # A third of 12 is 4, which the first two groups do not reach; they are cut off because 3 groups are to fill 3 mini-batches.
+    parts = split_mini_batches([0, 1] + [2] * 10, num_mini_batches=3, seed=None)
+    assert parts == [[0], [1], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
 def test_an_atom_that_spans_groups_joins_them() -> None:
     parts = split_mini_batches([0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, atom_ids=[0, 7, 7, 3, 4, 5])
     assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
@@ -249,6 +266,12 @@ def test_the_description_counts_what_the_plan_holds() -> None:
     table = describe(plan_mini_batch([10, 20, 30], dp_size=2, max_tokens=64), [10, 20, 30])
     assert [line.split() for line in table.splitlines()[1:3]] == [["0", "1", "30", "30", "1.000"], ["1", "2", "30", "30", "1.000"]]
     assert "1 micro-batches on each of 2 ranks" in table
+
+
+def test_costs_are_linear_and_quadratic_in_the_length() -> None:
+    # 1 + 2 * 1 = 3 and 3 + 2 * 9 = 21: a quarter and seven quarters of their mean, 12.
+    table = describe(plan_mini_batch([1, 3], dp_size=2, max_tokens=3), [1, 3], cost=CostModel(linear=1, quadratic=2))
+    assert sorted(line.split()[-1] for line in table.splitlines()[1:3]) == ["0.250", "1.750"]
 
 
 def test_100k_sequences_are_planned_in_seconds() -> None:
