@@ -25,7 +25,7 @@ from temper_legacy_shim.checkpoints.dtypes import (
     to_float32,
 )
 
-BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 20
 """What is held of a tensor at once: casts, hashing and comparing find it in the processor's cache. A single row may be larger."""
 
 Shape = tuple[int, ...]
