@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.errors import WeightError
@@ -66,9 +67,14 @@ def pack_buckets(stream: Iterable[NamedWeight], *, bucket_bytes: int = DEFAULT_B
         if held and size + weight_bytes > bucket_bytes:
             yield _bucket(held, index=index, is_last=False)
             held, size, index = [], 0, index + 1
-        held.append(NamedWeight(weight.name, weight.tensor.detach().to("cpu", copy=True).contiguous()))
+        held.append(NamedWeight(weight.name, own_copy(weight.tensor)))
         size += weight_bytes
     yield _bucket(held, index=index, is_last=True)
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, in memory of its own; copied once, whatever its strides."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def unpack_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedWeight]:

@@ -221,6 +221,8 @@ def send_set(
     channel = _channels[f"{spec.address}:{spec.port}"]
     entries = tuple(parcel.entries for parcel in layout)
     held: list[tuple[Tensor, ...]] = []
+    if key is not None:
+        forget_held(worker, key)  # an earlier set would stay until this one is complete: the model twice
     with worker.export_weights() as stream:
         for (part, expected), parcel in zip(in_step(stream, entries, bucket_bytes=bucket_bytes), layout, strict=True):
             data = channel.buffer(parcel.num_bytes)

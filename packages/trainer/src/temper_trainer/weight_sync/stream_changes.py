@@ -17,7 +17,7 @@ from temper_trainer.rollout.changes import (
     size_of,
 )
 from temper_trainer.rollout.parcels import cut, digest_of, layout_of
-from temper_trainer.weight_sync.buckets import ExportsWeights
+from temper_trainer.weight_sync.buckets import ExportsWeights, own_copy
 from temper_trainer.weight_sync.held import HeldSet, drain, forget_held, hold, in_step, take_held
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent, Transport
 
@@ -84,11 +84,12 @@ def keep_set(worker: ExportsWeights, key: str, bucket_bytes: int, version: int) 
     if not worker.is_first:
         drain(worker)
         return
+    forget_held(worker, key)  # an earlier set would stay until this one is complete: the model twice
     entries, tensors = [], []
     with worker.export_weights() as stream:
         for part in cut(stream, bucket_bytes=bucket_bytes):
             entries.append(layout_of(part)[0])
-            tensors.append(tuple(weight.tensor.detach().to("cpu", copy=True).contiguous() for weight in part))
+            tensors.append(tuple(own_copy(weight.tensor) for weight in part))
     hold(key, HeldSet(version=version, entries=tuple(entries), tensors=tuple(tensors)))
 
 

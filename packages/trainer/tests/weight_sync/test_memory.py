@@ -1,0 +1,185 @@
+"""A tensor larger than a bucket is in a process once beside source and target: packing, sending and loading are measured."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
+from temper_trainer.weight_sync.buckets import pack_buckets, unpack_buckets
+from temper_trainer.weight_sync.held import forget_held
+from temper_trainer.weight_sync.shared_memory import write_set
+from temper_trainer.weight_sync.stream_changes import keep_set
+
+from .test_collective import Actor, Worker, transport_between
+
+BUCKET = 16 << 20
+"""Bytes; above what a checksum computes at once, which is bounded however large a bucket is."""
+WIDE = 5 * BUCKET
+"""Of the one tensor that is larger than a bucket."""
+ONCE = WIDE + 2 * BUCKET
+"""One copy of it, and two buckets; two copies would be 10 buckets."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive after any operation of this thread, of those that it made."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and count."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                if reference.cdata not in self._given:
+                    self._alive[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
+        self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._alive.values()))
+        return found
+
+
+def weights() -> dict[str, Tensor]:
+    return {"small": torch.ones(256), "wide": torch.rand(1024, WIDE // 4096), "last": torch.ones(BUCKET // 8)}
+
+
+def transposed() -> dict[str, Tensor]:
+    return {"wide": torch.rand(1024, WIDE // 4096).t(), "last": torch.ones(16)}
+
+
+def stream(source: dict[str, Tensor]) -> Iterator[NamedWeight]:
+    return (NamedWeight(name, tensor) for name, tensor in source.items())
+
+
+def load(arriving: Iterator[NamedWeight], target: dict[str, Tensor]) -> None:
+    for name, tensor in arriving:
+        target[name].copy_(tensor)
+
+
+class Rank:
+    """A training worker, in this process."""
+
+    is_first = True
+
+    def __init__(self, source: dict[str, Tensor]) -> None:
+        self._source = source
+
+    def export_weights(self) -> WeightStream:
+        """All of them, as views of the source."""
+        return WeightStream(stream(self._source))
+
+
+def same(source: dict[str, Tensor], target: dict[str, Tensor]) -> bool:
+    return all(target[name].equal(tensor) for name, tensor in source.items())
+
+
+def test_two_copies_are_seen() -> None:
+    source = torch.rand(WIDE // 4)
+    with LiveBytes(source) as live:
+        first = source.clone()
+        del first
+        once = live.peak
+        kept = [source.clone(), source.clone()]
+    assert (once, live.peak, len(kept)) == (WIDE, 2 * WIDE, 2)
+
+
+@pytest.mark.parametrize("make", [weights, transposed])
+def test_a_wide_tensor_is_copied_once_in_one_process(make: Callable[[], dict[str, Tensor]]) -> None:
+    source = make()
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    with LiveBytes(*source.values(), *target.values()) as live:
+        load(unpack_buckets(pack_buckets(stream(source), bucket_bytes=BUCKET)), target)
+    assert WIDE <= live.peak <= ONCE
+    assert same(source, target)
+
+
+@pytest.mark.parametrize("make", [weights, transposed])
+def test_a_wide_tensor_is_written_once_into_shared_memory_and_read_from_there(
+    make: Callable[[], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    source = make()
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    with LiveBytes(*source.values()) as sending:
+        parcels = write_set(Rank(source), str(tmp_path / "set"), BUCKET, True)
+    gc.collect()
+    with LiveBytes(*target.values()) as receiving:
+        for parcel in parcels:
+            data = open_parcel(parcel)
+            check_digest(data, parcel)
+            load(named_weights(data, parcel), target)
+    # Here the pages of the file are counted on both sides, though they are the same memory.
+    assert WIDE <= sending.peak <= ONCE
+    assert WIDE <= receiving.peak <= ONCE
+    assert same(source, target)
+
+
+class Receiver(Worker):
+    """The other end of a channel, which loads every bucket into its target as it comes."""
+
+    def __init__(self, target: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.target = target
+        self.live = LiveBytes(*target.values())
+
+    def join_channel(self, plain: dict[str, object]) -> None:
+        """Open this end."""
+        with self.live:
+            super().join_channel(plain)
+
+    def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
+        """Every bucket."""
+        self.version = version
+        with self.live:
+            for parcel in layout:
+                load(named_weights(self._channel.receive(parcel), parcel), self.target)
+
+
+def test_a_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:
+    actor = Actor()
+    actor.weights = weights()
+    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in actor.weights.items()})
+    with LiveBytes(*actor.weights.values()) as sending:
+        transport = transport_between(actor, receiver, bucket_bytes=BUCKET)
+        for version in (1, 2):
+            transport.send(version)
+    transport.close()
+    assert WIDE <= sending.peak <= ONCE
+    assert WIDE <= receiver.live.peak <= ONCE
+    assert same(actor.weights, receiver.target)
+
+
+def test_a_set_that_is_kept_for_changes_is_not_beside_the_one_before() -> None:
+    actor = Actor()
+    actor.weights = weights()
+    total = sum(tensor.nbytes for tensor in actor.weights.values())
+    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in actor.weights.items()})
+    with LiveBytes(*actor.weights.values()) as sending:
+        transport = transport_between(actor, receiver, bucket_bytes=BUCKET, max_share=0.25)
+        transport.send(1)
+        receiver.version = -1  # as one that was started again: the whole set is sent once more
+        transport.send(2)
+    transport.close()
+    # The kept set, whose tensors lie where they were received, and the channel's buffer.
+    assert total + WIDE <= sending.peak <= total + ONCE
+
+
+def test_a_set_that_is_kept_for_a_sampler_is_not_beside_the_one_before() -> None:
+    source = transposed()
+    rank = Rank(source)
+    with LiveBytes(*source.values()) as live:
+        for version in (1, 2):
+            keep_set(rank, "memory", BUCKET, version)
+    forget_held(rank, "memory")
+    assert WIDE <= live.peak <= ONCE
