@@ -79,3 +79,26 @@ def test_critic_settings_without_a_critic_name_the_group() -> None:
 
 def test_reference_settings_without_a_reference_name_the_group() -> None:
     assert "ref.engine.device has no effect without a ref: add ref=frozen" in refusal("ref.engine.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("teachers.math.colocated", "shares devices"),
+        ("teachers.math.colocate", "shares devices"),
+        ("teachers.math.sleep", "sleeps"),
+        ("teachers.math.sleep_level", "sleeps"),
+        ("teachers.math.enable_sleep_mode", "sleeps"),
+        ("teachers.math.vllm.enable_sleep_mode", "sleeps"),
+        ("teachers.math.free_cache_engine", "sleeps"),
+    ],
+)
+def test_a_teacher_that_shares_devices_or_sleeps_is_refused_with_the_reason(key: str, kind: str) -> None:
+    text = refusal(f"{key}=true")
+    assert text.startswith(f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains")
+    assert "Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep" in text
+    assert text.endswith("(set by: command line)")
+
+
+def test_a_slip_in_a_teachers_key_still_names_the_nearest() -> None:
+    assert "did you mean teachers.NAME.num_replicas" in refusal("teachers.math.num_replica=2")

@@ -121,6 +121,37 @@ OLD_CONFIG = (
 )
 
 
+SHARES = ("colocated", "colocate", "is_colocated", "enable_colocation", "share_pool")
+"""Names under which other systems let a teacher share the policy's devices; compared without underscores, in any case."""
+SLEEPS = (
+    *("sleep", "sleep_level", "sleep_mode", "enable_sleep", "enable_sleep_mode", "free_cache_engine", "wake_up", "offload"),
+    *("param_offload", "cpu_offload", "offload_to_cpu"),
+)
+"""Names under which they let it sleep, or leave its devices between steps."""
+
+
+def teacher_refusal(key: str) -> str | None:
+    """The sentence that refuses a teacher who shares devices or sleeps, or None where a key asks for neither.
+
+    Args:
+        key: dotted, and of no field.
+    """
+    parts = key.split(".")
+    if parts[0] != "teachers":
+        return None
+    words = {part.replace("_", "").lower() for part in parts[2:]}  # after the teacher's own name
+    if words & {name.replace("_", "") for name in SHARES}:
+        kind = "shares devices"
+    elif words & {name.replace("_", "") for name in SLEEPS}:
+        kind = "sleeps"
+    else:
+        return None
+    return (
+        f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains, so it would have to "
+        "sleep and wake within every step. Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep: remove it."
+    )
+
+
 def removal_of(key: str) -> str | None:
     """The sentence that refuses a removed key, or None where it is not one."""
     for row in REMOVED:

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed import removal_of
+from temper_trainer.config.removed import removal_of, teacher_refusal
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
@@ -25,13 +25,15 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
         ConfigError: one line per key, with its origin.
     """
     wrong = {key: layer.origin for layer in layers for key in layer.leaves if not exists(key, known=known)}
-    problems = [
-        f"{removal_of(key) or f'there is no key {key}: {suggestion(key, known=known)}'} (set by: {origin})" for key, origin in wrong.items()
-    ]
+    problems = [f"{_refusal(key, known=known)} (set by: {origin})" for key, origin in wrong.items()]
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"and {len(problems) - SHOWN} more."]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _refusal(key: str, *, known: Mapping[str, Entry]) -> str:
+    return removal_of(key) or teacher_refusal(key) or f"there is no key {key}: {suggestion(key, known=known)}"
 
 
 def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
