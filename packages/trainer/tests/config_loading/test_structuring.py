@@ -28,7 +28,13 @@ from .conftest import RL
         ("actor.engine.optimizer.betas=[0.9]", "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number."),
         ("actor=5", "actor is 5, but must be a block of keys."),
         ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),
-        ("reward.arguments.x=[1]", "reward.arguments is {'x': [1]}, but must be: mapping."),
+        ("reward.arguments.x=[1]", "reward.arguments.x is [1], but must be: text | whole number | number | true or false | null."),
+        ("reward.components.length=ten", "reward.components.length is 'ten', but must be: number."),
+        ("reward.components=1", "reward.components is 1, but must be: mapping."),
+        (
+            "teachers.math.engine.model.architecture.sizes={a: 1}",
+            "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be: text | whole number | number | true or false | null.",
+        ),
     ],
 )
 def test_value_of_the_wrong_type_is_named_with_what_is_expected(override: str, sentence: str) -> None:
@@ -69,6 +75,16 @@ def test_all_problems_are_listed_at_once() -> None:
         load([*RL, "run.seed=x", "sampling.top_p=2.0", "batching.max_tokens=a"])
     lines = str(caught.value).splitlines()
     assert [line.split()[0] for line in lines] == ["sampling:", "batching.max_tokens", "run.seed"]
+
+
+def test_every_bad_value_of_a_mapping_has_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*RL, "reward.components={a: 1.0, b: two, c: null}", "run.seed=x"])
+    assert set(str(caught.value).splitlines()) == {
+        "reward.components.b is 'two', but must be: number.",
+        "reward.components.c is null, but must be: number.",
+        "run.seed is 'x', but must be: whole number.",
+    }
 
 
 def test_what_must_be_set_is_asked_for() -> None:

@@ -127,11 +127,26 @@ class _ProblemsBelow(ConfigError):
 def _structure_value(value: object, kind: object) -> object:
     read = _read(value, kind)
     if read is _REFUSED:
+        if get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
+            raise _ProblemsBelow(_problems_in(value, get_args(kind)[1]))
         hint = ""
         if isinstance(value, str) and describe_type(kind).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
         raise ConfigError(f"is {_show(value)}, but must be: {describe_type(kind)}.{hint}")
     return read
+
+
+def _problems_in(mapping: dict[object, object], kind: object) -> list[str]:
+    """The values of a mapping that its type does not take, each beginning with its key."""
+    problems = []
+    for key, value in mapping.items():
+        try:
+            _structure_value(value, kind)
+        except _ProblemsBelow as error:
+            problems += [f"{key}.{problem}" for problem in error.problems]
+        except ConfigError as error:
+            problems.append(f"{key} {error}")
+    return problems
 
 
 class _Refused:
