@@ -172,29 +172,38 @@ _DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib
 
 def checksum(data: bytes) -> str:
     """Of what lies in memory, as new files have it."""
-    return f"blake3:{blake3(data).hexdigest()}"
+    return _named(blake3(data))
 
 
 def has_checksum(path: Path, expected: str) -> bool:
     """Whether a file's content has this checksum; of an algorithm that is not known it has none."""
-    algorithm, _, digest = expected.partition(":")
-    made = _DIGESTS.get(algorithm)
-    return made is not None and _digest_of(path, made()) == digest
+    algorithm, _, wanted = expected.partition(":")
+    if algorithm not in _DIGESTS:
+        return False
+    digest = _DIGESTS[algorithm]()
+    _update_with(path, digest)
+    return digest.hexdigest() == wanted
 
 
 def checksum_of(path: Path) -> str:
     """Of a file, as new files have it."""
-    return f"blake3:{_digest_of(path, blake3())}"
+    digest = blake3()
+    _update_with(path, digest)
+    return _named(digest)
 
 
-def _digest_of(path: Path, digest: Digest) -> str:
+def _named(digest: Digest) -> str:
+    """A checksum as new files have it."""
+    return f"blake3:{digest.hexdigest()}"
+
+
+def _update_with(path: Path, digest: Digest) -> None:
     """The file is read in one thread and hashed in another."""
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(file.read, _HASHED_BYTES)
         while data := ahead.result():
             ahead = pool.submit(file.read, _HASHED_BYTES)
             digest.update(data)
-    return digest.hexdigest()
 
 
 def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
@@ -245,7 +254,7 @@ class _HashingWriter:
 
     def checksum(self) -> str:
         """Of everything written."""
-        return f"blake3:{self._digest.hexdigest()}"
+        return _named(self._digest)
 
     def _run(self) -> None:
         while (data := self._queue.get()) is not None:
