@@ -75,7 +75,12 @@ def test_the_base_has_no_gradient_buffers(start):
     ("lora", "sentence"),
     [
         (replace(LORA, target_modules=("q_proj", "embed_tokens")), "takes in model.embed_tokens"),
-        (replace(LORA, target_modules=("query",)), "names no linear layer of this model"),
+        (replace(LORA, target_modules=("query",)), "lora.target_modules names query, but no layer of this model has that name"),
+        (replace(LORA, target_modules=("q_proj", "value")), "lora.target_modules names value, but .*; it has down_proj, .*q_proj"),
+        (replace(LORA, target_modules=("q_proj", "self_attn")), "lora.target_modules names self_attn, but no layer"),
+        (replace(LORA, target_modules="nope.*"), r"lora.target_modules 'nope\.\*' names no linear layer of this model"),
+        (replace(LORA, exclude_modules=("o_proj", "value")), "lora.exclude_modules names value, but no layer of this model has that name"),
+        (replace(LORA, exclude_modules="nope.*"), r"lora.exclude_modules names nope\.\*, but no layer of this model has that name"),
         (replace(LORA, modules_to_save=("lm_head",)), "ties to its other embedding"),
         (replace(LORA, modules_to_save=("norm",)), "trains only the output layer whole"),
     ],

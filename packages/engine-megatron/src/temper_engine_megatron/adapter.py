@@ -5,6 +5,7 @@ The one module that imports peft, whose configuration decides; what is computed 
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class AdapterPlan:
         self.config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
         asked = self.config.target_modules
         _refuse_experts(self.config, modules=modules, joined=joined)
+        _refuse_unmatched(spec, names=(*modules, *others), kinds=_kinds(modules))
         self.experts = _chosen_of(self.config, joined)
         """Of the joined tensors those that are adapted."""
         if asked == "all-linear":
@@ -228,6 +230,22 @@ def _refuse_experts(config: LoraConfig, *, modules: tuple[str, ...], joined: tup
             f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: name in it modules of "
             f"{_told(_kinds(modules))}, and in lora.target_parameters the tensors of experts, of {_told(_tensors_of(joined))}."
         )
+
+
+def _refuse_unmatched(spec: LoraSpec, *, names: tuple[str, ...], kinds: list[str]) -> None:
+    """A name that nothing has, beside one that something has; PEFT would pass over it. A pattern of targets is refused by what it finds."""
+    for key in ("target_modules", "exclude_modules"):
+        asked: str | tuple[str, ...] = getattr(spec, key)
+        if isinstance(asked, str):
+            is_idle = key == "exclude_modules" and asked and not any(re.fullmatch(asked, name) for name in names)
+            unmatched = [asked] if is_idle else []
+        else:
+            unmatched = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in names)]
+        if unmatched:
+            raise ConfigError(
+                f"lora.{key} names {', '.join(unmatched)}, but no layer of this model has that name: remove it, or take another; "
+                f"it has {', '.join(kinds)}."
+            )
 
 
 def _chosen_of(config: LoraConfig, joined: tuple[str, ...]) -> tuple[str, ...]:
