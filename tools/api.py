@@ -1,4 +1,5 @@
-"""What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default.
+"""What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default. Editing the file takes
+nothing back: what it held at the last release is read from that release's tree, where the clone has it.
 
 A line that is gone or reads differently breaks somebody, and so does a new parameter, field or abstract method that must be given.
 Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it in backticks; what is gone needs
@@ -21,6 +22,7 @@ import griffe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.deprecations import Promise, promises
+from tools.releases import git, has_object, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,9 +72,17 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     return {name: sentence for name, sentence in found.items() if _owner(name) not in found or _owner(name) in after}
 
 
-def gone(package: Path) -> dict[str, list[Promise]]:
-    """What the lock has and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
+def promised(package: Path) -> list[str]:
+    """The lines of a package's lock; of a name that the last release's lock has too, as it stood there."""
     lines = (package / LOCK).read_text().splitlines() if (package / LOCK).exists() else []
+    released = _released_lock(package)
+    spoken = {line for line in [*lines, *released] if DEPRECATED.fullmatch(line)}
+    return [*(_by_name(lines) | _by_name(released)).values(), *sorted(spoken)]
+
+
+def gone(package: Path) -> dict[str, list[Promise]]:
+    """What was promised and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
+    lines = promised(package)
     spoken = [Promise(place=LOCK, **found.groupdict()) for line in lines if (found := DEPRECATED.fullmatch(line))]
     return {
         name: [promise for promise in spoken if _speaks_of(promise.what, name)]
@@ -82,15 +92,15 @@ def gone(package: Path) -> dict[str, list[Promise]]:
 
 
 def complaints(package: Path) -> list[str]:
-    """The breaking changes of a package since its lock that no changelog fragment names, and names that are gone without having been
-    deprecated; none where it has no lock yet.
+    """The breaking changes of a package since what it promised that no changelog fragment names, and names that are gone without having been
+    deprecated; none where it has neither a lock nor a release yet.
     """
-    lock = package / LOCK
-    if not lock.exists():
+    lines = promised(package)
+    if not lines:
         return []
     told = {kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md"))) for kind in ("changed", "removed")}
     lost, found = gone(package), []
-    for name, sentence in breaks(lock.read_text().splitlines(), api(package)).items():
+    for name, sentence in breaks(lines, api(package)).items():
         kinds = ("removed",) if name in lost else ("changed", "removed")
         if not any(_is_named(_last_word(name), told[kind]) for kind in kinds):
             files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
@@ -139,6 +149,15 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
             yield from _members(member)
         elif isinstance(member, griffe.Alias) and isinstance(owner, griffe.Module) and name in (owner.exports or ()):
             yield f"{path}: {member.target_path}"
+
+
+def _released_lock(package: Path) -> list[str]:
+    """The lock in the tree of the package's last release; nothing where there is none, or this clone lacks its content."""
+    root = package.parents[1]
+    trees = [record.tree for record in read_records(root) if record.package == package.name]
+    if not trees or not has_object(root, f"{trees[-1]}:{LOCK}"):
+        return []
+    return git(root, "show", f"{trees[-1]}:{LOCK}").splitlines()
 
 
 def _function(path: str, function: griffe.Function) -> Iterator[str]:

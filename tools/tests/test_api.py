@@ -6,7 +6,7 @@ import pytest
 
 from tools.api import LOCK, api, breaks, complaints, main, write_lock
 from tools.release_checks import check_notice
-from tools.releases import Record, ReleaseTrouble, write_records
+from tools.releases import Record, ReleaseTrouble, git, write_records
 
 BEFORE = """
 from abc import ABC, abstractmethod
@@ -130,6 +130,37 @@ def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None
     assert len(complaints(package)) == 1
     (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
     assert complaints(package) == []
+
+
+def _release(package: Path) -> None:
+    """As if what stands here now were version 0.1.0."""
+    root = package.parents[1]
+    git(root, "init", "--quiet")
+    git(root, "add", "--all")
+    tree = git(root, "write-tree", "--prefix=packages/example/").strip()
+    (root / "tools").mkdir()
+    write_records(root, [Record(package="example", version="0.1.0", date="2020-01-01", tree=tree)])
+
+
+def test_a_promise_is_not_taken_back_by_editing_the_lock(package: Path) -> None:
+    _release(package)
+    _change(package, "cap: int,", "cap: float,")
+    write_lock(package)
+    (sentence,) = complaints(package)
+    assert "temper_example.plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'" in sentence
+    (package / LOCK).unlink()
+    assert complaints(package) == [sentence]
+    (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
+    assert complaints(package) == []
+
+
+def test_what_was_added_since_the_release_and_locked_is_promised_too(package: Path) -> None:
+    _release(package)
+    _change(package, "LIMIT = 3", "LIMIT = 3\nWIDTH = 1")
+    write_lock(package)
+    assert complaints(package) == []
+    _change(package, "LIMIT = 3", "LIMIT = 3\nHEIGHT = 1")
+    assert "temper_example.WIDTH is gone" in complaints(package)[0]
 
 
 def _deprecate(package: Path, what: str, *, since: str, removed_in: str) -> None:
