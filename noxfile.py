@@ -26,8 +26,8 @@ from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
-# A session for a Python that is not there is skipped, also where CI says that it is CI.
-nox.options.error_on_missing_interpreters = False
+# A session for a Python that is not there fails: a nightly run that skipped it would look green. --no-error-on-missing-interpreters skips.
+nox.options.error_on_missing_interpreters = True
 
 CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 WHEELS = ROOT / ".temper" / "wheels"
@@ -146,7 +146,7 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session(python=list(PYTHONS))
 @nox.parametrize("package", list(PACKAGES))
 def pythons(session: nox.Session, package: str) -> None:
-    """What `isolated` asks, on each version of Python that is on this machine; the others are skipped."""
+    """What `isolated` asks, on each version of Python; one that is not on this machine is a failure."""
     _isolated(session, package)
 
 
@@ -287,7 +287,7 @@ def vllm(session: nox.Session) -> None:
 def megatron_0_19(session: nox.Session) -> None:
     """An environment of its own with the newer line of Megatron, and the engine's tests on it; arguments after -- go to pytest.
 
-    Torch may come as a CUDA build of several GB. Skipped where there is no python3.12.
+    Torch may come as a CUDA build of several GB. A machine without python3.12 fails it.
     """
     here = [f"packages/{package}{EXTRAS.get(package, '')}" for package in ("engine-api", "engine-fsdp", "engine-megatron")]
     session.install(*NEWER_MEGATRON, *here, *TEST_TOOLS)
@@ -298,10 +298,11 @@ def megatron_0_19(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: nightly tests, every layout of both engines, and every session about an environment."""
+    """What takes too long for a pull request: nightly tests, every layout of both engines, the site, every session about an environment."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
+    session.notify("docs")
     session.notify("build")
     session.notify("vllm")
     session.notify("megatron-0.19")

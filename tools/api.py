@@ -92,8 +92,8 @@ def gone(package: Path) -> dict[str, list[Promise]]:
 
 
 def complaints(package: Path) -> list[str]:
-    """The breaking changes of a package since what it promised that no changelog fragment names, and names that are gone without having been
-    deprecated; none where it has neither a lock nor a release yet.
+    """What breaks a package's promises without a changelog fragment that names it, and names that are gone without having been
+    deprecated; nothing where it has neither a lock nor a release yet.
     """
     lines = promised(package)
     if not lines:

@@ -1,6 +1,9 @@
-"""What `nox -l` shows reads like a table of contents: read from the noxfile, nothing is run."""
+"""What `nox -l` shows reads like a table of contents, and what was not asked of a machine is not green on it."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,18 @@ def test_the_line_of_a_session_is_a_whole_sentence(session: ast.FunctionDef) -> 
     told = (ast.get_docstring(session) or "").partition("\n")[0]
     assert told[:1].isupper(), told
     assert told.endswith("."), f"nox -l shows the first line alone: {told}"
+
+
+def test_a_python_that_is_not_there_is_a_failure_and_no_green_run(tmp_path: Path) -> None:
+    other = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
+    command = [sys.executable, "-m", "nox", "-f", str(NOXFILE), "--envdir", str(tmp_path / "nox")]
+    # Neither a path nor a home in which one could be found.
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("PYENV")} | {
+        "PATH": "/nonexistent",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [*command, "-s", f"pythons-{other}(package='engine-api')"], env=bare, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"Python interpreter {other} not found" in done.stderr
