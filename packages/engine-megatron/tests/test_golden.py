@@ -3,11 +3,15 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.rank import Rank
+from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
@@ -19,28 +23,38 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose checkpoint could be kept; the first release brings it")
-@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
-def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
-    written = json.loads(file.read_text())
+def _loaded(file: Path, written: dict[str, Any], **layout: int) -> MegatronEngine:
+    """An engine with what a released version wrote."""
     settings = written["config"]
     config = MegatronConfig(
         model=ModelSpec(**{**settings["model"], "seed": 99}),  # other weights than the checkpoint's
         optimizer=OptimizerSpec(**settings["optimizer"]),
         precision=PrecisionSpec(**settings["precision"]),
         device="cpu",
+        **layout,
     )
     engine = MegatronEngine(config)
     engine.init_model()
     engine.load_checkpoint(str(file.parent / "checkpoints" / written["step"]))
-    state = {
+    return engine
+
+
+def _digests(engine: MegatronEngine) -> dict[str, dict[str, object]]:
+    return {
         entry.name: {
             "update_count": entry.update_count,
             **{column: _digest(getattr(entry, column)) for column in ("master", "first_moment", "second_moment")},
         }
         for entry in engine.export_state()
     }
-    assert state == written["state"]
+
+
+@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose checkpoint could be kept; the first release brings it")
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
+def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
+    written = json.loads(file.read_text())
+    engine = _loaded(file, written)
+    assert _digests(engine) == written["state"]
     engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
     batch = from_sequences(
         [torch.tensor(sequence) for sequence in written["sequences"]],
@@ -51,3 +65,21 @@ def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Pa
     # The same weights and data; another torch may add up in another order.
     assert engine.optimizer_step() == pytest.approx(written["next_grad_norm"], rel=1e-4)
     engine.close()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
+def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(fleet: Fleet, file: Path, layout: str) -> None:
+    written = json.loads(file.read_text())
+    (two,) = (each for each in conformance_layouts("megatron") if each.name == layout)
+    for digests in fleet.run(load_and_digest, engine="megatron", layout=two, arguments={"file": file}):
+        assert digests == written["state"]
+
+
+def load_and_digest(rank: Rank, *, file: Path) -> dict[str, dict[str, object]]:
+    """What a rank of two holds after loading, whole."""
+    engine = _loaded(file, json.loads(file.read_text()), **rank.layout.fields)
+    try:
+        return _digests(engine)
+    finally:
+        engine.close()

@@ -52,7 +52,8 @@ class MegatronAdamW:
     ):
         self._spec = spec
         self._membership = membership
-        self._is_distributed = is_distributed
+        self.is_distributed = is_distributed
+        """Over data-parallel ranks, so that reading a state is collective over them."""
         beta1, beta2 = spec.betas
         config = OptimizerConfig(
             optimizer="adam",
@@ -116,7 +117,7 @@ class MegatronAdamW:
         parts = [main, kept.get("exp_avg"), kept.get("exp_avg_sq")]
         master, first, second = (self._whole(part, parameter, piece) for part in parts)
         count = torch.tensor(float(kept.get("step", 0.0)), device=parameter.device)
-        if self._is_distributed:
+        if self.is_distributed:
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._sharers(parameter))
         return ParameterState(master=master, first=first, second=second, count=int(count))
 
@@ -146,7 +147,7 @@ class MegatronAdamW:
 
     def _main(self, parameter: nn.Parameter) -> Any:
         """The tensor that AdamW updates for a parameter: itself, a float32 copy, or this rank's piece of one; None without a piece."""
-        if not self._is_distributed:
+        if not self.is_distributed:
             return vars(parameter).get("main_param", parameter)
         optimizer = self._optimizer_of(parameter)
         if parameter not in optimizer.model_param_group_index_map:
@@ -168,7 +169,7 @@ class MegatronAdamW:
 
     def _piece(self, parameter: nn.Parameter) -> slice:
         """Which entries of the flat parameter belong to this rank."""
-        if not self._is_distributed:
+        if not self.is_distributed:
             return slice(0, parameter.numel())
         optimizer = self._optimizer_of(parameter)
         if parameter not in optimizer.model_param_group_index_map:
@@ -181,7 +182,7 @@ class MegatronAdamW:
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if part is not None:
             whole[piece] = part.detach().reshape(-1).float()
-        if self._is_distributed:
+        if self.is_distributed:
             dist.all_reduce(whole, group=self._sharers(parameter))
         return whole.view(parameter.shape)
 

@@ -2,9 +2,12 @@
 
 Going in, every rank cuts its own part out of full tensors, without a collective. Going out, parts are gathered over tensor-parallel
 ranks where they lie, and broadcast to ranks with other experts and to the other stages; every rank meets the same names in the same order.
+For a checkpoint they are gathered to the one rank alone that writes them.
 """
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,7 @@ from temper_engine_megatron.adapter_names import is_of_adapter, is_of_experts, i
 from temper_engine_megatron.bridge_compat import Recipe, Translation
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.model import Chunks, PackedGPTModel
+from temper_engine_megatron.owners import divide
 
 SCALAR_RECIPES = {
     "output_layer.weight": Recipe(kind="plain", names=("score.weight",)),
@@ -92,6 +96,7 @@ class ParameterMap:
         self.entries = tuple(
             MappedParameter(described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)) for entry in order
         )
+        self._owners = self._divide()
 
     def expected(self) -> list[WeightEntry]:
         """What must arrive: every Hugging Face name with its full shape, in the order of the export."""
@@ -115,8 +120,8 @@ class ParameterMap:
         if described.split_dim is None:
             return full
         if described.is_embedding:
-            padding = described.shape[0] * size - full.shape[0]
-            full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])])
+            rows = full[rank * described.shape[0] : (rank + 1) * described.shape[0]]
+            return torch.cat([rows, rows.new_zeros(described.shape[0] - len(rows), *rows.shape[1:])])
         return full.chunk(size, dim=described.split_dim)[rank]
 
     def _to_local_experts(self, entry: MappedParameter, full: Tensor) -> Tensor:
@@ -134,8 +139,38 @@ class ParameterMap:
             local: this rank's part of the parameter or of a quantity of its shape, where ``entry.parameter`` is not None.
             dtype: of what the holders give.
         """
+        return self._joined(entry, self._gather(entry.described, local, dtype))
+
+    def to_owner(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
+        """Full tensors by Hugging Face name on the rank that writes them; none elsewhere. Collective over ranks with parts of them.
+
+        Args:
+            entry: of the map, one that ``is_gathered_here``; elsewhere there is nothing to call.
+            local: this rank's part of the parameter or of a quantity of its shape.
+        """
+        described, group = entry.described, self._splitters(entry.described)
+        owner = self._owners[described.name]
+        is_owner = owner == self._membership.topology.global_rank
+        if described.is_of_experts:
+            parts = self._of_holders(described, local)
+        elif described.split_dim is None:
+            parts = [local]
+        else:
+            parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size() if is_owner else 0)]
+            dist.gather(local.contiguous(), parts or None, dst=owner, group=group)
+        return self._joined(entry, parts) if is_owner else {}
+
+    def is_gathered_here(self, entry: MappedParameter) -> bool:
+        """Whether this rank has something to do in ``to_owner``: its part is of the same copy as the owner's."""
         described = entry.described
-        parts = self._gather(described, local, dtype)
+        if entry.parameter is None or described.is_of_experts:
+            return entry.parameter is not None
+        owner, rank = self._owners[described.name], self._membership.topology.global_rank
+        return owner == rank or (described.split_dim is not None and owner in dist.get_process_group_ranks(self._splitters(described)))
+
+    def _joined(self, entry: MappedParameter, parts: list[Tensor]) -> dict[str, Tensor]:
+        """Full tensors out of every tensor-parallel part."""
+        described = entry.described
         if entry.recipe.kind == "gated":
             halves = [part.chunk(2) for part in parts]
             tensors: Sequence[Tensor] = [torch.cat([half[i] for half in halves]) for i in range(2)]
@@ -163,20 +198,36 @@ class ParameterMap:
 
     def _gather(self, described: _Described, local: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         """Every tensor-parallel part, on every rank."""
-        group = self._splitters(described)
-        count = 1 if described.split_dim is None else group.size()
-        if local is not None and described.is_of_experts:
-            local = _concatenated(local, self._membership.ep)
         if local is None:
+            count = 1 if described.split_dim is None else self._splitters(described).size()
             parts = [torch.empty(self._shape_of_parts(described), dtype=dtype, device=self._membership.device) for _ in range(count)]
-        elif count == 1:
-            parts = [local.contiguous()]
         else:
-            parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(count)]
-            dist.all_gather(parts, local.contiguous(), group=group)
+            parts = self._of_holders(described, local)
         for part in parts:
             self._share(described, part)
         return parts
+
+    def _of_holders(self, described: _Described, local: Tensor) -> list[Tensor]:
+        """Every tensor-parallel part, on the ranks that hold one."""
+        if described.is_of_experts:
+            local = _concatenated(local, self._membership.ep)
+        if described.split_dim is None:
+            return [local.contiguous()]
+        return _parts_of(local, self._splitters(described))
+
+    def _divide(self) -> dict[str, int]:
+        """The rank that writes each parameter, by Megatron's name. Collective over all ranks."""
+        membership = self._membership
+        places = [(0, 0)] * membership.topology.world_size
+        dist.all_gather_object(places, (membership.topology.pp.rank, membership.ep.rank()))
+        of_place: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for rank, (stage, expert_rank) in enumerate(places):
+            of_place[stage, expert_rank].append(rank)
+            of_place[stage, None].append(rank)
+        described = [entry.described for entry in self.entries]
+        sizes = [math.prod(self._full_shape(each)) for each in described]
+        owners = divide(sizes, holders=[of_place[each.stage, each.expert_rank] for each in described])
+        return {each.name: owner for each, owner in zip(described, owners, strict=True)}
 
     def _shape_of_parts(self, described: _Described) -> tuple[int, ...]:
         """Of what one tensor-parallel rank has together with those that have the same part of other experts."""
@@ -269,11 +320,16 @@ class ParameterMap:
 
 def _concatenated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks of a group, along the first dimension."""
+    return local if group.size() == 1 else torch.cat(_parts_of(local, group))
+
+
+def _parts_of(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Of all ranks of a group, on each of them."""
     if group.size() == 1:
-        return local
+        return [local.contiguous()]
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.cat(parts)
+    return parts
 
 
 def _gathered(mine: list[_Described], group: dist.ProcessGroup) -> list[_Described]:

@@ -1,8 +1,8 @@
 """The engine's part of a checkpoint: the portable training state as safetensors, and each rank's random-number state.
 
-The state is written full and by Hugging Face name, so that any layout reads it; rank 0 writes, every rank takes part. What an engine on
-torch's distributed checkpoint wrote is read too. Random-number states belong to ranks: one that finds none of its own (more ranks than
-before) goes on with the stream it has.
+The state is written in whole tensors by Hugging Face name, so that any layout reads it; each rank writes its share of them into files of
+its own. What one rank wrote alone (0.1) is read too, and what an engine on torch's distributed checkpoint wrote. Random-number states
+belong to ranks: one that finds none of its own (more ranks than before) goes on with the stream it has.
 """
 
 import json
@@ -60,28 +60,26 @@ def of_weight(weight: NamedWeight) -> Held:
     return {f"master.{weight.name}": weight.tensor.cpu()}
 
 
-def write_state(stream: Iterable[Held], *, directory: str, is_writer: bool) -> list[str]:
-    """Write a stream of state, about FILE_BYTES a file; relative paths. Every rank consumes the stream, one writes.
+def write_state(stream: Iterable[Held], *, directory: str, rank: int) -> list[str]:
+    """Write a rank's share of the state, about FILE_BYTES a file; relative paths.
 
     Raises:
-        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks do.
+        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks consume theirs.
     """
     written: list[str] = []
     held: Held = {}
     parts_of_names = iter(stream)
     for parts in parts_of_names:
-        if not is_writer:
-            continue
         held |= parts
         if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
             try:
-                written.append(_write_file(held, directory=directory, number=len(written)))
+                written.append(_write_file(held, directory=directory, name=_file_name(rank, len(written))))
             except CheckpointError:
                 deque(parts_of_names, maxlen=0)
                 raise
             held = {}
     if held:
-        written.append(_write_file(held, directory=directory, number=len(written)))
+        written.append(_write_file(held, directory=directory, name=_file_name(rank, len(written))))
     return written
 
 
@@ -121,15 +119,17 @@ def _open_files(directory: str) -> SavedState:
 
 
 def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
-    """These names of it alone, as files have them: what is trained has moments, also where weights beside it have none."""
+    """These names of it alone, by names in files: what is trained has moments, also where weights beside it have none."""
     if holds_files(saved.directory):
         stored = {key for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors") for key in _keys_of(path)}
     else:
         stored = set(FileSystemReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
     home_of = expert_names.homes(saved)
     here = dict.fromkeys(home_of[name] for name in names)
-    own = replace(saved, weights={name: saved.weights[name] for name in here}, has_moments=_have_moments(here, stored))
-    return expert_names.by_names_in_files(own)
+    homes = replace(saved, weights={name: saved.weights[name] for name in here}, has_moments=_have_moments(here, stored))
+    own, wanted = expert_names.by_names_in_files(homes), frozenset(names)
+    # A joined tensor comes with those of its experts that nobody asked for.
+    return replace(own, weights={name: shape for name, shape in own.weights.items() if name in wanted})
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -142,8 +142,12 @@ def _have_moments(names: Collection[str], stored: Collection[str]) -> bool:
     return all(f"{kind}.{name}" in stored for name in names for kind in (FIRST, SECOND, COUNT))
 
 
-def _write_file(tensors: Held, *, directory: str, number: int) -> str:
-    relative = f"{FILES_FOLDER}/part-{number:05d}.safetensors"
+def _file_name(rank: int, number: int) -> str:
+    return f"part-{rank:05d}-{number:05d}.safetensors"
+
+
+def _write_file(tensors: Held, *, directory: str, name: str) -> str:
+    relative = f"{FILES_FOLDER}/{name}"
     path = Path(directory, relative)
     with _writing(path):
         save_file(tensors, path)

@@ -3,7 +3,7 @@
 What arrives is kept as this rank's parts until the whole stream has been checked.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +71,27 @@ class StateOfRanks:
         else:
             self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
 
+    def own_names(self) -> list[str]:
+        """Those of which this rank holds a part: what it needs of a checkpoint."""
+        return [name for entry in self._map.entries if self._map.holders(entry) for name in entry.recipe.names]
+
+    def _own_entries(self) -> list[WeightEntry]:
+        own = set(self.own_names())
+        return [entry for entry in self.expected() if entry.name in own]
+
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Replace every parameter; moments stay.
 
         Raises:
             WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
         """
-        collector = _Collector(self._map)
+        self._load_weights(stream, _Collector(self._map, self.expected()))
+
+    def load_own_weights(self, stream: Iterable[NamedWeight]) -> None:
+        """As ``load_weights``, of the names in ``own_names`` alone."""
+        self._load_weights(stream, _Collector(self._map, self._own_entries()))
+
+    def _load_weights(self, stream: Iterable[NamedWeight], collector: "_Collector") -> None:
         for name, tensor in stream:
             collector.add(name, [tensor])
         for entry, (local,) in collector.finish():
@@ -97,15 +111,26 @@ class StateOfRanks:
             parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
             masters, firsts, seconds = (self._map.to_full(entry, part, dtype=torch.float32) for part in parts)
             count = self._map.count_of(entry, 0 if kept is None else kept.count)
-            for name, master in masters.items():
-                yield TrainingState(
-                    name=name,
-                    # One stage's tensor may still be the optimizer's own.
-                    master=master.clone(),
-                    first_moment=firsts[name].clone(),
-                    second_moment=seconds[name].clone(),
-                    update_count=count,
-                )
+            yield from _states(masters, firsts, seconds, count=count)
+
+    def iterate_owned_weights(self) -> Iterator[NamedWeight]:
+        """Those that this rank writes into a checkpoint, float32; no other rank has them. Collective."""
+        for entry in self._map.entries:
+            if entry.parameter is not None and self._map.is_gathered_here(entry):
+                for name, tensor in self._map.to_owner(entry, entry.parameter.detach()).items():
+                    yield NamedWeight(name, tensor.to(torch.float32, copy=True))
+
+    def iterate_owned_state(self) -> Iterator[TrainingState]:
+        """As ``iterate_state``, of those names that this rank writes into a checkpoint; no other rank has them. Collective."""
+        optimizer = self._require_optimizer()
+        for entry in self._map.entries:
+            is_gathered = self._map.is_gathered_here(entry)
+            if entry.parameter is None or not (is_gathered or optimizer.is_distributed):
+                continue
+            kept = optimizer.read(entry.parameter)
+            if is_gathered:
+                masters, firsts, seconds = (self._map.to_owner(entry, part) for part in (kept.master, kept.first, kept.second))
+                yield from _states(masters, firsts, seconds, count=kept.count)
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Replace masters, moments and counts.
@@ -113,8 +138,14 @@ class StateOfRanks:
         Raises:
             WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
         """
+        self._load_state(stream, _Collector(self._map, self.expected()))
+
+    def load_own_state(self, stream: Iterable[TrainingState]) -> None:
+        """As ``load_state``, of the names in ``own_names`` alone."""
+        self._load_state(stream, _Collector(self._map, self._own_entries()))
+
+    def _load_state(self, stream: Iterable[TrainingState], collector: "_Collector") -> None:
         optimizer = self._require_optimizer()
-        collector = _Collector(self._map)
         counts: dict[str, int] = {}
         for state in stream:
             check_shapes_agree(state.name, state.master, state.first_moment, state.second_moment)
@@ -134,12 +165,27 @@ class StateOfRanks:
         return self._optimizer
 
 
+def _states(
+    masters: Mapping[str, Tensor], firsts: Mapping[str, Tensor], seconds: Mapping[str, Tensor], *, count: int
+) -> Iterator[TrainingState]:
+    for name, master in masters.items():
+        yield TrainingState(
+            name=name,
+            # One stage's tensor may still be the optimizer's own, and those of one parameter lie in one piece of memory.
+            master=master.clone(),
+            first_moment=firsts[name].clone(),
+            second_moment=seconds[name].clone(),
+            update_count=count,
+        )
+
+
 class _Collector:
     """Takes full tensors in any order, keeps this rank's parts of them, and gives those out once everything has arrived."""
 
-    def __init__(self, parameters: ParameterMap) -> None:
+    def __init__(self, parameters: ParameterMap, expected: list[WeightEntry]) -> None:
+        """Of these names, among which is every one of which this rank has a part."""
         self._map = parameters
-        self._expected = parameters.expected()
+        self._expected = expected
         self._shapes = {entry.name: entry.shape for entry in self._expected}
         self._entry_of = {name: entry for entry in parameters.entries for name in entry.recipe.names}
         self._arrived: list[WeightEntry] = []
