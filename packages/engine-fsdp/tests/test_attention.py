@@ -8,8 +8,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_fsdp import attention
 from temper_engine_fsdp.models import build_model
@@ -161,3 +162,30 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     assert seen == {torch.float32}
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), whole, rtol=0.0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"s_aux": torch.zeros(4)}, "Module asks its attention for s_aux, which packed attention does not compute"),
+        ({"softcap": 30.0}, "asks its attention for softcap"),
+        ({"block_indices": torch.zeros(1)}, "asks its attention for block_indices"),
+        ({"is_causal": False}, "lets tokens see later ones"),
+        ({"packing": None}, "does not hand on to its attention what its model is called with"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("kernel", [attention.SDPA_VARLEN, attention.TORCH_VARLEN])
+def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str, object], sentence: str) -> None:
+    attention.register()
+    query = torch.zeros(1, 4, 30, 8)
+    known = {"scaling": 1.0, "packing": PackLayout(LENGTHS, device=CPU), "position_ids": torch.zeros(1, 30), "use_cache": False}
+    with pytest.raises(CapabilityError, match=sentence):
+        AttentionInterface()[kernel](torch.nn.Module(), query, query, query, None, **{**known, **asked})
+
+
+def test_a_mask_of_the_models_own_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="asks its attention for a mask of its own"):
+        attention.sdpa_varlen_forward(
+            torch.nn.Module(), *torch.zeros(3, 1, 4, 30, 8), torch.zeros(30, 30), scaling=1.0, packing=PackLayout(LENGTHS, device=CPU)
+        )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
-from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
+from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_api.training_specs import Compute
@@ -193,6 +193,14 @@ def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: Sequ
 def test_an_unknown_architecture_is_named(start: Start) -> None:
     with pytest.raises(ConfigError, match="'qwen99', which this version of transformers does not know"):
         start(model=ModelSpec(architecture={"model_type": "qwen99"}))
+
+
+def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(start: Start, batch: SequenceBatch) -> None:
+    engine = start()
+    layer = next(module for module in engine._parts.runner._sharded.root.modules() if type(module).__name__.endswith("Qwen2DecoderLayer"))
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)  # mixes tokens, and asks no kernel
+    with pytest.raises(CapabilityError, match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers"):
+        train(engine, [batch])
 
 
 def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:

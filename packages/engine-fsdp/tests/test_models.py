@@ -1,5 +1,6 @@
 """Models from a spec: seeded, strict about weights, and refused where a head would be wrong."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def test_capped_logits_are_refused_by_name() -> None:
         ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary embedding of type dynamic"),
         ({"model_type": "lfm2", "layer_types": ["conv"]}, "layers of type conv"),
         ({"model_type": "falcon", "alibi": True}, "has ALiBi"),
+        ({"model_type": "gpt_oss"}, "AttentionInterface, such as qwen3 or llama"),
+        ({"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1}, "makes no language_model with packed attention of this gptj"),
+        ({"model_type": "qwen3_5_moe", "text_config": {"num_hidden_layers": 4}}, "layers of type linear_attention"),
+        ({"model_type": "llama4", "text_config": {"num_hidden_layers": 4}}, "layers of type chunked_attention"),
+        ({"model_type": "bart", "d_model": 16, "decoder_layers": 1}, "this bart model counts positions itself"),
+        ({"model_type": "bert"}, r"this bert model has cls\..* between its last hidden state and its output projection"),
+        ({"model_type": "modernbert-decoder", "decoder_bias": False, "pad_token_id": 0}, r"has lm_head\..* between its last hidden state"),
         (
             {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
             "mix the sequences of a pack",
@@ -100,3 +108,44 @@ def test_capped_logits_are_refused_by_name() -> None:
 def test_what_would_mix_packed_sequences_is_refused(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(CapabilityError, match=sentence):
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
+
+
+def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="transformers makes no value_model with packed attention of this olmo model"):
+        build_model(ModelSpec(architecture={**TINY, "model_type": "olmo"}, model_type="value_model"), attention="eager")
+
+
+def test_an_architecture_with_impossible_fields_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"model\.architecture is not what a bamba takes"):
+        build_model(ModelSpec(architecture={**TINY, "model_type": "bamba"}), attention="eager")
+
+
+FOREIGN_CONFIG = """
+from transformers import Qwen2Config
+class ForeignConfig(Qwen2Config):
+    model_type = "foreign"
+"""
+FOREIGN_MODEL = """
+from transformers import Qwen2ForCausalLM
+from .configuration_foreign import ForeignConfig
+class ForeignForCausalLM(Qwen2ForCausalLM):
+    config_class = ForeignConfig
+"""
+
+
+@pytest.fixture
+def foreign(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose directory brings its own Python files."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(saved / "modules"))
+    (saved / "configuration_foreign.py").write_text(FOREIGN_CONFIG)
+    (saved / "modeling_foreign.py").write_text(FOREIGN_MODEL)
+    settings = json.loads((saved / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_foreign.ForeignConfig", "AutoModelForCausalLM": "modeling_foreign.ForeignForCausalLM"}
+    (saved / "config.json").write_text(json.dumps({**settings, "model_type": "foreign", "auto_map": classes}))
+    return saved
+
+
+def test_code_that_came_with_a_model_runs_only_where_it_is_trusted(foreign: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Where you trust the Python files that came with it, set model\.trust_remote_code"):
+        build_model(ModelSpec(path=str(foreign)), attention="eager")
+    assert type(build_model(ModelSpec(path=str(foreign), trust_remote_code=True), attention="eager")).__name__ == "ForeignForCausalLM"

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.config import AttentionKernel
 from temper_engine_fsdp.packing import PackLayout, collect, spread
 from temper_engine_fsdp.sequence_parallel import across_ranks
@@ -21,6 +21,19 @@ TORCH_VARLEN = "temper_torch_varlen"
 
 _NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11 takes grouped heads without a flag; later versions ask for one."""
+
+CHANGES_NOTHING = frozenset(
+    (
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    )
+)
+"""Arguments that models hand on to their attention, and no kernel of transformers reads."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over buckets, whose number differs from pack to pack
@@ -36,10 +49,10 @@ def sdpa_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """The attention signature of transformers: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-    _refuse(attention_mask, softcap=softcap)
+    _refuse(module, attention_mask, softcap=softcap, **others)
     given = value.dtype
     # Packed rows first: [T, H, D].
     query, key, value = (x[0].transpose(0, 1).to(_computed_in(value)) for x in (query, key, value))
@@ -81,10 +94,10 @@ def torch_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """The same on torch's variable-length flash attention (CUDA, bf16 or fp16)."""
-    _refuse(attention_mask, softcap=softcap)
+    _refuse(module, attention_mask, softcap=softcap, **others)
     if dropout:
         raise ConfigError(f"attention torch_varlen has no dropout, but the model asks for {dropout}: use sdpa_varlen.")
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
@@ -100,10 +113,18 @@ def torch_varlen_forward(
     return attended[None], None
 
 
-def _refuse(attention_mask: Tensor | None, *, softcap: float | None) -> None:
-    assert attention_mask is None, "transformers makes no mask for a kernel without a mask function"
-    if softcap is not None:
-        raise ConfigError(f"this model caps attention logits at {softcap}, which packed attention does not support yet.")
+def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: object) -> None:
+    """Whatever a model asks of its attention beyond what the kernels compute: an attention sink, say, or a choice of keys."""
+    if options.pop("is_causal", True) is False or vars(module).get("is_causal") is False:
+        raise CapabilityError(f"{type(module).__name__} lets tokens see later ones, but packed attention is causal: choose another model.")
+    asked = [name for name, value in options.items() if name not in CHANGES_NOTHING and value is not None and value is not False]
+    if attention_mask is not None:
+        asked.insert(0, "a mask of its own")
+    if asked:
+        raise CapabilityError(
+            f"{type(module).__name__} asks its attention for {', '.join(asked)}, which packed attention does not compute: choose a model "
+            "of plain causal attention, with or without a sliding window."
+        )
 
 
 def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str) -> str:

@@ -1,9 +1,11 @@
 """Hugging Face models from a ModelSpec: loaded strictly, or from seeded random weights; always float32."""
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
@@ -35,8 +37,9 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
         loads: whether weights are read; without it a model from a directory gets what its constructor gives it.
 
     Raises:
-        CapabilityError: the model transforms its logits in a way that is not supported, or lets packed sequences see each other.
-        ConfigError: transformers knows no such architecture.
+        CapabilityError: the model transforms its logits in a way that is not supported, lets packed sequences see each other, or does
+            not let its attention be replaced.
+        ConfigError: transformers knows no such architecture, or it comes with code of its own that may not run.
         WeightError: weights are missing or unexpected.
     """
     config = read_config(spec)
@@ -50,30 +53,49 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
     # Random weights depend on the seed alone, and building leaves the process's own stream of random numbers as it was.
     with torch.random.fork_rng():
         torch.manual_seed(spec.seed)
-        if spec.path is None or not loads:
-            model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=spec.trust_remote_code)
-        else:
-            model, report = auto.from_pretrained(
-                spec.path,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                trust_remote_code=spec.trust_remote_code,
-                output_loading_info=True,
-            )
-            _check_loaded(
-                spec.path, missing=report["missing_keys"], unexpected=report["unexpected_keys"], has_new_head=not is_language_model
-            )
+        try:
+            model, loaded = _make(auto, spec, config, attention=attention, reads=loads)
+        except ValueError as error:
+            raise CapabilityError(
+                f"transformers makes no {spec.model_type} with packed attention of this {config.model_type} model: {_first_words(error)} "
+                "Choose a model whose attention goes through transformers' AttentionInterface, such as qwen3 or llama."
+            ) from error
+    if spec.path is not None and loaded:
+        _check_loaded(spec.path, missing=loaded["missing_keys"], unexpected=loaded["unexpected_keys"], has_new_head=not is_language_model)
+    _refuse_other_outputs(model, is_language_model=is_language_model)
     _refuse_other_mixers(model)
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def _make(
+    auto: type[AutoModelForCausalLM | AutoModelForTokenClassification],
+    spec: ModelSpec,
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    reads: bool,
+) -> tuple[PreTrainedModel, Mapping[str, Collection[str]]]:
+    """The model, and what is told of its weights where they were read."""
+    may_run = spec.trust_remote_code
+    if spec.path is None or not reads:
+        return auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=may_run), {}
+    model, report = auto.from_pretrained(
+        spec.path,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=may_run,
+        output_loading_info=True,
+    )
+    return model, report
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
     """The model's own configuration.
 
     Raises:
-        ConfigError: its path is no directory, or transformers knows no such architecture.
+        ConfigError: its path is no directory, it comes with code that may not run, or transformers knows no such architecture.
     """
     if spec.path is not None:
         if not Path(spec.path).is_dir():
@@ -81,7 +103,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
                 f"model.path is {spec.path!r}, which is no directory here: name a local directory of a Hugging Face model, and download "
                 "one that lies on the Hub first."
             )
-        return AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        return _config_in(spec.path, may_run=spec.trust_remote_code)
     fields = dict(spec.architecture)
     name = str(fields.pop("model_type"))
     try:
@@ -91,10 +113,30 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
             "use a model type such as qwen2, qwen3 or llama."
         ) from error
+    except StrictDataclassError as error:
+        raise ConfigError(f"model.architecture is not what a {name} takes: {_first_words(error)}") from error
+
+
+def _config_in(path: str, *, may_run: bool) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=may_run)
+    except ValueError as error:
+        if may_run:
+            raise
+        raise ConfigError(
+            f"transformers does not read the config of the model in {path}: {_first_words(error)} Where you trust the Python files that "
+            "came with it, set model.trust_remote_code."
+        ) from error
+    return config
+
+
+def _first_words(error: Exception) -> str:
+    """What an error of transformers says, on one line, without its advice to its own callers."""
+    return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    settings = config.to_dict()
+    settings = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
     for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
         if settings.get(name, neutral) not in (neutral, None):
             raise CapabilityError(
@@ -111,11 +153,31 @@ def _refuse_unpackable(config: PretrainedConfig) -> None:
             f"this {config.model_type} model has a rotary embedding of type {min(ropes)}, whose frequencies follow the longest sequence "
             "of a call, so that packed sequences would depend on each other: choose one of type default, linear, yarn or llama3."
         )
-    other = sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTIONS)
+    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types")
+    other = sorted({*(kinds or ())} - ATTENTIONS)
     if other or getattr(config, "alibi", False):
         raise CapabilityError(
             f"this {config.model_type} model has {'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "
             "sequences of a pack: full and sliding attention over rotary positions are supported."
+        )
+
+
+def _refuse_other_outputs(model: PreTrainedModel, *, is_language_model: bool) -> None:
+    """What an answer is read from must be one projection of the last hidden state, at positions that we give."""
+    kind = model.config.model_type
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise CapabilityError(
+            f"this {kind} model counts positions itself, through a whole pack, and takes no position_ids: choose one that does."
+        )
+    if not is_language_model and "score" not in dict(model.named_children()):
+        raise CapabilityError(f"this {kind} model's classifier is no projection named score, which values are read from: choose another.")
+    head = model.get_output_embeddings() if is_language_model else model.score
+    known = {id(parameter) for part in (model.base_model, head) if part is not None for parameter in part.parameters()}
+    found = next((name for name, parameter in model.named_parameters() if id(parameter) not in known), None)
+    if found is not None:
+        raise CapabilityError(
+            f"this {kind} model has {found} between its last hidden state and its output projection, which the head does not compute: "
+            "choose a model whose projection reads the last hidden state."
         )
 
 

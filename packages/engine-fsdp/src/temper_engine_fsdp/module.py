@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.activations import parking
 from temper_engine_fsdp.config import FSDPConfig
@@ -25,8 +25,9 @@ PREFIX = "hf."
 class PackedModel(nn.Module):
     """A Hugging Face decoder over sequences laid end to end, and the head that answers from its hidden states."""
 
-    def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False) -> None:
+    def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False, is_compiled: bool = False) -> None:
         super().__init__()
+        self._knows_attention = is_compiled
         self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
@@ -48,12 +49,28 @@ class PackedModel(nn.Module):
                 use_cache=False,
                 packing=packing,
             )
+        if not self._knows_attention:
+            self._check_attention(packing)
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
         if packing.slices is not None:
             # Sorted, since sets have another order on each rank, and a sum would mix what was asked.
             answers = {query: packing.slices.sum_answers(answers[query]) for query in sorted(answers)}
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
+
+    def _check_attention(self, packing: PackLayout) -> None:
+        """After the first pass: a layer whose tokens met elsewhere has mixed the sequences of the pack.
+
+        Raises:
+            CapabilityError: fewer attentions than layers were told where the sequences lie.
+        """
+        num_layers = self.hf.config.get_text_config(decoder=True).num_hidden_layers
+        if packing.num_attended < num_layers:
+            raise CapabilityError(
+                f"{packing.num_attended} attentions of {type(self.hf).__name__} went through transformers' AttentionInterface, but it has "
+                f"{num_layers} layers: the others would mix the sequences of a pack. Choose a model whose tokens meet there alone."
+            )
+        self._knows_attention = True
 
 
 def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:

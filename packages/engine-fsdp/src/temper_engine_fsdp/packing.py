@@ -40,6 +40,8 @@ class PackLayout:
     ) -> None:
         self.slices = slices
         """The ranks that hold slices of the pack; None where this one holds it whole."""
+        self.num_attended = 0
+        """Calls of attention that have read this, outside compiled layers."""
         if slices is not None and (padding := slices.padding_of(sum(lengths))):
             # A sequence of its own, which nothing looks at.
             lengths = [*lengths, padding]

@@ -120,7 +120,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
     if config.liger_layers:
         use_liger(hf, device=device, compute=dtype_named(config.precision.compute))
     head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
-    root = PackedModel(hf, head=head, offloads_activations=config.offload_activations)
+    root = PackedModel(hf, head=head, offloads_activations=config.offload_activations, is_compiled=config.compile_layers)
     work = work_of(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
     host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError
 
 
 class SequenceGroup:
@@ -120,6 +120,7 @@ class HasSlices(Protocol):
     """What a kernel is told about a pack."""
 
     slices: SequenceGroup | None
+    num_attended: int
 
 
 def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
@@ -132,9 +133,16 @@ def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packing: HasSlices,
+        packing: HasSlices | None = None,
         **options: object,
     ) -> tuple[Tensor, None]:
+        if packing is None:
+            raise CapabilityError(
+                f"{type(module).__name__} does not hand on to its attention what its model is called with, where the bounds of packed "
+                "sequences would travel: choose a model whose layers do."
+            )
+        if not torch.compiler.is_compiling():  # a count would be compiled in
+            packing.num_attended += 1
         slices = packing.slices
         if slices is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
