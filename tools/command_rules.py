@@ -43,7 +43,7 @@ ABSENT = ("vLLM is not installed here", "Ray is not installed", "wandb, which is
 """What `temper-train --check` says of libraries that a page tells its reader to install, and that this environment may lack."""
 
 WANTS_A_CHECKPOINT = ("checkpoint", "verify")
-"""Sub-commands of temper-migrate of which the options are read and no more: packages/legacy-shim/tests/checkpoints runs them."""
+"""Sub-commands of temper-migrate of which the options are read and no more, but on a page that has checkpoints."""
 
 
 def train(words: Sequence[str], folder: Path) -> str:
@@ -64,8 +64,9 @@ def train(words: Sequence[str], folder: Path) -> str:
 
 
 def migrate(words: Sequence[str], folder: Path) -> str:
-    """Run it on the old project that lies in the folder."""
-    arguments = [*words[1:], "--help"] if words[1] in WANTS_A_CHECKPOINT else list(words[1:])
+    """Run it on the old project and checkpoints that lie in the folder."""
+    is_only_read = words[1] in WANTS_A_CHECKPOINT and not (folder / "checkpoints").is_dir()
+    arguments = [*words[1:], *(["--help"] if is_only_read else [])]
     with contextlib.chdir(folder):
         done = CliRunner().invoke(app, arguments, input="y\n" * 20)
     return "" if done.exit_code in NEEDS_PERSON else f"exit status {done.exit_code}: {done.output.strip()}{done.exception or ''}"

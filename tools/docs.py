@@ -1,8 +1,8 @@
 """The pages tell the truth: Python blocks run, commands are held to what they call, settings compose, and relative links lead somewhere.
 
-The Python blocks of one page are one program, run in an empty folder, so that a later block may use an earlier one's names; a block
-marked `python no-run` is left out. Its shell blocks are one program too: see tools/page_commands.py. A YAML block is composed as a
-configuration of `temper-train`, TOML and JSON are parsed, and what a program prints is marked `text`.
+The Python blocks of one page are one program, run in an empty folder, so that a later block may use an earlier one's names. Its shell
+blocks are one program too: see tools/page_commands.py. A YAML block is composed as a configuration of `temper-train`, TOML and JSON are
+parsed, and what a program prints is marked `text`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,43 @@ from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.page_commands import check_commands, check_settings
+from tools.page_commands import WITH_CHECKPOINTS, check_commands, check_settings
 from tools.pages import PAGES, Block, program, split_page
 
 LIMIT_S = 120
 """For the Python of one page."""
 
-LANGUAGES = ("python", "python no-run", "sh", "yaml", "toml", "json", "text")
+LANGUAGES = ("python", "sh", "yaml", "toml", "json", "text")
 """What may follow the opening mark of a block."""
 
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_HEADING = re.compile(r"(?m)^#{1,6}\s+(.+?)\s*$")
 _PLACEHOLDER = re.compile(r"@@[A-Z]+|\bTODO\b|\bFIXME\b")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 def broken_links(page: Path, prose: str) -> list[str]:
-    """The relative links of a page that lead to no file or folder, a sentence each."""
+    """The relative links of a page that lead to no file or folder, or to no heading of a page, a sentence each."""
     found = []
     for number, line in enumerate(prose.splitlines(), start=1):
         for target in _LINK.findall(_INLINE_CODE.sub("", line)):
-            path = unquote(target.partition("#")[0])
-            if path and not _SCHEME.match(path) and not (page.parent / path).exists():
+            path, _, part = unquote(target).partition("#")
+            file = page.parent / path
+            if _SCHEME.match(target):
+                continue
+            if not file.exists():
                 found.append(f"{page}:{number}: the link {target} leads nowhere")
+            elif part and (not path or file.suffix == ".md"):
+                there = split_page(file.read_text())[1] if path else prose
+                found += [] if part in anchors(there) else [f"{page}:{number}: the link {target} leads to no heading"]
     return found
+
+
+def anchors(prose: str) -> set[str]:
+    """What a link may name behind `#`: the headings of a page as the site spells them."""
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose))
+    return {re.sub(r"[-\s]+", "-", word) for word in words}
 
 
 def placeholders(page: Path, prose: str) -> list[str]:
@@ -52,19 +65,23 @@ def placeholders(page: Path, prose: str) -> list[str]:
     return [f"{page}:{number}: {mark} was never filled in" for number, line in lines for mark in _PLACEHOLDER.findall(line)]
 
 
-def run_blocks(page: Path, code: str) -> list[str]:
-    """Run a page's blocks as one program; its traceback, with the page's own line numbers, if that fails."""
+def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
+    """Run a page's blocks as one program; its traceback, with the page's own line numbers, if that fails.
+
+    Args:
+        work: Where it runs; an empty folder by default.
+    """
     if not code.strip():
         return []
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
         program = Path(folder) / "blocks.py"
         program.write_text(code)
-        work = Path(folder) / "work"
-        work.mkdir()
+        empty = Path(folder) / "work"
+        empty.mkdir()
         try:
             done = subprocess.run(
                 [sys.executable, str(program)],
-                cwd=work,
+                cwd=work or empty,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -73,30 +90,41 @@ def run_blocks(page: Path, code: str) -> list[str]:
                 env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         except subprocess.TimeoutExpired:
-            return [f"{page}: its Python blocks took more than {LIMIT_S} s: shorten them, or mark one `python no-run`"]
+            return [f"{page}: its Python blocks took more than {LIMIT_S} s: shorten them"]
         if done.returncode == 0:
             return []
         return [f"{page}: its Python blocks fail\n{done.stdout}{done.stderr}".replace(str(program), str(page))]
 
 
-def check_blocks(page: Path, blocks: Sequence[Block], *, name: str) -> list[str]:
+def check_page(page: Path, *, name: str) -> list[str]:
+    """What is wrong with a page, a sentence each.
+
+    Args:
+        name: Its path below the repository.
+    """
+    blocks, prose = split_page(page.read_text())
+    with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
+        found = broken_links(page, prose) + placeholders(page, prose) + check_blocks(page, blocks, name=name, folder=Path(folder))
+        return found + run_blocks(page, program(blocks, "python"), work=Path(folder) if name in WITH_CHECKPOINTS else None)
+
+
+def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path) -> list[str]:
     """What is wrong with a page's blocks, Python's apart.
 
     Args:
         name: The page's path below the repository.
+        folder: An empty one, in which commands run.
     """
     found = [
         f"{page}:{block.line}: a block of {block.language or 'no language'}: write one of {', '.join(LANGUAGES)} behind its opening mark"
         for block in blocks
         if block.language not in LANGUAGES
     ]
-    with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
-        code = program(blocks, "python")
-        if commands := program(blocks, "sh"):
-            found += check_commands(commands, page=name, code=code, folder=Path(folder))
-        for block in (block for block in blocks if block.language == "yaml"):
-            if fault := check_settings(block.text, folder=Path(folder)):
-                found.append(f"{page}:{block.line}: {fault}")
+    if commands := program(blocks, "sh"):
+        found += check_commands(commands, page=name, code=program(blocks, "python"), folder=folder)
+    for block in (block for block in blocks if block.language == "yaml"):
+        if fault := check_settings(block.text, folder=folder):
+            found.append(f"{page}:{block.line}: {fault}")
     for block in (block for block in blocks if block.language in ("toml", "json")):
         try:
             (tomllib if block.language == "toml" else json).loads(block.text)
@@ -115,11 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     found, num_programs = [], 0
     for page in pages:
-        blocks, prose = split_page(page.read_text())
-        code = program(blocks, "python")
-        num_programs += bool(code)
-        found += broken_links(page, prose) + placeholders(page, prose) + run_blocks(page, code)
-        found += check_blocks(page, blocks, name=page.relative_to(root).as_posix())
+        num_programs += any(block.language == "python" for block in split_page(page.read_text())[0])
+        found += check_page(page, name=page.relative_to(root).as_posix())
     print("\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran")
     return 1 if found else 0
 

@@ -8,9 +8,13 @@ with what the reader is told to bring (INPUTS). A command that nothing here know
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tools.command_rules import OWN_RUN, kit, migrate, nox_sessions, pip_install, python, ray_job, train
@@ -63,6 +67,9 @@ MODULES = {
 }
 """Pages whose Python the reader is to save, and under which name."""
 
+WITH_CHECKPOINTS = ("docs/migration/checkpoints.md", "packages/legacy-shim/README.md")
+"""Pages whose reader has `checkpoints` of an old run: their commands run on it, and their Python where those left their files."""
+
 # On one line, in front of the page's first, so that lines keep their numbers.
 _RECORDER = (
     """command_not_found_handle() { printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
@@ -89,6 +96,8 @@ def check_commands(program: str, *, page: str, code: str, folder: Path) -> list[
         folder: An empty one.
     """
     add_inputs(folder, {**INPUTS, MODULES[page]: code} if page in MODULES else INPUTS)
+    if page in WITH_CHECKPOINTS:
+        shutil.copytree(_old_checkpoints().name, folder / "checkpoints", dirs_exist_ok=True)
     try:
         commands = record(program, folder=folder)
     except ValueError as error:
@@ -113,6 +122,15 @@ def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     for name, text in inputs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+@cache
+def _old_checkpoints() -> tempfile.TemporaryDirectory[str]:
+    """A folder with an old run's checkpoints, made once."""
+    folder = tempfile.TemporaryDirectory(prefix="temper-docs-checkpoints-")
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-m", "tools.old_checkpoint", folder.name], cwd=root, check=True)
+    return folder
 
 
 def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list[Command]:

@@ -16,7 +16,7 @@ class Block:
     """A fenced block."""
 
     language: str
-    """What its opening mark says, such as `python no-run`."""
+    """What its opening mark says."""
     line: int
     """Of its opening mark."""
     lines: tuple[str, ...]

@@ -15,7 +15,7 @@ x = 1
 
 Between: [a link](there.md)
 
-```python no-run
+```sh
 raise SystemExit("never")
 ```
 
@@ -33,7 +33,7 @@ def _python(page: str) -> str:
     return program(split_page(page)[0], "python")
 
 
-def test_only_unmarked_python_is_code_and_lines_stay_where_they_were() -> None:
+def test_only_python_is_code_and_lines_stay_where_they_were() -> None:
     code = _python(PAGE)
     lines = dict(enumerate(code.splitlines(), start=1))
     assert {number: line for number, line in lines.items() if line} == {4: "x = 1", 18: "assert x == 1"}
@@ -56,11 +56,20 @@ def test_a_failing_block_is_told_with_the_pages_own_line(tmp_path: Path) -> None
 
 def test_a_link_is_followed_from_its_own_page(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "there.md").touch()
+    (tmp_path / "docs" / "there.md").write_text("# There\n\n## A `part` of it\n")
     page = tmp_path / "docs" / "page.md"
-    prose = "[a](there.md#part) [b](../docs/there.md) [c](https://example.org/x) [d](#here) `[e](code.md)`"
+    prose = "## Here\n[a](there.md#a-part-of-it) [b](../docs/there.md) [c](https://example.org/x#y) [d](#here) `[e](code.md)`"
     assert broken_links(page, prose) == []
     assert broken_links(page, "\n[f](missing.md)") == [f"{page}:2: the link missing.md leads nowhere"]
+
+
+def test_a_link_to_a_heading_that_is_not_there_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# There\n\n```sh\n# a comment\n```\n")
+    page = tmp_path / "page.md"
+    assert broken_links(page, "[a](there.md#a-comment) [b](#gone)\n# Here") == [
+        f"{page}:1: the link there.md#a-comment leads to no heading",
+        f"{page}:1: the link #gone leads to no heading",
+    ]
 
 
 def test_the_command_fails_when_one_page_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

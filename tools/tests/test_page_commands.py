@@ -6,7 +6,7 @@ import pytest
 
 from tools.command_rules import options_in, sessions
 from tools.docs import check_blocks
-from tools.page_commands import MODULES, NOT_RUN, Command, check_commands, check_settings, fault_of, record
+from tools.page_commands import MODULES, NOT_RUN, WITH_CHECKPOINTS, Command, check_commands, check_settings, fault_of, record
 from tools.pages import split_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,14 @@ def test_what_was_translated_is_read_in_its_turn(tmp_path: Path) -> None:
     assert "did you mean algorithm.group_size?" in found
 
 
+def test_a_page_about_checkpoints_has_one_on_which_its_commands_run(tmp_path: Path) -> None:
+    program = "temper-migrate checkpoint checkpoints/ --check\ntemper-migrate checkpoint checkpoints/ --to peft --out adapter/\n"
+    (found,) = check_commands(program, page=WITH_CHECKPOINTS[0], code="", folder=tmp_path)
+    assert found.startswith(f"{WITH_CHECKPOINTS[0]}:2: ")
+    assert "adapter" in found
+    assert (tmp_path / "checkpoints" / "global_step_100" / "actor" / "optim_world_size_1_rank_0.pt").is_file()
+
+
 def test_settings_are_composed(tmp_path: Path) -> None:
     assert check_settings("algorithm: {group_size: 4}", folder=tmp_path) == ""
     assert "did you mean algorithm.group_size?" in check_settings("algorithm: {group_sise: 4}", folder=tmp_path)
@@ -76,13 +84,13 @@ def test_settings_are_composed(tmp_path: Path) -> None:
     [("```\nls\n```", "a block of no language"), ("```toml\na = \n```", "Invalid value"), ("```json\n{]\n```", "Expecting property name")],
 )
 def test_a_block_says_what_it_is_and_is_that(block: str, fault: str, tmp_path: Path) -> None:
-    (found,) = check_blocks(tmp_path / "page.md", split_page(f"text\n\n{block}\n")[0], name="page.md")
+    (found,) = check_blocks(tmp_path / "page.md", split_page(f"text\n\n{block}\n")[0], name="page.md", folder=tmp_path)
     assert found.startswith(f"{tmp_path}/page.md:3: ")
     assert fault in found
 
 
 def test_the_tables_name_what_is_there(tmp_path: Path) -> None:
-    assert [page for page in MODULES if not (ROOT / page).is_file()] == []
+    assert [page for page in (*MODULES, *WITH_CHECKPOINTS) if not (ROOT / page).is_file()] == []
     assert all(fault_of((*known.split(), "x"), folder=tmp_path) == "" for known in NOT_RUN)
     assert {"compat", "docs", "nightly", "megatron-0.19"} <= sessions()
     assert {"--untried", "--verify"} <= options_in(ROOT / "tools" / "release.py")
