@@ -19,6 +19,8 @@ SINCE_0_19 = {
     *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
 }
 
+FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
+
 
 @pytest.mark.parametrize(
     ("key", "name", "match"),
@@ -31,6 +33,16 @@ SINCE_0_19 = {
         ("override_transformer_config", "hybrid_context_parallel", "context_parallel is one size for all micro-batches"),
         ("override_ddp_config", "overlap_grad_reduce", "the engine's way of computing needs as it is"),
         ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),
+        ("override_transformer_config", "window_size", "the model's own config decides"),
+        ("override_transformer_config", "layernorm_zero_centered_gamma", "the model's own config decides"),
+        ("override_transformer_config", "num_layers_in_first_pipeline_stage", "layers_per_stage of this configuration decides"),
+        ("override_transformer_config", "fp8", "nothing of this engine reads, so that it would have no effect: remove it"),
+        ("override_transformer_config", "attention_softmax_in_fp32", "nothing of this engine reads"),
+        ("override_transformer_config", "moe_grouped_gemm", "nothing of this engine reads"),
+        ("override_ddp_config", "fsdp_double_buffer", "nothing of this engine reads"),
+        ("override_optimizer_config", "decoupled_lr", "nothing of this engine reads"),
+        ("override_optimizer_config", "muon_momentum", "nothing of this engine reads"),
+        ("override_optimizer_config", "loss_scale_window", "precision.loss_scale_growth_interval of this configuration decides"),
         ("override_optimizer_config", "nonesuch", "which OptimizerConfig of megatron-core [0-9.]+ does not have"),
     ],
 )
@@ -43,8 +55,16 @@ def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, ke
 def test_every_name_that_is_refused_is_one_that_megatron_has():
     # A name that is gone, or was renamed, would be refused with the wrong reason or taken by its new name.
     known = {field.name for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig) for field in fields(config)}
-    refused = overrides._OF_THE_MODEL | overrides._ELSEWHERE.keys() | overrides._DECIDED | overrides._CHOSEN_PER_BATCH
+    named = (overrides._OF_THE_MODEL, overrides._ELSEWHERE.keys(), overrides._DECIDED, overrides._CHOSEN_PER_BATCH, overrides._IDLE)
+    refused = set().union(*named)
+    assert sum(map(len, named)) == len(refused), "a name is refused for two reasons"
     assert refused - known == (set() if line_in_use() is LINES[-1] else SINCE_0_19)
+
+
+def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
+    known = {field.name for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig) for field in fields(config)}
+    gone = {family for family in overrides._IDLE_FAMILIES if not any(name.startswith(family) for name in known)}
+    assert gone == (set() if line_in_use() is LINES[-1] else FAMILIES_SINCE_0_19)
 
 
 def test_recomputation_is_said_once(config):

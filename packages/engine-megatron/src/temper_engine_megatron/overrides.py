@@ -19,7 +19,12 @@ _OF_THE_MODEL = frozenset(
         *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "rotary_interleaved"),
         *("multi_latent_attention", "attention_dropout", "hidden_dropout", "mtp_num_layers"),
         *("use_mup", "mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"),
-        "mup_attn_scale_power",
+        *("mup_attn_scale_power", "softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq", "mrope_section"),
+        *("apply_residual_connection_post_layernorm", "layernorm_zero_centered_gamma", "qk_l2_norm", "attention_output_gate"),
+        *("glu_linear_offset", "activation_func_clamp_value", "experimental_attention_variant", "is_hybrid_model"),
+        *("heterogeneous_block_specs", "moe_layer_freq", "moe_latent_size", "moe_apply_probs_on_input"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_enable_expert_bias"),
     }
 )
 """What the model's own config.json says."""
@@ -29,6 +34,10 @@ _ELSEWHERE: Mapping[str, str] = {
     "pipeline_model_parallel_size": "pipeline_parallel",
     "virtual_pipeline_model_parallel_size": "virtual_pipeline",
     "pipeline_model_parallel_layout": "layers_per_stage",
+    "num_layers_in_first_pipeline_stage": "layers_per_stage",
+    "num_layers_in_last_pipeline_stage": "layers_per_stage",
+    "account_for_embedding_in_pipeline_split": "layers_per_stage",
+    "account_for_loss_in_pipeline_split": "layers_per_stage",
     "context_parallel_size": "context_parallel",
     "expert_model_parallel_size": "expert_parallel",
     "expert_tensor_parallel_size": "expert_tensor_parallel",
@@ -48,6 +57,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "clip_grad": "optimizer.clip_grad_norm",
     "initial_loss_scale": "precision.initial_loss_scale",
     "loss_scale": "precision.initial_loss_scale",
+    "loss_scale_window": "precision.loss_scale_growth_interval",
     "moe_aux_loss_coeff": "router_aux_loss",
     "deterministic_mode": "deterministic",
 }
@@ -85,6 +95,33 @@ _DECIDED = frozenset(
 )
 """What the engine's way of computing needs as it is."""
 
+_IDLE = frozenset(
+    {
+        # Attention and norms are the engine's own, in plain torch.
+        *("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "masked_softmax_fusion", "attention_backend", "cp_comm_type"),
+        *("hierarchical_context_parallel_sizes", "log_max_attention_logit", "flash_decode"),
+        *("memory_efficient_layer_norm", "persist_layer_norm"),
+        # Only TransformerEngine's layers have it.
+        *("transformer_impl", "use_te_activation_func", "activation_func_fp8_input_store", "tp_only_amax_red", "kitchen_attention_backend"),
+        *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "quant_recipe"),
+        *("disable_parameter_transpose_cache", "symmetric_ar_type", "moe_grouped_gemm"),
+        *("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights", "cpu_offloading_double_buffering"),
+        # Weights are filled from the model's files, and the head is the engine's own.
+        *("init_method_std", "embedding_init_method_std", "cross_entropy_fusion_impl", "mtp_loss_scaling_factor", "mtp_standalone"),
+        *("hetereogenous_dist_checkpoint", "moe_per_layer_logging", "moe_router_bias_update_rate", "mlp_chunks_for_prefill"),
+        # Every parameter has the rate of the schedule, AdamW, and the loss scale that every engine has.
+        *("decoupled_lr", "decoupled_min_lr", "sgd_momentum", "min_loss_scale", "hysteresis", "store_param_remainders"),
+        *("use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+        *("reuse_grad_buf_for_mxfp8_param_ag", "outer_dp_sharding_strategy", "keep_fp8_transpose_cache"),
+    }
+)
+"""What nothing of the engine reads."""
+
+_IDLE_FAMILIES = (
+    *("fp8", "fp4", "tp_comm_", "use_kitchen", "qk_clip", "dsa_", "linear_", "mamba_", "inference_", "fsdp_", "megatron_fsdp_"),
+    *("muon_", "lion_", "soap_", "adaptive_muon_"),
+)
+"""Beginnings of more such names."""
 
 _CHOSEN_PER_BATCH = frozenset({"hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"})
 """See docs/decisions/0017-one-context-size.md."""
@@ -130,5 +167,7 @@ def _check(given: Mapping[str, Override], *, key: str, known: Iterable[str], cla
             raise ConfigError(f"{key} names {name!r}, which {_ELSEWHERE[name]} of this configuration decides: set that instead.")
         if name in _OF_THE_MODEL:
             raise ConfigError(f"{key} names {name!r}, which the model's own config decides: change it there, or remove it here.")
+        if name in _IDLE or name.startswith(_IDLE_FAMILIES):
+            raise ConfigError(f"{key} names {name!r}, which nothing of this engine reads, so that it would have no effect: remove it.")
         if name in _DECIDED:
             raise ConfigError(f"{key} names {name!r}, which the engine's way of computing needs as it is: remove it.")
