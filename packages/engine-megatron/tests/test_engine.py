@@ -72,6 +72,38 @@ def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_beh
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "qwen3_next"])
+def test_a_model_whose_parts_the_bridge_knows_and_this_engine_does_not_is_refused(config, model_type):
+    # The bridge translates them; Gemma's log-probs were 5 nats off, because its own class scales the embedding.
+    other = ModelSpec(architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8})
+    with pytest.raises(
+        CapabilityError, match="might leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe, llama or mistral"
+    ):
+        MegatronEngine(replace(config, model=other)).init_model()
+
+
+MISTRAL = {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    "fields", [{**MISTRAL, "sliding_window": 4}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}]
+)
+def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
+    with pytest.raises(CapabilityError, match=r"sliding-window attention is not supported .* set sliding_window to null"):
+        MegatronEngine(replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))).init_model()
+
+
+def test_mistral_without_a_window_has_the_gradients_of_transformers(config, start, batch):
+    model = ModelSpec(architecture={**config.model.architecture, **MISTRAL, "sliding_window": None, "initializer_range": 0.3})
+    oracle = OracleEngine(EngineConfig(model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"))
+    oracle.init_model()
+    gradients = []
+    for engine in (oracle, start(model=model, optimizer=READ_GRADIENTS)):
+        engine.set_loss_fn(LikelihoodProbe())
+        gradients.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]).gradients)
+    assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
+
+
 def test_dropout_is_refused(config):
     other = ModelSpec(architecture={**config.model.architecture, "attention_dropout": 0.1})
     with pytest.raises(CapabilityError, match="dropout"):

@@ -142,12 +142,24 @@ def plan_adapter(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
     )
     if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
         raise ConfigError("lora.modules_to_save names lm_head, which this model ties to its other embedding: take an untied model.")
+    _refuse_shared_key_heads(plan, config=config, translation=translation)
     if plan.experts and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
         raise ConfigError(
             f"lora.target_parameters names tensors of experts and expert_tensor_parallel is {config.expert_ranks_of_a_matrix}, where "
             f"Megatron's gradient norm would miscount what ranks hold twice: set it to 1 or to tensor_parallel ({config.tensor_parallel})."
         )
     return AdapterSite(plan=plan, translation=translation, around=_surroundings(config, membership=membership, model=config.model))
+
+
+def _refuse_shared_key_heads(plan: AdapterPlan, *, config: MegatronConfig, translation: Translation) -> None:
+    """Where ranks share a key head, a rank's rows of query, key and value have no equal sizes."""
+    groups = translation.settings.num_query_groups or translation.settings.num_attention_heads
+    inputs = {"q_proj", "k_proj", "v_proj"}.intersection(name.rpartition(".")[2] for name in plan.targets)
+    if config.tensor_parallel > groups and inputs:
+        raise ConfigError(
+            f"lora.target_modules takes in {', '.join(sorted(inputs))}, and tensor_parallel is {config.tensor_parallel}, more than the "
+            f"model's {groups} key heads: lower tensor_parallel to {groups}, or name these modules in lora.exclude_modules."
+        )
 
 
 def _hosts(translation: Translation) -> tuple[str, ...]:

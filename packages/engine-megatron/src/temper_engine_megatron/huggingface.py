@@ -42,7 +42,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     except ValueError as error:
         raise ConfigError(
             f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
-            "use a model type such as qwen2, qwen3, qwen3_moe or llama."
+            "use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
         ) from error
 
 

@@ -153,6 +153,7 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         raise ConfigError(
             f"tensor_parallel is {config.tensor_parallel}, which leaves a rank without any of the {hf_config.vocab_size} words: lower it."
         )
+    refuse_uneven_parts(settings, config)
     wanted = {
         "tensor_model_parallel_size": config.tensor_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,
@@ -203,6 +204,26 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
     settings.finalize()
 
 
+def refuse_uneven_parts(settings: Any, config: MegatronConfig) -> None:
+    """Refuse sizes that leave the parts of a layer unequal; ranks may share a key head.
+
+    Raises:
+        ConfigError: naming the field and what it must divide.
+    """
+    heads, groups = settings.num_attention_heads, settings.num_query_groups or settings.num_attention_heads
+    parts = [("tensor_parallel", config.tensor_parallel, heads, "the model's {} attention heads")]
+    if config.tensor_parallel % groups:
+        parts.append(("tensor_parallel", config.tensor_parallel, groups, "the model's {} key heads"))
+    if settings.num_moe_experts:
+        size = config.expert_ranks_of_a_matrix
+        parts.append(("expert_tensor_parallel", size, settings.moe_ffn_hidden_size, "the {} rows of an expert's matrices"))
+    else:
+        parts.append(("tensor_parallel", config.tensor_parallel, settings.ffn_hidden_size, "the {} rows of an MLP's matrices"))
+    for name, size, whole, what in parts:
+        if whole % size:
+            raise ConfigError(f"{name} is {size}, which must divide {what.format(whole)}: choose another.")
+
+
 def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig) -> dict[str, object]:
     """What a mixture of experts needs beyond that.
 
@@ -242,8 +263,13 @@ def _refuse_unsupported(settings: Any, hf_config: PretrainedConfig) -> None:
         raise CapabilityError(f"{settings.normalization} is not supported by the Megatron engine yet: use a model with RMSNorm.")
     if settings.attention_dropout or settings.hidden_dropout:
         raise CapabilityError("the model asks for dropout, which the Megatron engine's attention does not have: set it to 0 in its config.")
-    if hf_config.to_dict().get("use_sliding_window"):
-        raise CapabilityError("sliding-window attention is not supported by the Megatron engine yet.")
+    fields = hf_config.to_dict()
+    # Some configurations have a switch, others just a window.
+    if fields.get("use_sliding_window", fields.get("sliding_window") is not None):
+        raise CapabilityError(
+            "sliding-window attention is not supported by the Megatron engine yet: where no sequence is longer than the window, set "
+            "sliding_window to null in the model's config (and use_sliding_window to false, where there is one)."
+        )
 
 
 def _stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] | None:

@@ -14,7 +14,10 @@ from temper_engine_api.errors import CapabilityError
 from temper_engine_megatron.bridge_compat.lines import line_in_use
 from temper_engine_megatron.bridge_compat.stand_ins import import_bridge
 
-USE_ANOTHER = "use a qwen2, qwen3, qwen3_moe or llama model."
+KNOWN = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+"""Model types whose log-probs and gradients are compared with those of transformers. The bridge translates more, whose own classes then do
+what this engine would leave out: Gemma's scales the embedding."""
+USE_ANOTHER = f"use a {', '.join(KNOWN[:-1])} or {KNOWN[-1]} model."
 
 ParameterKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_experts_b"]
 
@@ -34,12 +37,15 @@ class Translation:
     """A Hugging Face architecture in Megatron's words."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
+        """Find the translation.
+
+        Raises:
+            ConfigError: Megatron-Bridge is missing, or of a line that is not known.
+            CapabilityError: the architecture is not one of those that are known.
+        """
         bridge = import_bridge()
         described = _as_causal_lm(hf_config)
-        try:
-            auto = bridge.AutoBridge.from_hf_config(described)
-        except ValueError as error:
-            raise CapabilityError(f"Megatron-Bridge has no translation of {described.architectures}: {USE_ANOTHER}") from error
+        auto = bridge.AutoBridge.from_hf_config(described)
         self.settings: Any = auto.to_megatron_provider(load_weights=False)
         self._registry = _model_bridge().get_model_bridge(getattr(transformers, described.architectures[0])).mapping_registry()
 
@@ -79,8 +85,11 @@ def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
     """The bridge finds a translation by the name of the class with a language-model head, whatever head a model has."""
     described = copy.deepcopy(hf_config)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    if name is None:
-        raise CapabilityError(f"{type(hf_config).__name__} has no causal language model in transformers: {USE_ANOTHER}")
+    if name is None or hf_config.model_type not in KNOWN:
+        raise CapabilityError(
+            f"the Megatron engine does not know {name or type(hf_config).__name__}, and might leave out parts of it without an error: "
+            f"{USE_ANOTHER}"
+        )
     described.architectures = [name]
     rotary: Mapping[str, object] = described.to_dict().get("rope_parameters") or {}
     if line_in_use().reads_old_rotary_base and "rope_theta" in rotary:

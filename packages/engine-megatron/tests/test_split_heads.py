@@ -1,0 +1,89 @@
+"""Heads and matrices over tensor-parallel ranks: one key head for two ranks computes the same numbers, and what has no parts is refused."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from temper_engine_api.conformance.measure import measure_update, weights_of
+from temper_engine_api.conformance.models import QWEN3, TinyModel
+from temper_engine_api.conformance.probes import TokenProbe
+from temper_engine_api.conformance.tolerances import GRADIENT, LOSS, assert_all_close, assert_close
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.specs import LoraSpec
+from temper_engine_megatron.bridge_compat import Translation
+from temper_engine_megatron.model import refuse_uneven_parts
+
+LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+ONE_KEY_HEAD = TinyModel(name="qwen3-one-key-head", architecture={**QWEN3.architecture, "num_key_value_heads": 1})
+
+
+@pytest.fixture
+def run_in(fleet):
+    def run(layout, job, **arguments):
+        return fleet.run(job, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
+def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, reference, layout):
+    recipe, batch = reference.recipe(ONE_KEY_HEAD), reference.batch(model=ONE_KEY_HEAD)
+    expected = reference.update(recipe, TokenProbe(), batch)
+    updates = run_in(layout, measure_update, recipe=recipe, objective=TokenProbe(), batch=batch)
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    for update in updates:
+        assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+
+
+def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, reference):
+    # Its rows have no equal parts: a fresh one would be empty there, and one from a directory did not fit.
+    recipe = replace(reference.recipe(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
+    for told in run_in("tp2", refusal_of, recipe=recipe):
+        assert "lora.target_modules takes in k_proj, q_proj, v_proj, and tensor_parallel is 2, more than the model's 1 key heads" in told
+
+
+def refusal_of(rank, *, recipe):
+    """What building says."""
+    with pytest.raises(ConfigError) as caught:
+        rank.unbuilt_engine(recipe).init_model()
+    return str(caught.value)
+
+
+def test_an_adapter_beside_other_layers_of_that_model_trains(run_in, reference):
+    lora = LoraSpec(rank=4, alpha=8.0, target_modules=("o_proj", "down_proj"))
+    recipe = replace(reference.recipe(ONE_KEY_HEAD), lora=lora)
+    names = run_in("tp2", adapted_names, recipe=recipe)[0]
+    assert {name.split(".")[-3] for name in names} == {"o_proj", "down_proj"}
+
+
+def adapted_names(rank, *, recipe):
+    """Of the exported adapter; its base is exported, too."""
+    engine = rank.engine(recipe)
+    assert weights_of(engine)
+    return list(engine.export_adapter()[1])
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "fields", "match"),
+    [
+        (3, {}, "tensor_parallel is 3, which must divide the model's 4 attention heads"),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "tensor_parallel is 2, which must divide the model's 3 key heads"),
+        (4, {"intermediate_size": 50}, "tensor_parallel is 4, which must divide the 50 rows of an MLP's matrices"),
+    ],
+)
+def test_parts_of_different_sizes_are_refused(config, tensor_parallel, fields, match):
+    described = {key: value for key, value in config.model.architecture.items() if key != "model_type"}
+    settings = Translation(AutoConfig.for_model("qwen2", **{**described, **fields})).settings
+    with pytest.raises(ConfigError, match=match):
+        refuse_uneven_parts(settings, replace(config, tensor_parallel=tensor_parallel))
+
+
+def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config):
+    fields = {**config.model.architecture, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 25, "head_dim": 8}
+    fields.pop("model_type")
+    settings = Translation(AutoConfig.for_model("qwen3_moe", **fields)).settings
+    with pytest.raises(ConfigError, match="expert_tensor_parallel is 2, which must divide the 25 rows of an expert's matrices"):
+        refuse_uneven_parts(settings, replace(config, tensor_parallel=2, sequence_parallel=True))
+    refuse_uneven_parts(settings, replace(config, tensor_parallel=2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=1))
