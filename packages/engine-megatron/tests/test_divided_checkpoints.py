@@ -76,7 +76,7 @@ def check_shares(found):
 
 
 def names_read(rank, *, recipe, folder):
-    """How often each name's weight was read from the files, and the state afterwards."""
+    """How often each name's weight was read from the files, and the state afterwards, whole on rank 0."""
     engine = rank.engine(recipe)
     times = defaultdict(int)
     open_state = persistence.open_state
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_one_rank_wrote_is_read(fleet, reference, tmp_path, la
 
 
 def part_and_back(rank, *, recipe, batch, divided: Path, alone: Path):
-    """States before a part was written, and after it was read in one file as 0.1 wrote it."""
+    """States before a part was written, and after it was read in one file as 0.1 wrote it; whole on rank 0."""
     engine = rank.engine(recipe)
     train(engine, [batch])
     engine.write_part(str(divided))
@@ -190,3 +190,31 @@ def train_and_save_in_small_files(rank, *, recipe, batches, folder):
     finally:
         persistence.FILE_BYTES = before
     return train(engine, batches[1:])[0]
+
+
+OF_FOUR = (
+    LAYOUTS["tp2-pp2"],
+    LAYOUTS["tp2-cp2"],
+    LAYOUTS["pp2-dp2-distopt"],
+    Layout(name="tp2-dp2-distopt", world_size=4, fields={"tensor_parallel": 2, "distributed_optimizer": True}),
+    Layout(name="dp2-ep2-distopt", world_size=4, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+    Layout(name="tp2-sp-ep2-etp2", world_size=4, fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", OF_FOUR, ids=lambda layout: layout.name)
+def test_four_ranks_write_every_tensor_once_and_read_it_back(fleet_of_four, reference, tmp_path, layout):
+    kind = reference.with_experts() if "expert_parallel" in layout.fields else reference
+    recipe = kind.recipe(QWEN2_UNTIED, optimizer=TRAINS)
+    arguments = {"recipe": recipe, "batch": kind.batch(), "folder": tmp_path / "part"}
+    shares = fleet_of_four.run(own_part, engine="megatron", layout=layout, arguments=arguments)
+    names = [name for _, of_rank, _ in shares for name in of_rank]
+    assert min(num_bytes for num_bytes, _, _ in shares) > HEADERS
+    arguments["folder"] = tmp_path / "steps"
+    saved = fleet_of_four.run(train_save_and_tell, engine="megatron", layout=layout, arguments=arguments)[0]
+    assert sorted(names) == sorted(saved)
+    for other in (layout, ALONE):
+        arguments = {"recipe": recipe, "folder": tmp_path / "steps"}
+        _, state = fleet_of_four.run(names_read, engine="megatron", layout=other, arguments=arguments)[0]
+        assert_same_state(state, saved)
