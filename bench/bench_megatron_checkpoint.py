@@ -1,0 +1,207 @@
+"""What each of two ranks of MegatronEngine writes and holds to save a checkpoint and reads to load it, beside an earlier commit's engine.
+
+    python bench/bench_megatron_checkpoint.py [--before COMMIT] [--rounds 2] [--json FILE]
+
+Processes of both commits take turns. CPU and gloo; a peak is what a rank's memory grew by at most, files mapped into it included.
+"""
+
+import argparse
+import ctypes
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = "packages/engine-megatron/src"
+LAYOUTS: Mapping[str, Mapping[str, int]] = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}}
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+"""13.4 million parameters, 160 MB of masters and moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Of one rank; bytes in MB of a million."""
+
+    written_mb: float
+    """In its files of the state."""
+    save_s: float
+    save_peak_mb: float
+    staged_s: float
+    """Until a save in the background lets training go on."""
+    background_peak_mb: float
+    """From the call to the end of such a save."""
+    opened_mb: float
+    """Of tensors that loading took from the files."""
+    load_s: float
+    load_peak_mb: float
+
+
+def _status(field: str) -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def _measured(action: Callable[[], object]) -> tuple[float, float]:
+    """(seconds, growth of memory at its peak in MB)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide growth
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, begun = _status("VmRSS"), time.perf_counter()
+    action()
+    return time.perf_counter() - begun, _status("VmHWM") - before
+
+
+def work(layout: str, *, rank: int, folder: Path) -> Seen:
+    """One rank: an update, two saves and a load, each once before to warm up."""
+    import torch
+    import torch.distributed as dist
+
+    from temper_engine_api.batch import from_sequences
+    from temper_engine_api.checkpoint.saved_state import SavedState
+    from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
+    from temper_engine_megatron import persistence
+    from temper_engine_megatron.config import MegatronConfig
+    from temper_engine_megatron.engine import MegatronEngine
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
+    config = MegatronConfig(
+        model=ModelSpec(architecture=ARCHITECTURE),
+        optimizer=OptimizerSpec(lr=1e-3),
+        precision=PrecisionSpec(compute="fp32"),
+        device="cpu",
+        **LAYOUTS[layout],
+    )
+    engine = MegatronEngine(config)
+    engine.init_model()
+    opened = 0
+    open_state = persistence.open_state
+
+    def open_and_count(directory: str) -> SavedState:
+        saved = open_state(directory)
+
+        def read(kind: str, name: str) -> torch.Tensor:
+            nonlocal opened
+            tensor = saved.read(kind, name)
+            opened += tensor.nbytes
+            return tensor
+
+        return replace(saved, read=read)
+
+    persistence.open_state = open_and_count
+    with closing(engine):
+        engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+        with engine.train_mode():
+            engine.forward_backward_step(from_sequences([torch.arange(16)], loss_masks=[torch.arange(16) >= 1]))
+        engine.optimizer_step()
+        parts = folder / "parts"
+        engine.write_part(str(parts / "0"))
+        save_s, save_peak = _measured(lambda: engine.write_part(str(parts / "1")))
+        written = sum(record.num_bytes for record in engine.write_part(str(parts / "2")).files if record.path.startswith("state/"))
+        engine.save_checkpoint(str(folder), global_step=1, in_background=True)
+        engine.finish_saving()
+        staged_s = 0.0
+
+        def save_in_background() -> None:
+            nonlocal staged_s
+            begun = time.perf_counter()
+            engine.save_checkpoint(str(folder), global_step=2, in_background=True)
+            staged_s = time.perf_counter() - begun
+            engine.finish_saving()
+
+        _, background_peak = _measured(save_in_background)
+        engine.read_part(str(parts / "1"))
+        opened = 0
+        load_s, load_peak = _measured(lambda: engine.read_part(str(parts / "1")))
+    return Seen(
+        written_mb=written / 1e6,
+        save_s=save_s,
+        save_peak_mb=save_peak,
+        staged_s=staged_s,
+        background_peak_mb=background_peak,
+        opened_mb=opened / 1e6,
+        load_s=load_s,
+        load_peak_mb=load_peak,
+    )
+
+
+def run(layout: str, *, sources: Path) -> list[Seen]:
+    """Two ranks with the engine in a folder of sources."""
+    path = os.pathsep.join([str(sources), str(ROOT / "packages/engine-api/src")])
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [[sys.executable, __file__, "--work", layout, "--rank", str(rank), "--folder", folder] for rank in range(2)]
+        # Tensors get memory of their own, and give it back at once.
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+        answers = [rank.communicate(timeout=600)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"a rank of {layout} with {sources} failed.")
+    return [Seen(**json.loads(answer.splitlines()[-1])) for answer in answers]
+
+
+def compare(before: str, *, rounds: int) -> dict[str, list[Seen]]:
+    """By layout and commit, the best of the rounds of each rank."""
+    found: dict[str, list[Seen]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", before, SOURCES], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        for _ in range(rounds):
+            for layout in LAYOUTS:
+                for name, sources in ((before, Path(folder, SOURCES)), ("now", ROOT / SOURCES)):
+                    seen = run(layout, sources=sources)
+                    key = f"{layout}, {name}"
+                    found[key] = [_best(*pair) for pair in zip(found.get(key, seen), seen, strict=True)]
+    return found
+
+
+def _best(one: Seen, other: Seen) -> Seen:
+    return Seen(**{name: min(value, asdict(other)[name]) for name, value in asdict(one).items()})
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", default="e16b8c2", help="commit to compare with; the default is the last one where rank 0 wrote alone")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.work:
+        print(json.dumps(asdict(work(chosen.work, rank=chosen.rank, folder=chosen.folder))))
+        return
+    load = os.getloadavg()[0]
+    found = compare(chosen.before, rounds=chosen.rounds)
+    print(f"load {load:.1f} before, best of {chosen.rounds}; rank 0 / rank 1\n")
+    columns = list(asdict(next(iter(found.values()))[0]))
+    print(f"| layout, commit | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for key, ranks in found.items():
+        cells = [" / ".join(f"{asdict(rank)[name]:.{2 if name.endswith('_s') else 0}f}" for rank in ranks) for name in columns]
+        print(f"| {key} | {' | '.join(cells)} |")
+    if chosen.json:
+        chosen.json.write_text(json.dumps({key: [asdict(rank) for rank in ranks] for key, ranks in found.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
