@@ -225,15 +225,17 @@ def background(place: Place) -> None:
         shutil.rmtree(folder)
 
 
-def engine_speed(place: Place, *, shape: str, is_compiled: bool = True, has_liger: bool = False) -> None:
+def engine_speed(place: Place, *, shape: str, is_compiled: bool = True, has_liger: bool = False, together: int = 1) -> None:
     """The RL update of the engine: log-prob with gradient, entropy, clipped objective; planned by the engine."""
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     changes = COMPILED if is_compiled and scale.compiles else {}
-    engine = started(large_config(scale, shape, **changes, liger_layers=has_liger and scale.device == "cuda"))
+    changes = {**changes, "liger_layers": has_liger and scale.device == "cuda", "wrap_together": together}
+    engine = started(large_config(scale, shape, **changes))
     packed = engine.shard_data(batch, max_tokens=scale.micro_batch_tokens)
     once = partial(update, engine, packed, (Query.ENTROPY,))
     who = "engine, compiled" if is_compiled else "engine, Liger" if has_liger else "engine, eager"
+    who += f", {together} layers at once" if together > 1 else ""
     report_speed(place, once, who=who, shape=shape, batch=batch)
     engine.close()
 
@@ -273,6 +275,7 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
     "background": background,
     **{f"engine-{shape}": partial(engine_speed, shape=shape) for shape in FULL.shapes},
     **{f"plain-{shape}": partial(plain_speed, shape=shape) for shape in FULL.shapes},
+    **{f"engine-{shape}-by-{n}": partial(engine_speed, shape=shape, together=n) for shape in FULL.shapes for n in (2, 4, 8)},
     "heads": heads,
     **{f"liger-{shape}": partial(engine_speed, shape=shape, is_compiled=False, has_liger=True) for shape in FULL.shapes},
     **{f"eager-{shape}": partial(engine_speed, shape=shape, is_compiled=False) for shape in FULL.shapes},

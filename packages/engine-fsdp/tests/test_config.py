@@ -65,6 +65,8 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
         ({"liger_layers": True, "device": "cpu"}, "liger_layers needs CUDA, but device is cpu"),
         ({"liger_layers": True, "compile_layers": True}, "liger_layers is on, but compile_layers makes such kernels by itself"),
         ({"forward_prefetch": -1}, "forward_prefetch is -1, but must be at least 0"),
+        ({"wrap_together": 0}, "wrap_together is 0, but must be at least 1"),
+        ({"strategy": "fsdp1", "wrap_together": 2}, "wrap_together is 2, but strategy fsdp1 wraps modules one by one"),
         ({"reshard_after_forward": 1}, "reshard_after_forward is 1, but must be true, false or a number of ranks from 2"),
         ({"checkpointing_keeps_products": True}, "checkpointing_keeps_products is on, but has no effect without activation_checkpointing"),
         ({"offload_activations": True}, "offload_activations is on, but has no effect without activation_checkpointing"),

@@ -208,6 +208,11 @@ def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
         start(wrap_modules=("Qwen9Layer",))
 
 
+def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"wrap_together is 2, but of wrap_modules a Qwen2DecoderLayer holds a Qwen2MLP"):
+        start(wrap_modules=("Qwen2DecoderLayer", "Qwen2MLP"), wrap_together=2)
+
+
 def test_an_adapter_without_peft_says_what_to_install(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "temper_engine_fsdp.adapter", raising=False)
     monkeypatch.setitem(sys.modules, "peft", None)  # what is None there can't be imported, as if it were not installed

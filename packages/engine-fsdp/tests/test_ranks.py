@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "alone")[0]
 
 
-# Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass.
+# Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass; both layers as one.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fsdp_size", "keeping"),
@@ -61,6 +61,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         ("fsdp2", "1", "reshards"),
         ("fsdp1", "1", "reshards"),
         ("fsdp2", "all", "keeps"),
+        pytest.param("fsdp2", "all", "together-reshards", marks=pytest.mark.nightly),
+        ("fsdp2", "all", "together-keeps"),
     ],
 )
 def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path) -> None:
@@ -70,5 +72,7 @@ def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str,
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         # Gradients are reduced with the last micro-batch only.
         assert outcome["reductions"][0] == outcome["reductions"][1] > 0
+        if strategy == "fsdp2" and fsdp_size == "all":
+            assert outcome["reductions"][0] == (2 if "together" in keeping else 3)
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

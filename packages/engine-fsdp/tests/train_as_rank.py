@@ -1,6 +1,6 @@
 """One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set.
 
-train_as_rank.py STRATEGY FSDP_SIZE RESHARDS FOLDER
+train_as_rank.py STRATEGY FSDP_SIZE KEEPING FOLDER
 """
 
 import json
@@ -72,7 +72,7 @@ def _recorded() -> list[str]:
     return [entry["profiling_name"] for entry in sorted(entries, key=lambda entry: entry["record_id"])]
 
 
-def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path) -> None:
+def main(strategy: Strategy, fsdp_size: int | None, keeping: str, folder: Path) -> None:
     engine = FSDPEngine(
         FSDPConfig(
             model=ModelSpec(architecture=ARCHITECTURE),
@@ -80,7 +80,8 @@ def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path
             precision=PrecisionSpec(compute="fp32"),
             strategy=strategy,
             fsdp_size=fsdp_size,
-            reshard_after_forward=reshards,
+            reshard_after_forward="keeps" not in keeping,
+            wrap_together=2 if "together" in keeping else 1,
             device="cpu",
         )
     )
@@ -108,4 +109,4 @@ def main(strategy: Strategy, fsdp_size: int | None, reshards: bool, folder: Path
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), sys.argv[3] == "reshards", Path(sys.argv[4]))  # type: ignore[arg-type]
+    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ Fill = Callable[[nn.Module], None]
 
 
 class RowShardedModule:
-    """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
+    """Decoder layers by ones or by groups, then the rest as one; see ``strategies.ShardedModule``."""
 
     def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, fill: Fill) -> None:
         precision = config.precision
@@ -33,11 +33,12 @@ class RowShardedModule:
             cast_forward_inputs=False,
         )
         reshards = _checked_reshard(config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1))
-        layers = layers_of(model.hf, names=config.wrap_modules)
         wrapped = []
-        for layer in layers:
-            fill(layer)
-            wrapped.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards))
+        for group in _groups(layers_of(model.hf, names=config.wrap_modules), size=config.wrap_together):
+            for layer in group:
+                fill(layer)
+            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+            wrapped.append(_first_of(group))
         fill(model)
         # The root holds the embedding and the head, which the backward pass needs first.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -46,7 +47,8 @@ class RowShardedModule:
         self.evaluation_reads_gradients = False
         self._reshards = reshards is not False
         self._gathers_ahead = not self._reshards and not config.residency.offload_parameters and mesh.size(mesh.ndim - 1) > 1
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # One of each group: what is asked of it is asked of the others.
+        self._modules = [_first_of([model]), *wrapped]
         for module in self._modules:
             # Gradients are summed, never averaged, because the denominators of a loss already belong to the whole mini-batch. On the
             # root alone this would be silently wrong, and gloo has no scaled sum.
@@ -78,6 +80,23 @@ class RowShardedModule:
         """See ShardedModule."""
         if _RESETS_AFTER_ERRORS:
             self._modules[0].reset_iter_state()
+
+
+def _groups(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:
+    """Runs of so many layers, of which the last one may be shorter."""
+    for outer in layers if size > 1 else ():
+        if inner := next((layer for layer in layers if layer is not outer and layer in outer.modules()), None):
+            raise ConfigError(
+                f"wrap_together is {size}, but of wrap_modules a {type(outer).__name__} holds a {type(inner).__name__}, and only modules "
+                "that follow each other can be gathered as one: name one of them, or leave wrap_together at 1."
+            )
+    return [list(layers[first : first + size]) for first in range(0, len(layers), size)]
+
+
+def _first_of(group: Sequence[nn.Module]) -> FSDPModule:
+    first = group[0]
+    assert isinstance(first, FSDPModule), "fully_shard makes one of every module"
+    return first
 
 
 def _checked_reshard(wanted: bool | int, *, num_shards: int) -> bool | int:

@@ -17,6 +17,8 @@ LAYOUTS = (
     Layout(name="hybrid.4", world_size=4, fields={"fsdp_size": 2}),
     Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
     *_at((2, 4), "no-reshard", {"reshard_after_forward": False}),
+    Layout(name="together.2", world_size=2, fields={"wrap_together": 2, "reshard_after_forward": False}),
+    Layout(name="together.4", world_size=4, fields={"wrap_together": 2, "activation_checkpointing": True}),
     Layout(name="reshard-to-2.4", world_size=4, fields={"reshard_after_forward": 2, "forward_prefetch": 1}),
     Layout(name="sp2.2", world_size=2, fields={"sequence_parallel": 2}),
     Layout(name="sp2.4", world_size=4, fields={"sequence_parallel": 2}),

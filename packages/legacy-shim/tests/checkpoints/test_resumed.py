@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ class Old:
 
 MIXTURE = Old(name="v0.7.1_fsdp1-dsv3-buffer-bf16_ws2")
 nightly = pytest.mark.nightly
+narrow_values = pytest.mark.skipif(
+    find_spec("temper_engine_fsdp.expert_names") is None, reason="temper-engine-fsdp 0.1.0 needs values as wide as queries, DeepSeek's are not"
+)
 KINDS = [
-    pytest.param(MIXTURE, id="mixture-fsdp1"),
+    pytest.param(MIXTURE, id="mixture-fsdp1", marks=narrow_values),
     pytest.param(Old(name="v0.4.1_fsdp1-actor-tied_ws2"), id="actor-fsdp1", marks=nightly),
     pytest.param(Old(name="v0.7.1_fsdp2-actor-untied_ws2"), id="actor-fsdp2", marks=nightly),
     pytest.param(Old(name="v0.6.1_fsdp2-sft-untied_ws2"), id="sft-fsdp2", marks=nightly),
