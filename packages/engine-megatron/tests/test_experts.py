@@ -178,10 +178,10 @@ class NothingButBalance(Objective):
         return LossTerms(loss=0.0 * answers[Query.LOGPROB])
 
 
-def balance_gradient(rank, *, recipe, batch, repeats, weight):
-    """Gradients and metrics of the balancing loss alone, of a batch that stands in the mini-batch so many times, each in a micro-batch."""
+def router_gradient(rank, *, recipe, batch, repeats, settings):
+    """Gradients and metrics of a router's losses alone, of a batch that stands in the mini-batch so many times, each in a micro-batch."""
     config = recipe.config_for(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
-    engine = MegatronEngine(replace(config, router_aux_loss=weight))
+    engine = MegatronEngine(replace(config, **settings))
     engine.init_model()
     try:
         engine.set_loss_fn(NothingButBalance())
@@ -218,11 +218,44 @@ def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(subject
     (0.1 * loss).backward()
     expected = one_by_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for repeats in (1, 2):
-        updates = subject_in(layout).run(balance_gradient, recipe=recipe, batch=batch, repeats=repeats, weight=0.1)
+        settings = {"router_aux_loss": 0.1}
+        updates = subject_in(layout).run(router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings)
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
         # Metrics are logged as a mean over layers; 1 is balance.
         assert_close(merged(updates)["router/load_balancing_loss"], float(loss.detach()) / 4, LOSS, what="metric")
+
+
+def z_loss_of(recipe, batch):
+    """The router's z-loss, summed over layers, of all sequences together, written out."""
+    model = AutoModelForCausalLM.from_pretrained(recipe.model_path, dtype=torch.float32)
+    sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
+    found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
+    layers = range(model.config.num_hidden_layers)
+    squares = [torch.cat([logits[layer].reshape(-1, 8) for logits in found]).logsumexp(-1).square() for layer in layers]
+    return model, sum(square.mean() for square in squares)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"recompute": "layers"}, marks=pytest.mark.nightly), {"remove_padding": False}],
+    ids=lambda changes: next(iter(changes), "as-it-is"),
+)
+@pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2", "pp2-vpp2"]))
+def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(subject_in, reference, layout, changes):
+    # Megatron's own weight of it, without its division by tokens at the end, is as many times too large.
+    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
+    model, loss = z_loss_of(recipe, batch)
+    (0.1 * loss).backward()
+    expected = one_by_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for repeats in (1, 2):
+        settings = {"router_z_loss": 0.1, **changes}
+        updates = subject_in(layout).run(router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings)
+        gradients = {name: updates[0].gradients[name] for name in expected}
+        assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
+        metrics = merged(updates)
+        assert_close(metrics["router/z_loss"], float(loss.detach()) / 4, LOSS, what="metric")
+        assert "router/load_balancing_loss" not in metrics
 
 
 def with_experts(config, **changes):
@@ -259,6 +292,14 @@ def refusal_of(rank, *, recipe):
     with pytest.raises(ConfigError) as caught:
         rank.unbuilt_engine(recipe).init_model()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["router_aux_loss", "router_z_loss"])
+def test_a_dense_model_has_no_router_with_a_loss(config, name):
+    with pytest.raises(ConfigError, match=f"{name} is 0.1, but the model has no experts"):
+        MegatronEngine(replace(config, **{name: 0.1})).init_model()
+    with pytest.raises(ConfigError, match=f"{name} is -1, but must be at least 0"):
+        replace(config, **{name: -1})
 
 
 def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):

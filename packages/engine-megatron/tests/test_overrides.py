@@ -33,6 +33,7 @@ FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         ("override_transformer_config", "hybrid_context_parallel", "context_parallel is one size for all micro-batches"),
         ("override_ddp_config", "overlap_grad_reduce", "the engine's way of computing needs as it is"),
         ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),
+        ("override_transformer_config", "moe_z_loss_coeff", "router_z_loss of this configuration decides"),
         ("override_transformer_config", "window_size", "the model's own config decides"),
         ("override_transformer_config", "layernorm_zero_centered_gamma", "the model's own config decides"),
         ("override_transformer_config", "num_layers_in_first_pipeline_stage", "layers_per_stage of this configuration decides"),

@@ -36,6 +36,9 @@ class MegatronConfig(EngineConfig):
     router_aux_loss: float = 0.0
     """Weight of the load-balancing loss of experts, added to the objective: that of each micro-batch by its share of trained tokens, the
     sum over layers. It depends on the split into micro-batches by its nature."""
+    router_z_loss: float = 0.0
+    """Weight of the z-loss of routers, which keeps their logits small: the mean over the tokens of a micro-batch of the squared logsumexp,
+    by the micro-batch's share of trained tokens, the sum over layers."""
     distributed_optimizer: bool = False
     """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1), where there is an optimiser."""
     head_chunk_tokens: int = 2048
@@ -88,8 +91,9 @@ class MegatronConfig(EngineConfig):
                 f"layers_per_stage is {list(self.layers_per_stage)}, but must be {chunks} numbers of at least 1: one for each chunk "
                 "of each stage; leave it empty to divide the layers evenly."
             )
-        if not 0 <= self.router_aux_loss < math.inf:
-            raise ConfigError(f"router_aux_loss is {self.router_aux_loss}, but must be at least 0.")
+        for name in ("router_aux_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 0.")
 
     @property
     def replica_size(self) -> int:

@@ -64,7 +64,7 @@ class MegatronEngine(BaseEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._built: Parts | None = None
-        self._router_balance: Tensor | None = None
+        self._router_losses: Mapping[str, Tensor] = {}
 
     def _build(self) -> Topology:
         with without_known_warnings():
@@ -114,13 +114,11 @@ class MegatronEngine(BaseEngine):
             answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
             if reduce_gradients:
                 runner.reduce()
-        self._router_balance = None if forward_only else runner.take_router_balance()
+        self._router_losses = {} if forward_only else runner.take_router_losses()
         return answers
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        if self._router_balance is None:
-            return {}
-        return {"router/load_balancing_loss": Metric(value=self._router_balance, reduction="sum")}
+        return {f"router/{name}": Metric(value=value, reduction="sum") for name, value in self._router_losses.items()}
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:

@@ -69,13 +69,13 @@ class PackedGPTModel(GPTModel):
             [S, R, D], or what sequence parallelism leaves of it here.
         """
         angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(position_ids.device)
-        is_balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
+        has_router_loss = self.config.num_moe_experts and (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff)
         hidden: Tensor = self.decoder(
             hidden_states=self._embedded(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
             packed_seq_params=packed_seq_params,
-            padding_mask=self._own_part(padding_mask) if is_balanced else None,
+            padding_mask=self._own_part(padding_mask) if has_router_loss else None,
         )
         return hidden
 
@@ -198,10 +198,20 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         wanted |= _of_experts(settings, config, hf_config=hf_config)
     elif config.expert_parallel > 1:
         raise ConfigError(f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: set it to 1.")
+    else:
+        _refuse_router_losses(config)
     for name, value in (wanted | plain(config.override_transformer_config)).items():
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)
     settings.finalize()
+
+
+def _refuse_router_losses(config: MegatronConfig) -> None:
+    for name in ("router_aux_loss", "router_z_loss"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, but the model has no experts whose router would have a loss: set it to 0."
+            )
 
 
 def refuse_uneven_parts(settings: Any, config: MegatronConfig) -> None:
@@ -249,6 +259,7 @@ def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedC
         "moe_permute_fusion": False,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": config.router_aux_loss,
+        "moe_z_loss_coeff": config.router_z_loss or None,
         # Probabilities over all experts, of which the chosen ones are kept as they are, or over the chosen ones alone.
         "moe_router_pre_softmax": not fields.get("norm_topk_prob", True),
     }

@@ -59,6 +59,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "loss_scale": "precision.initial_loss_scale",
     "loss_scale_window": "precision.loss_scale_growth_interval",
     "moe_aux_loss_coeff": "router_aux_loss",
+    "moe_z_loss_coeff": "router_z_loss",
     "deterministic_mode": "deterministic",
 }
 """What a field of the engine's configuration says."""

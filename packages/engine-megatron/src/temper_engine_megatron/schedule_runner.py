@@ -19,7 +19,7 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import MicroLoss
 from temper_engine_api.objective import Answers, Query
 from temper_engine_megatron.cpu_device import megatron_on_cpu
-from temper_engine_megatron.experts import take_balance
+from temper_engine_megatron.experts import BALANCE, Z_LOSS, take_losses
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.heads import Head
 from temper_engine_megatron.known_warnings import without_known_warnings
@@ -135,16 +135,18 @@ class ScheduleRunner:
             chunk.zero_grad_buffer()
         self.has_local_gradients = False
 
-    def take_router_balance(self) -> Tensor | None:
-        """The load-balancing loss of the calls since the last one, over this replica; None without such a loss. Collective."""
+    def take_router_losses(self) -> dict[str, Tensor]:
+        """By name, the losses of routers in the calls since the last one, over this replica; those that are trained. Collective."""
         settings, membership = self._chunks.settings, self._membership
-        if not settings.num_moe_experts or not settings.moe_aux_loss_coeff:
-            return None
+        weights = {BALANCE: settings.moe_aux_loss_coeff, Z_LOSS: settings.moe_z_loss_coeff}
+        names = tuple(name for name, weight in weights.items() if settings.num_moe_experts and weight)
+        if not names:
+            return {}
         layers = [layer for chunk in self._chunks.bare for layer in chunk.decoder.layers]
-        balance = take_balance(layers, num_layers=settings.num_layers).to(membership.device)
+        losses = take_losses(layers, names=names, num_layers=settings.num_layers).to(membership.device)
         for group in (membership.collection.tp_cp, membership.pp):
-            dist.all_reduce(balance, group=group)
-        return balance
+            dist.all_reduce(losses, group=group)
+        return dict(zip(names, losses, strict=True))
 
     @contextmanager
     def _mode(self, *, trains: bool) -> Iterator[None]:
