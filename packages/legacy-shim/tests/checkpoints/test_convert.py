@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -270,3 +271,23 @@ def test_names_may_be_those_under_which_transformers_saves_a_model(tmp_path: Pat
     receipt = convert(job, Options(), Sources())
     assert any(f"{len(saved)} names and shapes equal those of transformers" in sentence for sentence in receipt.verified)
     assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in load_file(tmp_path / "out/model.safetensors")
+    # transformers passes over experts of any other name, and initializes its own.
+    others = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    renamed = {re.sub("|".join(map(re.escape, others)), lambda found: others[found[0]], name): t for name, t in saved.items()}
+    write_fsdp(tmp_path / "actor", renamed, mesh_shape=(1,))
+    with pytest.raises(VerificationError, match="gate_proj"):
+        convert(plan_jobs(tmp_path / "actor", tmp_path / "other")[0], Options(), Sources())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_a_tied_head_is_written_once_whatever_the_embedding_is_called(tmp_path: Path, model_type: str) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}
+    config = transformers.AutoConfig.for_model(model_type, word_embed_proj_dim=8, ffn_dim=12, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    write_fsdp(tmp_path / "actor", {name: tensor.detach() for name, tensor in model.state_dict().items()}, mesh_shape=(2,))
+    config.save_pretrained(tmp_path / "actor/huggingface")
+    (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
+    convert(job, Options(), Sources())
+    assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

@@ -147,6 +147,27 @@ def test_expert_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, pp: int, e
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
 
 
+def test_a_mixtral_of_megatron_s_is_written_under_mixtral_s_own_names(tmp_path: Path) -> None:
+    import transformers
+
+    from temper_legacy_shim.checkpoints import Options, convert, plan_jobs
+
+    hf = _model(experts=EXPERTS)
+    _write_ranks(tmp_path / "actor", hf, tp=2, ep=2, grouped=True)
+    mixtral = CONFIG | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": EXPERTS}
+    (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(mixtral))
+    convert(plan_jobs(tmp_path / "actor", tmp_path / "out")[0], Options(), Sources())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    found = dict(model.state_dict())
+    for layer in range(LAYERS):
+        p = f"model.layers.{layer}.mlp.experts."
+        parts = [[hf[f"{p}{e}.{part}_proj.weight"] for e in range(EXPERTS)] for part in ("gate", "up", "down")]
+        assert torch.equal(found.pop(f"{p}gate_up_proj"), torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1))
+        assert torch.equal(found.pop(f"{p}down_proj"), torch.stack(parts[2]))
+    assert found.keys() == {name for name in hf if ".experts." not in name}
+    assert all(torch.equal(tensor, hf[name]) for name, tensor in found.items())
+
+
 def test_experts_that_were_never_saved_are_missed(tmp_path: Path) -> None:
     """0.4.0 with experts over data-parallel ranks: of every expert rank but the first there is no file."""
     _write_ranks(tmp_path / "actor", _model(experts=EXPERTS), tp=1, ep=2)

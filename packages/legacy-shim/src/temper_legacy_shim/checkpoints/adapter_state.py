@@ -25,9 +25,10 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
         UsageError: of a kind that no engine trains.
     """
     tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding]
-    if tables or adapter.saved_modules:
+    others = [*tables, *adapter.whole, *(["biases"] if adapter.lacks_biases else [])]
+    if others:
         raise UsageError(
-            f"{model.role.path} trained {', '.join([*tables, *adapter.saved_modules][:3])} beside its linear layers, which no engine "
+            f"{model.role.path} trained {', '.join(others[:3])} beside its linear layers, which no engine "
             "resumes: use --to peft or --to hf and start a new run from it."
         )
     found: dict[str, LazyTensor] = {}

@@ -10,11 +10,15 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from temper_legacy_shim.checkpoints.layouts import Role, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum, Transposed
+from temper_legacy_shim.checkpoints.module_patterns import matching
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 PEFT_PREFIX = "base_model.model."
-_HALF = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?(?:\.weight)?$")
-_UNSUPPORTED = ("lora_magnitude_vector", "lora_ga", "vera_", "lokr_", "hada_", ".adapter_")
+_BASE_LAYER = ".base_layer."
+_SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
+_HALF = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?:\.weight)?$")
+_OWN_BIAS = re.compile(r".+\.lora_[AB](?:\.[^.]+)?\.bias")
+_UNSUPPORTED = ("lora_magnitude_vector", "lora_ga", "vera_", "lokr_", "hada_", ".adapter_", "trainable_tokens_", "ia3_l", "oft_", "hra_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class Adapter:
     """By the Hugging Face name of the module."""
     saved_modules: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Weights that were trained whole beside the adapter, by Hugging Face name."""
+    beside: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """What else PEFT's file holds, by its names there: trained biases, and the weights of embeddings."""
     alpha: float | None = None
     """Numerator of the scale; None where no file says it and nobody gave it."""
     alpha_from: str = ""
@@ -53,6 +59,16 @@ class Adapter:
     def rank(self) -> int:
         """Of the pairs; the largest where they differ."""
         return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def whole(self) -> dict[str, LazyTensor]:
+        """Weights that stand in the base's place, by Hugging Face name."""
+        return {**self.saved_modules, **{name.replace(_BASE_LAYER, "."): tensor for name, tensor in self.beside.items()}}
+
+    @property
+    def lacks_biases(self) -> bool:
+        """Whether biases were trained that stand in the base alone."""
+        return self.config.get("bias") not in (None, "none") and not self.beside
 
     def scale(self, module: str) -> float:
         """Alpha / rank of one module, as PEFT computes it.
@@ -72,14 +88,13 @@ class Adapter:
     def _pattern(self, name: str, module: str, default: float) -> float:
         patterns = self.config.get(name)
         if isinstance(patterns, dict):
-            for pattern, value in patterns.items():
-                if module == pattern or module.endswith(f".{pattern}"):
-                    alpha = _alpha_in(value)
-                    if alpha is None:
-                        raise DamagedFileError(
-                            f"adapter_config.json says {name} of {pattern} is {value!r:.80}, which is no alpha: copy it again."
-                        )
-                    return alpha
+            pattern = matching(patterns, module, source=f"{name} in adapter_config.json")
+            if pattern is not None:
+                alpha = _alpha_in(patterns[pattern])
+                if alpha is None:
+                    said = repr(patterns[pattern])
+                    raise DamagedFileError(f"adapter_config.json says {name} of {pattern} is {said:.80}, which is no alpha: copy it again.")
+                return alpha
         return default
 
 
@@ -102,13 +117,13 @@ def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, 
             adapters.add(match["adapter"] or "default")
             halves.setdefault(match["module"], {})[match["side"]] = tensor
             tables |= {match["module"]} if match["table"] else set()
-        elif any(part in name for part in _UNSUPPORTED):
+        elif any(part in name for part in _UNSUPPORTED) or _OWN_BIAS.fullmatch(name):
             raise LayoutError(f"{where}: {key} belongs to an adapter that is no plain LoRA, which can't be converted yet.")
-        elif ".modules_to_save." in name:
-            module, _, rest = name.partition(".modules_to_save.")
+        elif _SAVED in name:
+            module, _, rest = name.partition(_SAVED)
             saved[f"{module}.{rest.partition('.')[2]}"] = tensor
-        elif ".original_module." not in name:
-            base[name.replace(".base_layer.", ".")] = tensor
+        elif _ORIGINAL not in name:
+            base[name.replace(_BASE_LAYER, ".")] = tensor
     if len(adapters) > 1:
         raise LayoutError(f"{where} holds adapters {sorted(adapters)}, but one is expected: save the one that you want alone.")
     for name, tensor in saved.items():
@@ -118,6 +133,27 @@ def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, 
     return base, Adapter(
         pairs={module: _pair(module, sides, table=module in tables, where=where) for module, sides in halves.items()}, saved_modules=saved
     )
+
+
+def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | None:
+    """The adapter in PEFT's own file, which also holds what was trained beside it; None where there is none.
+
+    Raises:
+        DamagedFileError: half a pair is missing, or there are several adapters.
+        LayoutError: an adapter of a kind that is not known.
+    """
+    adapter = split(tensors, where=where)[1]
+    if adapter is None:
+        return None
+    saved = dict(adapter.saved_modules)
+    beside: dict[str, LazyTensor] = {}
+    names = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
+    others = {name: tensor for name, tensor in names.items() if not _HALF.fullmatch(name) and _SAVED not in name and _ORIGINAL not in name}
+    for name, tensor in others.items():
+        module = name.rpartition(".")[0]
+        is_module = f"{module}.weight" in others and _BASE_LAYER not in name and module not in adapter.pairs
+        (saved if is_module else beside)[name] = tensor
+    return replace(adapter, saved_modules=saved, beside=beside)
 
 
 def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: Path) -> Pair:
@@ -177,8 +213,10 @@ def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTe
 
     Raises:
         DamagedFileError: a module is not in the base, or its shape differs.
-        UsageError: no alpha.
+        UsageError: no alpha, or an adapter of transposed weights.
     """
+    if adapter.config.get("fan_in_fan_out"):
+        raise UsageError("the adapter is of weights that are kept transposed (fan_in_fan_out), to which none is added here: use --to peft.")
     result = dict(base)
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
@@ -203,7 +241,7 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
         table, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
         named[f"{PEFT_PREFIX}{module}.lora_{table}A{end}"] = pair.down
         named[f"{PEFT_PREFIX}{module}.lora_{table}B{end}"] = pair.up
-    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in adapter.saved_modules.items()}
+    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in (*adapter.saved_modules.items(), *adapter.beside.items())}
 
 
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:

@@ -48,6 +48,15 @@ def in_memory(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.") if place is None else place.joined
 
 
+def as_mixtral_s_files(name: str) -> str:
+    """Mixtral's name in files for that of the other mixtures (``mlp.experts.0.gate_proj.weight``)."""
+    match = _EXPERT.fullmatch(name)
+    if match is not None:
+        kind = next((old for old, kind in _ALIASES.items() if kind == match[3]), match[3])
+        name = f"{match[1]}.{match[2]}.{kind}.weight"
+    return re.sub(r"\.mlp\.(?=gate\.|experts\.)", ".block_sparse_moe.", name)
+
+
 def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors by their names in memory, what belongs together as one.
 

@@ -1,6 +1,6 @@
 """One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.errors import LayoutError, UsageError
 
-EMBEDDING, LANGUAGE_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LANGUAGE_HEAD = "lm_head.weight"
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
+)
+"""Of decoders, by their age."""
 _TRL = "pretrained_model."
 
 
@@ -75,16 +82,22 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         adapter = adapters.with_alpha(adapter, role, given=sources.lora_alpha)
     elif sources.lora_alpha is not None:
         raise UsageError("--lora-alpha has no effect: this checkpoint has no adapter.")
+    whole = {} if adapter is None else adapter.whole
+    if raw.keys() <= whole.keys():  # an adapter alone, perhaps with modules that were trained whole
+        raw = {}
     if sources.base_model is not None:
         if raw and adapter is None:
             raise UsageError("--base-model has no effect: this checkpoint holds a whole model without an adapter.")
         if not raw:
+            _check_biases(role, adapter)
             raw = huggingface.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
+    if raw:
+        raw = _with_whole(raw, whole)
     if sources.num_updates is not None and not role.rank_files:
         raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
-    head = _head(weights)
+    head = _head(weights or whole)
     weights, said = _without_tied_copy(weights, config)
     return OldModel(
         role=role,
@@ -96,6 +109,22 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         notes=(*notes, *said),
         num_updates=sources.num_updates,
     )
+
+
+def _check_biases(role: Role, adapter: Adapter | None) -> None:
+    if adapter is not None and adapter.lacks_biases:
+        raise UsageError(
+            f"{role.path} trained biases beside its adapter ({adapter.config.get('bias')!r:.40}), which the base does not have and no file "
+            "of the adapter holds: give the checkpoint with its whole model."
+        )
+
+
+def _with_whole(base: Mapping[str, LazyTensor], whole: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The base with what was trained whole in its place; the head of a critic stands for that of the language model."""
+    result = {**base, **whole}
+    if "score.weight" in whole and LANGUAGE_HEAD not in whole:
+        result.pop(LANGUAGE_HEAD, None)
+    return result
 
 
 def _config(role: Role, sources: Sources) -> tuple[Mapping[str, object] | None, Path | None]:
@@ -133,8 +162,9 @@ def _exported_adapter(role: Role) -> Adapter | None:
     """An adapter in PEFT's own format beside the weights."""
     for folder in (role.path, role.path / "lora_adapter", *(f / "adapter" for f in _weight_folders(role))):
         if (folder / "adapter_model.safetensors").is_file():
-            tensors = huggingface.read_safetensors(folder / "adapter_model.safetensors")
-            return adapters.split(tensors, where=folder)[1]
+            return adapters.exported(huggingface.read_safetensors(folder / "adapter_model.safetensors"), where=folder)
+        if (folder / "adapter_model.bin").is_file():
+            return adapters.exported(fsdp.read_weights({0: folder / "adapter_model.bin"}, where=folder), where=folder)
     return None
 
 
@@ -172,12 +202,13 @@ def _without_tied_copy(
 ) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Drop the head's copy of tied embeddings: Hugging Face's files hold them once."""
     result = dict(weights)
-    if EMBEDDING not in result or LANGUAGE_HEAD not in result:
+    embedding = _embedding_in(result)
+    if embedding is None or LANGUAGE_HEAD not in result:
         return result, ()
     says_tied = None if config is None else bool(config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT))
     if says_tied is False:
         return result, ()
-    if is_equal(result[EMBEDDING], result[LANGUAGE_HEAD]):
+    if is_equal(result[embedding], result[LANGUAGE_HEAD]):
         if says_tied:
             del result[LANGUAGE_HEAD]
         return result, ()
@@ -186,7 +217,11 @@ def _without_tied_copy(
     return result, ()
 
 
-_TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "bloom"})
+def _embedding_in(names: Container[str]) -> str | None:
+    return next((name for name in _EMBEDDINGS if name in names), None)
+
+
+_TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "bloom", "opt", "gpt_neo", "falcon", "gpt_bigcode"})
 """Architectures whose config.json leaves tie_word_embeddings out when it is true."""
 
 
@@ -211,7 +246,7 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
         rows = model.weights["score.weight"].shape[0]
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
-    if EMBEDDING in model.weights and LANGUAGE_HEAD in model.weights:
+    if _embedding_in(model.weights) is not None and LANGUAGE_HEAD in model.weights:
         config["tie_word_embeddings"] = False
     for name in ("dtype", "torch_dtype"):
         if name in config:

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints.layouts import read_object
@@ -19,7 +19,8 @@ from temper_legacy_shim.errors import VerificationError
 _TIME_LIMIT_S = 600
 OWN_CODE = "the config needs code of its own (auto_map), which is never executed"
 """Why transformers builds no model."""
-_EXPERTS = re.compile(r"(.+\.experts)\..+")
+_EXPERTS = re.compile(r"(.+\.experts)\.(.+)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+\.")
 _PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -65,7 +66,9 @@ def check_names(directory: Path, tensors: Mapping[str, LazyTensor], *, head: str
     answer = json.loads(done.stdout.splitlines()[-1])
     have = {name: tensor.shape for name, tensor in tensors.items() if not name.startswith("v_head.")}
     # A file has the names that transformers' model has, or those that it saves them under: Mixtral's layers have other ones.
-    faults = min((_faults({name: tuple(shape) for name, shape in names.items()}, have) for names in answer["names"]), key=len)
+    # Where transformers could not say the latter, experts may have any names.
+    all_wanted = [{name: tuple(shape) for name, shape in names.items()} for names in answer["names"]]
+    faults = min((_faults(wanted, have, compares_kinds=len(all_wanted) > 1) for wanted in all_wanted), key=len)
     if faults:
         raise VerificationError(
             f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
@@ -93,8 +96,9 @@ def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape]) -> list[str]:
-    """Differences; experts are compared by their number of elements, for transformers fuses them when it loads."""
+def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
+    """Differences; experts are compared by their number of elements and the kinds of their matrices, whatever is one tensor of them."""
+    kinds, kinds_there = _expert_kinds(wanted), _expert_kinds(have)
     wanted, wanted_experts = _experts_apart(wanted)
     have, have_experts = _experts_apart(have)
     faults = [f"missing {name}" for name in sorted(wanted.keys() - have.keys())]
@@ -105,7 +109,17 @@ def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape]) -> list[str]
     for name in sorted(wanted_experts.keys() | have_experts.keys()):
         if wanted_experts.get(name) != have_experts.get(name):
             faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {wanted_experts.get(name, 0)}")
+        elif compares_kinds and kinds.get(name) != kinds_there.get(name):
+            faults.append(f"{name}: matrices {sorted(kinds_there.get(name, ()))}, expected {sorted(kinds.get(name, ()))}")
     return faults
+
+
+def _expert_kinds(names: Iterable[str]) -> dict[str, set[str]]:
+    """What the matrices of experts are called beside their numbers, by the module of the experts."""
+    kinds: dict[str, set[str]] = {}
+    for match in filter(None, map(_EXPERTS.fullmatch, names)):
+        kinds.setdefault(match[1], set()).add(_NUMBER.sub("", match[2]))
+    return kinds
 
 
 def _experts_apart(shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], dict[str, int]]:

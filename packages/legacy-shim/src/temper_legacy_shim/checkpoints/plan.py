@@ -8,7 +8,8 @@ from typing import Literal
 
 from temper_legacy_shim.checkpoints import adapters
 from temper_legacy_shim.checkpoints.dtypes import BY_NAME, CASTS
-from temper_legacy_shim.checkpoints.layouts import check_own
+from temper_legacy_shim.checkpoints.joined_experts import as_mixtral_s_files
+from temper_legacy_shim.checkpoints.layouts import Kind, check_own
 from temper_legacy_shim.checkpoints.lazy import Cast, LazyTensor, num_bytes
 from temper_legacy_shim.checkpoints.model import OldModel, described, merged
 from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
@@ -108,7 +109,7 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
         notes.append(f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from}) added in float32")
     if not written.weights:
         raise UsageError(f"{model.role.path} holds an adapter alone: give --base-model, the folder that it was trained on, or --to peft.")
-    written = replace(written, weights={name: _cast(tensor, options) for name, tensor in written.weights.items()})
+    written = replace(written, weights={_in_file(name, model): _cast(tensor, options) for name, tensor in written.weights.items()})
     shards: dict[str, Mapping[str, LazyTensor]] = dict(plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model"))
     texts = {"config.json": _text(described(written, dtype=main_dtype(written.weights)))}
     if len(shards) > 1:
@@ -123,9 +124,19 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
     return Plan(shards=shards, texts=texts, copies=companions(model), model=written, notes=tuple(notes))
 
 
+def _in_file(name: str, model: OldModel) -> str:
+    """The name in transformers' files: that of a weight of Megatron's is of the other mixtures, where Mixtral has its own."""
+    is_mixtral = model.role.kind in (Kind.MEGATRON_RANKS, Kind.MEGATRON_DIST) and (model.config or {}).get("model_type") == "mixtral"
+    return as_mixtral_s_files(name) if is_mixtral else name
+
+
 def _plan_peft(model: OldModel, options: Options) -> Plan:
     if model.adapter is None:
         raise UsageError(f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf.")
+    if model.adapter.lacks_biases:
+        raise UsageError(
+            f"{model.role.path} trained biases beside its adapter, which --to peft would leave behind: use --to hf."
+        )
     tensors = {name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()}
     base = _base_name(model)
     config = adapters.peft_config(model.adapter, base_model=base, task=_task(model))

@@ -1,0 +1,125 @@
+"""Adapters as PEFT itself writes them: what was trained beside the low-rank halves comes along, or the adapter is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import get_pattern_key
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
+from temper_legacy_shim.checkpoints.module_patterns import matching
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError
+
+TOKENS = torch.arange(12)[None]
+TARGETS = ["q_proj", "down_proj"]
+KINDS: dict[str, dict[str, object]] = {
+    "modules-to-save": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "biases-of-adapted": {"bias": "lora_only"},
+    "biases-of-all": {"bias": "all"},
+    "an-embedding": {"target_modules": [*TARGETS, "embed_tokens"]},
+    "patterns": {"alpha_pattern": {r"layers\.0\..*q_proj": 32, "layers.1.mlp.down_proj": 3}, "rank_pattern": {"down_proj": 3}},
+}
+
+
+def _base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True)).eval()
+
+
+def _exported(folder: Path, **settings: object) -> torch.Tensor:
+    """Write a base and an adapter around it; the logits of both together."""
+    _base().save_pretrained(folder / "base")
+    made = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    model = get_peft_model(_base(), LoraConfig(**made)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
+        model.save_pretrained(folder / "adapter", save_embedding_layers="embed_tokens" in made["target_modules"])
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+def _convert(folder: Path, target: str) -> Path:
+    job = plan_jobs(folder / "adapter", folder / target)[0]
+    convert(job, Options(target=target, checks_names=False), Sources(base_model=folder / "base"))  # type: ignore[arg-type]
+    return folder / target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_trained_beside_an_exported_adapter_comes_along(tmp_path: Path, kind: str) -> None:
+    expected = _exported(tmp_path, **KINDS[kind])
+    merged = LlamaForCausalLM.from_pretrained(_convert(tmp_path, "hf"), dtype=torch.float32).eval()
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    apart = PeftModel.from_pretrained(base, _convert(tmp_path, "peft")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(apart(TOKENS).logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_bias": True, "target_modules": ["q_proj"]}, {"trainable_token_indices": [3]}],
+    ids=["biases-of-its-own", "single-tokens"],
+)
+@pytest.mark.parametrize("target", ["hf", "peft"])
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # which takes these biases for shards
+def test_an_adapter_of_more_than_two_halves_is_refused(tmp_path: Path, settings: dict[str, object], target: str) -> None:
+    _exported(tmp_path, **settings)
+    with pytest.raises(LayoutError, match="no plain LoRA"):
+        _convert(tmp_path, target)
+
+
+def test_an_adapter_of_transposed_weights_is_not_added_to_them(tmp_path: Path) -> None:
+    _exported(tmp_path)
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fan_in_fan_out": True}))
+    with pytest.raises(ShimError, match="fan_in_fan_out"):
+        _convert(tmp_path, "hf")
+
+
+def test_an_adapter_in_torch_s_own_file_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    _exported(tmp_path)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    expected = load_file(file)
+    file.unlink()
+    written = load_file(_convert(tmp_path, "peft") / "adapter_model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+PATTERNS = [
+    "q_proj",
+    "self_attn.q_proj",
+    r"layers\.0\..*q_proj",
+    "^model.layers.0.self_attn.q_proj",
+    r".*\.1\..*",
+    "layers.(0|2).mlp",
+    "v_proj$",
+]
+
+
+@pytest.mark.parametrize(
+    "module", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp", "model.layers.2.mlp", "q_proj", "my_q_proj", "v_proj"]
+)
+def test_patterns_are_matched_as_peft_matches_them(module: str) -> None:
+    for pattern in PATTERNS:
+        assert (matching([pattern], module, source="it") or module) == get_pattern_key([pattern], module), pattern
+    assert (matching(PATTERNS, module, source="it") or module) == get_pattern_key(PATTERNS, module)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(?=.*a.*)a", ".*.*.*.*b", r"(.)\1+", "(?:a*){9}"])
+def test_a_pattern_that_may_take_for_ever_is_refused(pattern: str) -> None:
+    with pytest.raises(LayoutError, match="for ever"):
+        matching([pattern], "a" * 40, source="it")
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(DamagedFileError, match="no regular expression"):
+        matching(["layers.(0"], "a", source="it")
