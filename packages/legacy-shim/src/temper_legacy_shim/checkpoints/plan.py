@@ -134,9 +134,7 @@ def _plan_peft(model: OldModel, options: Options) -> Plan:
     if model.adapter is None:
         raise UsageError(f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf.")
     if model.adapter.lacks_biases:
-        raise UsageError(
-            f"{model.role.path} trained biases beside its adapter, which --to peft would leave behind: use --to hf."
-        )
+        raise UsageError(f"{model.role.path} trained biases beside its adapter, which --to peft would leave behind: use --to hf.")
     tensors = {name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()}
     base = _base_name(model)
     config = adapters.peft_config(model.adapter, base_model=base, task=_task(model))
