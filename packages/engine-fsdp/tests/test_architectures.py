@@ -2,6 +2,7 @@
 time, and the same update after loading."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
     """The same weights in transformers' own model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager").eval()
     joining = Joining({name: tensor.shape for name, tensor in model.state_dict().items()})
     with engine.export_weights() as stream:
         wholes = dict(filter(None, (joining.add(*weight) for weight in stream)))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None
 def test_exported_weights_load_in_transformers_with_the_same_logprobs(start: Start, batch: SequenceBatch) -> None:
     engine = start()
     train(engine, [batch])
-    model = AutoModelForCausalLM.from_config(engine._parts.hf_config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager").eval()
     missing, unexpected = model.load_state_dict(weights_of(engine), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
