@@ -1,15 +1,20 @@
 """Any torch optimizer by its path: arguments that are checked, two groups, and states that come back from a checkpoint."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 
 MOMENTUM = OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9}, lr=0.1, weight_decay=0.5, clip_grad_norm=None)
 
@@ -22,6 +27,15 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> dict[str, torch.Tensor]:
     engine.optimizer_step()
     with engine.export_weights() as stream:
         return dict(stream)
+
+
+def logprobs_of(model: PreTrainedModel, batch: SequenceBatch) -> torch.Tensor:
+    """[T] of one sequence after the other; 0 for the first token of each."""
+    found = []
+    for tokens, temperature in zip(batch.tokens.split(batch.lengths.tolist()), batch.temperature, strict=True):
+        logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
+        found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
@@ -79,6 +93,92 @@ def test_its_state_is_resumed_bit_for_bit(
 def test_what_makes_no_sense_is_refused(start: Callable[..., FSDPEngine], spec: OptimizerSpec, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         start(optimizer=spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("LBFGS", r"torch\.optim\.LBFGS asks for the loss again in every step \(a closure\)"),
+        (
+            "Adafactor",
+            r"torch\.optim\.Adafactor can't update parameters that strategy fsdp2 shards: aten",
+        ),
+        ("Rprop", r"torch\.optim\.Rprop can't update parameters that strategy fsdp2 shards: aten"),
+        ("SparseAdam", r"torch\.optim\.SparseAdam can't update.*SparseAdam does not support dense gradients"),
+        ("Muon", r"torch\.optim\.Muon does not take this model's parameters: Muon only supports 2D parameters"),
+    ],
+)
+def test_an_optimizer_that_can_not_update_is_refused_before_training(start: Callable[..., FSDPEngine], name: str, sentence: str) -> None:
+    with pytest.raises(CapabilityError, match=f"optimizer.name {sentence}"):
+        start(optimizer=OptimizerSpec(name=f"torch.optim.{name}", weight_decay=0.1 if name in ("Adafactor", "Muon") else 0.0))
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps one number per row, as memory-saving optimisers do."""
+
+    def __init__(self, params: Iterable[dict[str, object]], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = parameter.grad.square().sum(-1)
+
+
+def test_a_state_that_a_checkpoint_can_not_hold_is_told_before_training(
+    start: Callable[..., FSDPEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "of_a_user", sys.modules[__name__])
+    with pytest.raises(CapabilityError, match="keeps a rows that is cut in its own way"):
+        start(optimizer=OptimizerSpec(name="of_a_user.Factored", weight_decay=0.0))
+
+
+def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(start: Callable[..., FSDPEngine]) -> None:
+    engine, plain = start(optimizer=MOMENTUM), start()
+    with engine.export_weights() as ours, plain.export_weights() as theirs:
+        assert all(torch.equal(tensor, other) for (_, tensor), (_, other) in zip(ours, theirs, strict=True))
+    optimizer = engine._parts.optimizer
+    assert isinstance(optimizer, TorchOptimizer)
+    assert optimizer.pieces() == {}
+    assert all(parameter.local_gradient() is None for parameter in engine._parts.trained.values())
+
+
+# What the README says of torch's optimisers, and of which there is none that trains otherwise than on a model that is not sharded.
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("RAdam", "fsdp2"),
+        ("Rprop", "fsdp1"),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in product(("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RMSprop", "SGD"), ("fsdp2", "fsdp1"))
+        ),
+    ],
+)
+def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, name: str, strategy: str
+) -> None:
+    decay = 0.0 if name == "Rprop" else 0.1
+    spec = OptimizerSpec(name=f"torch.optim.{name}", lr=0.01, weight_decay=decay, clip_grad_norm=None)
+    engine = start(optimizer=spec, strategy=strategy)
+    model = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager")
+    with engine.export_weights() as stream:
+        model.load_state_dict(dict(stream), strict=False)  # the head is tied
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
+    groups = [{"params": ps, **({"weight_decay": rate} if decay else {})} for ps, rate in ((matrices, decay), (vectors, 0.0))]
+    optimizer = getattr(torch.optim, name)(groups, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-logprobs_of(model, batch)[batch.loss_mask].mean()).backward()
+        optimizer.step()
+        found = update(engine, batch)
+    for key, weight in model.named_parameters():
+        torch.testing.assert_close(found[key], weight.detach(), rtol=1e-3, atol=1e-4, msg=key)
+    step = engine.save_checkpoint(str(tmp_path), global_step=1)
+    other = start(optimizer=spec, strategy=strategy)
+    other.load_checkpoint(step)
+    whole, resumed = update(engine, batch), update(other, batch)
+    assert all(torch.equal(resumed[key], weight) for key, weight in whole.items())
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused_where_they_are_in_pieces(start: Callable[..., FSDPEngine]) -> None:

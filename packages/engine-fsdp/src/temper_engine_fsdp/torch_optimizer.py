@@ -1,11 +1,12 @@
 """Any torch.optim.Optimizer by its dotted path, on sharded parameters."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CapabilityError, ConfigError
@@ -15,8 +16,12 @@ from temper_engine_fsdp.sharded import FlatSharded, Parameters, local_of
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
 """Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""
+OTHERS = "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train sharded parameters."
+"""What to choose instead."""
 KIND = "optimizer_state"
 """First part of the names in a checkpoint."""
+
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 class TorchOptimizer(ShardedOptimizer):
@@ -30,7 +35,13 @@ class TorchOptimizer(ShardedOptimizer):
             cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
         ):
             raise CapabilityError(
-                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 holds them in pieces: use strategy fsdp2."
+                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 holds them in pieces: use strategy fsdp2 "
+                f"where it updates DTensors. {OTHERS}"
+            )
+        if inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+            raise CapabilityError(
+                f"optimizer.name {spec.name} asks for the loss again in every step (a closure), which a plan of micro-batches gives once. "
+                f"{OTHERS}"
             )
         takes_decay = _takes(cls, "weight_decay")
         groups = [
@@ -41,7 +52,43 @@ class TorchOptimizer(ShardedOptimizer):
             for decays, decay in ((True, spec.weight_decay), (False, 0.0))
         ]
         build: Callable[..., torch.optim.Optimizer] = cls
-        self._optimizer = build([group for group in groups if group["params"]], lr=spec.lr, **spec.arguments)
+        groups = [group for group in groups if group["params"]]
+        try:
+            self._optimizer = build([self._smallest(group) for group in groups], lr=spec.lr, **spec.arguments)
+            self._try_out()
+            self._optimizer = build(groups, lr=spec.lr, **spec.arguments)
+        except (TypeError, ValueError) as error:
+            raise CapabilityError(f"optimizer.name {spec.name} does not take this model's parameters: {error}. {OTHERS}") from error
+
+    def _smallest(self, group: Mapping[str, object]) -> dict[str, object]:
+        """The group with its smallest parameter alone, the same one on every rank."""
+        members = {id(parameter) for parameter in cast(list[nn.Parameter], group["params"])}
+        owners = [owner for owner in self._parameters.values() if id(owner.parameter) in members]
+        return {**group, "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).parameter]}
+
+    @torch.no_grad()
+    def _try_out(self) -> None:
+        """One update of the few parameters that it has yet, which is undone. Collective where the class communicates.
+
+        Raises:
+            CapabilityError: it does not update shards, or keeps a state that checkpoints can't hold.
+        """
+        members = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        tried = [owner for owner in self._parameters.values() if id(owner.parameter) in members]
+        before = [owner.local().clone() for owner in tried]
+        for owner in tried:
+            owner.parameter.grad = torch.zeros_like(owner.parameter)
+        try:
+            self._optimizer.step()
+            self.pieces()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            strategy = "fsdp1" if isinstance(tried[0], FlatSharded) else "fsdp2"
+            raise CapabilityError(
+                f"optimizer.name {self._spec.name} can't update parameters that strategy {strategy} shards: {error} {OTHERS}"
+            ) from error
+        for owner, weight in zip(tried, before, strict=True):
+            owner.parameter.grad = None
+            owner.local().copy_(weight)
 
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         for name, gradient in gradients.items():
