@@ -99,6 +99,9 @@ ON_TWO: Mapping[str, Wave] = {
     "scaling-0.5B": Wave(limit_s=190, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
     "together-0.5B": Wave(limit_s=200, tasks=tuple(Task(name=f"engine-0.5B-by-{n}", gpus=2) for n in (4, 8, 2))),
     "together-1.5B": Wave(limit_s=100, tasks=(Task(name="engine-1.5B-by-2", gpus=2),)),
+    # The engine and the plain loop, one after the other on both GPUs.
+    "level-0.5B": Wave(limit_s=190, tasks=(Task(name="engine-0.5B-by-8", gpus=2), Task(name="plain-0.5B", gpus=2))),
+    "level-1.5B": Wave(limit_s=190, tasks=(Task(name="engine-1.5B", gpus=2), Task(name="plain-1.5B", gpus=2))),
     "kernels": Wave(
         limit_s=110,
         tasks=(
