@@ -1,0 +1,23 @@
+"""What a commit hears before it is made is what the steps `lint` and `layers` say after it."""
+
+from pathlib import Path
+
+import yaml
+
+from tools.steps import STEPS
+
+ROOT = Path(__file__).resolve().parents[2]
+IN_PLACE_OF_SCRIPTS = {"-c from importlinter.cli import lint_imports_command as c; c()": "lint-imports"}
+
+
+def _asked(words: list[str]) -> str:
+    """A command without its environment, and without what only one of the two needs."""
+    kept = [word for word in words if word not in ("-m", ".", "--force-exclude")]
+    return " ".join(kept).removeprefix(".temper/env/bin/").removeprefix("python ")
+
+
+def test_every_command_of_lint_and_layers_is_a_hook() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {_asked(hook["entry"].split()) for hook in repository["hooks"]}
+    commands = [" ".join(command) for step in STEPS if step.name in ("lint", "layers") for command in step.commands]
+    assert {IN_PLACE_OF_SCRIPTS.get(command) or _asked(command.split()) for command in commands} == hooks
