@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.api import complaints
+from tools.bounds import sibling_requirements
 from tools.compat import (
     MATRIX,
     RECORDS,
@@ -24,7 +25,7 @@ from tools.compat import (
     trials,
     untried,
 )
-from tools.releases import ReleaseTrouble, git
+from tools.releases import ReleaseTrouble, Source, git, has_object, read_records
 from tools.site.compatibility import compatibility_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,19 @@ def _trial(dependent: str) -> Trial:
     return found[0]
 
 
+def _lowest(dependent: str) -> Trial:
+    """A sibling as it is here with the first engine-api that its bounds let in."""
+    bounds = [each.specifier for each in sibling_requirements(ROOT / "packages" / dependent) if each.name == "temper-engine-api"]
+    records = [each for each in read_records(ROOT) if each.package == "engine-api"]
+    first = next(each for each in records if all(each.version in each_bound for each_bound in bounds))
+    if first == records[-1]:
+        pytest.skip(f"{dependent} accepts no earlier engine-api than the last one, with which nox -s compat tries it")
+    if not has_object(ROOT, first.commit):
+        pytest.skip("a clone with its whole history runs this")
+    source = Source(package="engine-api", version=first.version, treeish=first.tree, commit=first.commit)
+    return Trial(dependency="engine-api", dependent=dependent, released=source, tree=first.tree)
+
+
 def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
     """A copy of this checkout's engine-api in which something is called otherwise, everywhere."""
     copy = folder / "engine-api"
@@ -65,12 +79,12 @@ def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
     return copy
 
 
-def _run(folder: Path, *, dependent: str, engine_api: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, trial: Trial, *, engine_api: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The smallest test of a trial, with what nox would install on the path instead."""
-    laid = lay_out(ROOT, _trial(dependent), folder)
+    laid = lay_out(ROOT, trial, folder)
     sources = {**laid.sources, "engine-api": engine_api or laid.sources["engine-api"]}
     path = os.pathsep.join(str(each / "src") for each in sources.values())
-    command = [sys.executable, *pytest_arguments(laid, [SMALLEST[dependent]]), "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *pytest_arguments(laid, [SMALLEST[trial.dependent]]), "-q", "-p", "no:cacheprovider"]
     return subprocess.run(command, cwd=laid.root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
 
 
@@ -85,8 +99,16 @@ def test_a_test_that_a_release_can_not_be_held_to_is_left_out_of_its_trials_alon
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
 def test_the_last_release_of_a_sibling_runs_on_this_contract(dependent: str, tmp_path: Path) -> None:
-    done = _run(tmp_path, dependent=dependent)
+    done = _run(tmp_path, _trial(dependent))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("dependent", SIBLINGS)
+def test_this_checkout_runs_on_the_first_contract_that_its_bounds_let_in(dependent: str, tmp_path: Path) -> None:
+    trial = _lowest(dependent)
+    done = _run(tmp_path, trial)
+    assert done.returncode == 0, f"{trial.name}: raise the bound in {dependent}/pyproject.toml, or mend\n{done.stdout}{done.stderr}"
     assert "1 passed" in done.stdout
 
 
@@ -115,14 +137,14 @@ for adapter in (of_fsdp, of_megatron):
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
 def test_an_argument_that_must_now_be_given_turns_compat_red(dependent: str, tmp_path: Path) -> None:
-    done = _run(tmp_path, dependent=dependent, engine_api=_broken_copy(tmp_path, ARGUMENT))
+    done = _run(tmp_path, _trial(dependent), engine_api=_broken_copy(tmp_path, ARGUMENT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "from_sequences() missing 1 required keyword-only argument: 'sample_ids'" in done.stdout
 
 
 @pytest.mark.nightly
 def test_a_renamed_method_turns_compat_red(tmp_path: Path) -> None:
-    done = _run(tmp_path, dependent="engine-fsdp", engine_api=_broken_copy(tmp_path, METHOD))
+    done = _run(tmp_path, _trial("engine-fsdp"), engine_api=_broken_copy(tmp_path, METHOD))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "has no attribute 'init_model'" in done.stdout
 
