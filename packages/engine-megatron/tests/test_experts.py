@@ -1,9 +1,11 @@
 """Mixtures of experts: the numbers of transformers however experts are divided, and weights that come back bit for bit."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +16,7 @@ from temper_engine_api.conformance.measure import (
     measure_update,
     measure_updates,
     merged,
+    share_of,
     update_once,
     weights_of,
 )
@@ -162,6 +165,28 @@ def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, referenc
     for update, want in zip(divided, alone, strict=True):
         assert_all_close(update.masters, want.masters, UPDATE, what="master weights")
         assert {entry.update_count for entry in update.state.values()} == {entry.update_count for entry in want.state.values()}
+
+
+def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(subject_in, reference):
+    # Experts have an optimizer of their own, whose norm the others must hear of.
+    recipe, batch = reference.recipe(EXPERTS, optimizer=TRAINS), reference.batch(model=EXPERTS)
+    for is_finite, is_changed, num_steps in subject_in("ep2").run(update_with_a_broken_expert, recipe=recipe, batch=batch):
+        assert (is_finite, is_changed, num_steps) == (False, False, 0)
+
+
+def update_with_a_broken_expert(rank, *, recipe, batch):
+    """Whether the norm is finite, whether a weight changed, and how far the schedule went."""
+    engine = rank.engine(recipe)
+    engine.set_loss_fn(TokenProbe())
+    before = weights_of(engine)
+    with engine.train_mode():
+        engine.forward_backward_batch(share_of(engine, batch, split=FOUR), forward_only=False)
+    if dist.get_rank() == 1:
+        chunk = engine._parts.runner._chunks.bare[0]
+        vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][0, 0] = torch.inf
+    norm = engine.optimizer_step()
+    after = weights_of(engine)
+    return math.isfinite(norm), any(not torch.equal(after[name], before[name]) for name in before), engine.num_schedule_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

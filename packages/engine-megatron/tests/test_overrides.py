@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -10,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from temper_engine_api.errors import ConfigError
 from temper_engine_megatron import overrides
 from temper_engine_megatron.bridge_compat import LINES, line_in_use
+from temper_engine_megatron.engine import MegatronEngine
 from temper_engine_megatron.overrides import check_overrides
 
 SINCE_0_19 = {
@@ -72,6 +74,18 @@ def test_recomputation_is_said_once(config):
     twice = replace(config, recompute="layers", override_transformer_config={"recompute_num_layers": 2})
     with pytest.raises(ConfigError, match="recompute is layers, and override_transformer_config names recompute_num_layers"):
         check_overrides(twice)
+
+
+def test_a_switch_is_on_or_off(config):
+    with pytest.raises(ConfigError, match="override_transformer_config sets bias_activation_fusion to 'maybe', but must be true or false"):
+        check_overrides(replace(config, override_transformer_config={"bias_activation_fusion": "maybe"}))
+
+
+def test_a_value_that_megatron_refuses_is_told_with_its_reason(config):
+    wrong = replace(config, override_transformer_config={"recompute_granularity": "some"})
+    with pytest.raises(ConfigError, match=r"megatron-core refuses override_transformer_config .*recompute_granularity.*: .* must be"):
+        MegatronEngine(wrong).init_model()
+    assert not torch.distributed.is_initialized()
 
 
 def test_what_is_given_reaches_megatron(start):

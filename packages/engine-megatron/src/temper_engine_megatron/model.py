@@ -203,7 +203,13 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
     for name, value in (wanted | plain(config.override_transformer_config)).items():
         setattr(settings, name, value)
     _refuse_unsupported(settings, hf_config)
-    settings.finalize()
+    try:
+        settings.finalize()
+    except (ValueError, AssertionError) as error:
+        if not config.override_transformer_config:
+            raise
+        given = dict(config.override_transformer_config)
+        raise ConfigError(f"megatron-core refuses override_transformer_config {given} beside the rest: {error}") from error
 
 
 def _refuse_router_losses(config: MegatronConfig) -> None:

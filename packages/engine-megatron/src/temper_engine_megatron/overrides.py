@@ -141,6 +141,10 @@ def check_overrides(config: MegatronConfig) -> None:
     ):
         given: Mapping[str, Override] = getattr(config, key)
         _check(given, key=key, known=[item.name for item in fields(known)], class_name=known.__name__)
+        switches = {item.name for item in fields(known) if item.type in (bool, "bool")}
+        for name in sorted(switches & given.keys()):
+            if not isinstance(given[name], bool):
+                raise ConfigError(f"{key} sets {name} to {given[name]!r}, but must be true or false.")
     doubled = sorted(name for name in config.override_transformer_config if name.startswith("recompute_"))
     if doubled and config.recompute != "none":
         raise ConfigError(
