@@ -24,17 +24,24 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def _base() -> LlamaForCausalLM:
+TIED: dict[str, dict[str, object]] = {
+    "an-adapter-of-the-head": {"target_modules": [*TARGETS, "lm_head"]},
+    "an-adapter-of-the-embedding": {"target_modules": [*TARGETS, "embed_tokens"]},
+    "neither": {},
+}
+
+
+def _base(*, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=is_tied)).eval()
 
 
-def _exported(folder: Path, **settings: object) -> torch.Tensor:
+def _exported(folder: Path, *, is_tied: bool = False, **settings: object) -> torch.Tensor:
     """Write a base and an adapter around it; the logits of both together."""
-    _base().save_pretrained(folder / "base")
+    _base(is_tied=is_tied).save_pretrained(folder / "base")
     made = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
-    model = get_peft_model(_base(), LoraConfig(**made)).eval()
+    model = get_peft_model(_base(is_tied=is_tied), LoraConfig(**made)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
@@ -71,6 +78,16 @@ def test_an_adapter_of_more_than_two_halves_is_refused(tmp_path: Path, settings:
     _exported(tmp_path, **settings)
     with pytest.raises(LayoutError, match="no plain LoRA"):
         _convert(tmp_path, target)
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own merge can't do it, and says so
+def test_an_adapter_of_one_of_two_tied_tables_leaves_the_other_as_it_was(tmp_path: Path, kind: str) -> None:
+    expected = _exported(tmp_path, is_tied=True, **TIED[kind])
+    merged = LlamaForCausalLM.from_pretrained(_convert(tmp_path, "hf"), dtype=torch.float32).eval()
+    assert merged.config.tie_word_embeddings is (kind == "neither")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_an_adapter_of_transposed_weights_is_not_added_to_them(tmp_path: Path) -> None:

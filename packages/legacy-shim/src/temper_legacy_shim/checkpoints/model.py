@@ -92,13 +92,14 @@ def read_model(role: Role, sources: Sources) -> OldModel:
             _check_biases(role, adapter)
             raw = huggingface.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
+    splits_tie = adapter is not None and _splits_tie(adapter)
     if raw:
-        raw = _with_whole(raw, whole)
+        raw = _with_whole(_with_tied_head(raw, config) if splits_tie and "score.weight" not in whole else raw, whole)
     if sources.num_updates is not None and not role.rank_files:
         raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
     head = _head(weights or whole)
-    weights, said = _without_tied_copy(weights, config)
+    weights, said = (weights, ()) if splits_tie else _without_tied_copy(weights, config)
     return OldModel(
         role=role,
         weights=weights,
@@ -117,6 +118,21 @@ def _check_biases(role: Role, adapter: Adapter | None) -> None:
             f"{role.path} trained biases beside its adapter ({adapter.config.get('bias')!r:.40}), which the base does not have and no file "
             "of the adapter holds: give the checkpoint with its whole model."
         )
+
+
+def _splits_tie(adapter: Adapter) -> bool:
+    """Whether one of the tables that may be tied has an adapter of its own, which the other one never saw."""
+    names = [*(f"{module}.weight" for module in adapter.pairs), *adapter.whole]
+    touched = [name for name in names if name == LANGUAGE_HEAD or name in _EMBEDDINGS]
+    return bool(touched) and not adapter.config.get("ensure_weight_tying")
+
+
+def _with_tied_head(base: Mapping[str, LazyTensor], config: Mapping[str, object] | None) -> dict[str, LazyTensor]:
+    """The base with a head of its own, where its files leave that out because it is the embedding."""
+    embedding = _embedding_in(base)
+    if embedding is None or LANGUAGE_HEAD in base or "score.weight" in base or not _says_tied(config):
+        return dict(base)
+    return {**base, LANGUAGE_HEAD: base[embedding]}
 
 
 def _with_whole(base: Mapping[str, LazyTensor], whole: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -205,7 +221,7 @@ def _without_tied_copy(
     embedding = _embedding_in(result)
     if embedding is None or LANGUAGE_HEAD not in result:
         return result, ()
-    says_tied = None if config is None else bool(config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT))
+    says_tied = _says_tied(config)
     if says_tied is False:
         return result, ()
     if is_equal(result[embedding], result[LANGUAGE_HEAD]):
@@ -215,6 +231,10 @@ def _without_tied_copy(
     if says_tied:
         return result, ("the config ties embeddings and head, but their weights differ: both are kept, and the config is written untied",)
     return result, ()
+
+
+def _says_tied(config: Mapping[str, object] | None) -> bool | None:
+    return None if config is None else bool(config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT))
 
 
 def _embedding_in(names: Container[str]) -> str | None:
