@@ -93,7 +93,6 @@ def test_capped_logits_are_refused_by_name() -> None:
         ({"model_type": "falcon", "alibi": True}, "has ALiBi"),
         ({"model_type": "gpt_oss"}, "AttentionInterface, such as qwen3 or llama"),
         ({"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1}, "makes no language_model with packed attention of this gptj"),
-        ({"model_type": "qwen3_5_moe", "text_config": {"num_hidden_layers": 4}}, "layers of type linear_attention"),
         ({"model_type": "llama4", "text_config": {"num_hidden_layers": 4}}, "layers of type chunked_attention"),
         ({"model_type": "bart", "d_model": 16, "decoder_layers": 1}, "this bart model counts positions itself"),
         ({"model_type": "bert"}, r"this bert model has cls\..* between its last hidden state and its output projection"),

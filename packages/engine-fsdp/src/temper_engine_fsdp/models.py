@@ -5,9 +5,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError  # of transformers' own dependency, which its configurations raise
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
@@ -108,13 +115,13 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     name = str(fields.pop("model_type"))
     try:
         return AutoConfig.for_model(name, **fields)
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
+        if name in CONFIG_MAPPING:
+            raise ConfigError(f"model.architecture is not what a {name} takes: {_first_words(error)}") from error
         raise ConfigError(
             f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
             "use a model type such as qwen2, qwen3 or llama."
         ) from error
-    except StrictDataclassError as error:
-        raise ConfigError(f"model.architecture is not what a {name} takes: {_first_words(error)}") from error
 
 
 def _config_in(path: str, *, may_run: bool) -> PretrainedConfig:
