@@ -36,8 +36,9 @@ _IMPORTED_AS = {
 }
 """By distribution, where the name of its module is not its own with underscores."""
 
-_COMES_ALONG = {"engine-api": {"fsspec"}}
-"""By package, what torch itself requires and brings: the one door to it says so where it is missing."""
+_COMES_ALONG = {"engine-api": {"fsspec"}, "engine-fsdp": {"huggingface_hub"}}
+"""By package, what torch and transformers themselves require and bring: fsspec's one door says so where it is missing, and of
+huggingface_hub the class is taken that transformers' configurations raise."""
 
 
 def needing_an_extra(package: Path) -> set[str]:

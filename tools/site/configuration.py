@@ -60,6 +60,7 @@ UNITS = {
     "total_epochs": "passes",
     "virtual_pipeline": "chunks",
     "vocab_size": "tokens",
+    "wrap_together": "modules",
 }
 """By a key's name, or by the end of it: units end the name. The longest that fits holds."""
 
@@ -72,7 +73,7 @@ NO_UNIT = frozenset(
         *("cov_share", "cov_low", "cov_high", "kl_cov_coef", "sapo_positive_temperature", "sapo_negative_temperature", "entropy_coef"),
         *("entropy_coef_step", "kl_loss_coef", "kl_reward_coef", "gamma", "gae_lambda", "value_clip", "truncate_at", "mask_low"),
         *("mask_high", "exponent", "weight", "mixture", "coef", "clamp", "turn_discount", "beta", "label_smoothing", "sft_coef"),
-        *("center_coef", "router_aux_loss", "reshard_after_forward"),
+        *("center_coef", "router_aux_loss", "router_z_loss", "reshard_after_forward"),
     )
 )
 """Keys that are numbers and nothing else: shares, factors, exponents, seeds."""
