@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def test_streamed_weights_are_those_of_the_directory(start: Callable[..., FSDPEn
     found = weights_of(start(model=ModelSpec(path=str(folder))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": LoraSpec(rank=4, alpha=8.0)}, {"model_type": "language_model"}, {"model_type": "value_model"}],
+    ids=["fresh", "adapter", "streamed", "new head"],
+)
+def test_first_values_leave_random_numbers_of_gpus_and_cpu_alone(
+    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    def seeds_gpus(seed: int) -> None:
+        raise AssertionError(f"every GPU would be seeded with {seed}")
+
+    given = {"model": ModelSpec(path=str(folder), **settings)} if "model_type" in settings else settings
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds_gpus)
+    before = torch.get_rng_state()
+    start(**given)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigErr
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_complete
 from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, hf_name, is_of_adapter, peft_name
+from temper_engine_fsdp.seeds import begin_again, seeded
 from temper_engine_fsdp.sharded import Parameters
 
 _ADAPTER = "default"
@@ -167,10 +168,9 @@ def attach(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> Adapter:
     if asked == "all-linear" and config.target_parameters:
         # PEFT would take in all tensors of experts, whichever are named, and with another rank.
         config.target_modules = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with seeded(model.seed), warnings.catch_warnings():
         # What peft warns of (tied embeddings, modules that are not there) is refused below.
         warnings.simplefilter("ignore")
-        torch.manual_seed(model.seed)
         try:
             inject_adapter_in_model(config, hf)
         except ValueError as error:
@@ -202,7 +202,7 @@ def _refuse_unmatched(hf: PreTrainedModel, *, spec: LoraSpec) -> None:
 
 def _begin(hf: nn.Module, *, seed: int) -> None:
     """First values, those that peft draws: it gives an adapter no memory where the layer that it is put beside has none yet."""
-    torch.manual_seed(seed)
+    begin_again(seed)
     for layer in _in_order(hf):
         for part in (layer.lora_A, layer.lora_B):
             if any(parameter.is_meta for parameter in part.parameters()):

@@ -18,6 +18,7 @@ from transformers import (
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.seeds import seeded
 
 NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
     "final_logit_softcapping": None,
@@ -57,9 +58,7 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
     if not is_language_model:
         config.num_labels = 1
         config.classifier_dropout = 0.0
-    # Random weights depend on the seed alone, and building leaves the process's own stream of random numbers as it was.
-    with torch.random.fork_rng():
-        torch.manual_seed(spec.seed)
+    with seeded(spec.seed):
         try:
             model, loaded = _make(auto, spec, config, attention=attention, reads=loads)
         except ValueError as error:

@@ -20,6 +20,7 @@ from temper_engine_fsdp.expert_names import shapes_in_files, split
 from temper_engine_fsdp.huggingface import INDEX_NAME
 from temper_engine_fsdp.models import build_model, is_of_new_head, is_of_old_head
 from temper_engine_fsdp.process_group import Membership
+from temper_engine_fsdp.seeds import seeded
 
 
 class StreamedWeights:
@@ -90,8 +91,7 @@ def build_streamed(spec: ModelSpec, *, attention: str, membership: Membership) -
 
 def _begin_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Memory and first values for a head that the directory of a language model lacks: those that transformers gives it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         for name in sorted(names, reverse=True):  # the weight before the bias
             module, _, own = name.rpartition(".")
             values = torch.zeros(hf.get_parameter(name).shape)

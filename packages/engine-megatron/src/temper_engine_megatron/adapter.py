@@ -131,7 +131,7 @@ class AdapterPlan:
             return tensors
         fresh: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
+            torch.default_generator.manual_seed(self._seed)  # without the GPUs, whose streams go on as they were
             for stem in (*(PEFT_PREFIX + module for module in self.targets), *map(self.stem_of, self.experts)):
                 down, up = (f"{stem}.{part}.weight" for part in ("lora_A", "lora_B"))
                 fresh[down], fresh[up] = _fresh_pair(shapes[down], shapes[up])

@@ -106,7 +106,7 @@ def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Te
     if spec.model_type != "language_model":
         auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
+        torch.default_generator.manual_seed(spec.seed)  # without the GPUs, whose streams go on as they were
         network = auto.from_config(hf_config, dtype=torch.float32)
     return dict(part for name, tensor in network.state_dict().items() for part in expert_names.split(name, tensor))
 
