@@ -206,6 +206,14 @@ def test_a_rank_that_was_not_copied_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "actor")
 
 
+def test_a_last_stage_that_was_not_copied_is_noticed(tmp_path: Path) -> None:
+    _write_ranks(tmp_path / "actor", _model(), tp=2, pp=4)
+    for rank in range(2):
+        shutil.rmtree(tmp_path / f"actor/model/mp_rank_{rank:02d}_003")
+    with pytest.raises(LayoutError, match="has 6 of 8 layers, none of number 6"):
+        open_checkpoint(tmp_path / "actor")
+
+
 def test_a_copy_of_another_rank_s_file_is_noticed(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=2, pp=2)
     model = tmp_path / "actor/model"

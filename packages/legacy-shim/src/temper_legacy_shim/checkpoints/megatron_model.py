@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from temper_legacy_shim.checkpoints import megatron_adapters, megatron_names, megatron_ranks
 from temper_legacy_shim.checkpoints.adapters import Adapter
@@ -34,7 +35,24 @@ def read(
         adapter = megatron_adapters.read_adapter(named, geometry, where=role.path, accepts_missing_layers=accepts_partial_adapter)
     elif accepts_partial_adapter:
         raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
-    return megatron_names.to_hf(base, geometry, where=role.path), adapter
+    weights = megatron_names.to_hf(base, geometry, where=role.path)
+    if role.rank_files:
+        _check_last_stage(weights, geometry, where=role.path / "model")
+    return weights, adapter
+
+
+def _check_last_stage(weights: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:
+    """Of a whole stage that was not copied, no name of a file tells."""
+    layers = {int(match[1]) for match in map(_HF_LAYER.match, weights) if match}
+    missing = sorted(set(range(geometry.num_layers)) - layers)
+    if missing:
+        raise LayoutError(
+            f"{where} has {len(layers)} of {geometry.num_layers} layers, none of number {missing[0]}: copy every stage's folders here; "
+            "on several nodes each holds its own."
+        )
+
+
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
