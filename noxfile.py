@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools.bounds import floors, pairs
-from tools.compat import forget, lay_out, pytest_arguments, record_green, trials
+from tools.compat import begin, lay_out, pytest_arguments, record_green, trials
 from tools.distributions import missing_from_wheel
 from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
 from tools.needs import NEEDS_EXTRA
@@ -185,7 +185,7 @@ def compat(session: nox.Session, pair: str) -> None:
     if not found:
         session.skip(f"{pair}: neither is released yet, or their bounds leave each other's last release out")
     if not session.posargs:
-        forget(ROOT, pair)
+        begin(ROOT, pair)
     for trial in found:
         session.log(trial.name)
         laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")

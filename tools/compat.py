@@ -143,16 +143,22 @@ def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
     return ["-m", "pytest", *tests, "-m", "not nightly", *(f"--ignore={laid.tests / each}" for each in laid.left_out)]
 
 
+def begin(root: Path, pair: str) -> None:
+    """Say that a pair is being tried, with the contents that are here now: until that is green, nothing that passed before counts here."""
+    _write(root, pair, passed=[])
+
+
 def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
-    """Write down that these trials of a pair passed with the contents that are here now."""
-    hashes = {package: contents(root, package) for package in pair.split(":")}
-    commit = git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else "")
-    return _write(root, pair, passed=[trial.name for trial in passed], hashes=hashes, commit=commit)
+    """Write down that these trials of a pair passed with the contents that are here now.
 
-
-def forget(root: Path, pair: str) -> None:
-    """Say that a pair is being tried again: until that is green, nothing that passed before counts here, kept or not."""
-    _write(root, pair, passed=[], hashes={}, commit="")
+    Raises:
+        ReleaseTrouble: they are not those that the trials began with, so that nobody knows what passed.
+    """
+    begun = _read(root, pair)
+    changed = [] if begun is None or begun.passed else changed_since(root, begun)
+    if changed:
+        raise ReleaseTrouble(f"{' and '.join(changed)} changed while {pair} was being tried, and nothing is recorded: try it again.")
+    return _write(root, pair, passed=[trial.name for trial in passed])
 
 
 def read_matrix(root: Path) -> list[Green]:
@@ -214,10 +220,12 @@ def changed_since(root: Path, green: Green) -> list[str]:
     return [each for each, digest in green.contents.items() if contents(root, each) != digest]
 
 
-def _write(root: Path, pair: str, *, passed: Sequence[str], hashes: Mapping[str, str], commit: str) -> Path:
+def _write(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
     file = _file(root, pair)
     file.parent.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="seconds")
+    hashes = {package: contents(root, package) for package in pair.split(":")}
+    commit = git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else "")
     file.write_text(json.dumps(asdict(Green(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)), indent=1) + "\n")
     return file
 

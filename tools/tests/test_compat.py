@@ -16,7 +16,7 @@ from tools.compat import (
     RECORDS,
     UNRELIABLE,
     Trial,
-    forget,
+    begin,
     keep,
     lay_out,
     pytest_arguments,
@@ -212,7 +212,7 @@ def test_what_pip_would_never_install_together_is_not_tried(trial: Trial) -> Non
 
 def test_without_a_green_record_a_sentence_says_what_to_run(clone: Path) -> None:
     record_green(clone, PAIR, trials(clone, PAIR))
-    forget(clone, PAIR)
+    begin(clone, PAIR)
     (sentence,) = _about(clone)
     assert re.fullmatch(
         r"engine-api with engine-fsdp \S+ \(\w{12}\) and engine-fsdp with engine-api \S+ \(\w{12}\): no green run is recorded\. "
@@ -273,10 +273,22 @@ def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
 def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(clone: Path) -> None:
     record_green(clone, PAIR, trials(clone, PAIR))
     keep(clone)
-    forget(clone, PAIR)  # as nox does before it runs the tests
+    begin(clone, PAIR)  # as nox does before it runs the tests
     (sentence,) = _about(clone)
     assert "no green run is recorded" in sentence
     assert keep(clone) == []
+
+
+def test_an_edit_during_a_trial_leaves_no_green_record(clone: Path) -> None:
+    begin(clone, PAIR)
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
+    with pytest.raises(ReleaseTrouble, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"):
+        record_green(clone, PAIR, trials(clone, PAIR))
+    (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
+    (sentence,) = _about(clone)
+    assert "no green run is recorded" in sentence
+    record_green(clone, PAIR, trials(clone, PAIR))
+    assert _about(clone) == []
 
 
 def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
