@@ -79,7 +79,8 @@ def _reference_page(root: Path, package: str) -> str:
 
 def _paths(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n"
+    options = "          options: {show_root_heading: true}\n"  # a module's name above what is in it
+    return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n{options}"
 
 
 def _nav(pages: Path) -> str:
