@@ -46,6 +46,16 @@ def test_the_contracts_core_may_import_nothing_but_torch() -> None:
     assert "temper_engine_api.batch:2 imports numpy" in found
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["import megatron.bridge.training.config", "from megatron.bridge import training", "from megatron.bridge.training import setup"],
+)
+def test_the_bridges_training_program_has_no_host(source: str) -> None:
+    found = complaints("temper_engine_megatron.bridge_compat.translation", source)
+    assert any("nobody may import megatron.bridge.training" in line for line in found)
+    assert complaints("temper_engine_megatron.bridge_compat.translation", "from megatron.bridge.models import conversion") == []
+
+
 def test_a_modules_namesake_is_not_its_host() -> None:
     assert complaints("temper_engine_fsdp.adapters", "import peft")
     assert complaints("temper_engine_api.conformance_report", "import transformers")
