@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def sleep_long(rank):
     time.sleep(60 if rank.index == 1 else 0)
 
 
+def leave_only_together(rank):
+    """From now on the process group of this rank ends only where all of its ranks end it, as NCCL's may."""
+    end = dist.destroy_process_group
+
+    def together():
+        dist.destroy_process_group = end
+        dist.monitored_barrier(timeout=timedelta(seconds=5))
+        end()
+
+    dist.destroy_process_group = together
+
+
 def hash_of(rank, *, word):
     return hash(word)
 
@@ -62,6 +75,12 @@ def run(fleet, job, *, world_size=2, **arguments):
 def test_every_rank_answers_in_order_at_every_world_size(fleet):
     # 0 + 5 + 1 + 5 = 11 over two ranks.
     assert run(fleet, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
+    assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
+    assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
+
+
+def test_all_ranks_leave_a_group_together(fleet):
+    run(fleet, leave_only_together)
     assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
     assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from temper_engine_api.conformance.rank import Job, P, T
-from temper_engine_api.conformance.rank_process import Reply, Request, serve
+from temper_engine_api.conformance.rank_process import Leave, Reply, Request, serve
 from temper_engine_api.layout import Layout
 from temper_engine_api.training_specs import Compute
 
@@ -56,6 +56,7 @@ class Fleet:
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
         self._rendezvous: dict[str, str] = {}
+        self._in_group = 0
 
     def run(self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]) -> list[T]:
         """Run a job on as many of the first ranks as the layout has.
@@ -76,6 +77,8 @@ class Fleet:
         if not self._members:
             self._start()
         name = f"{job.__module__}:{job.__qualname__}"
+        if layout.name not in self._rendezvous:
+            self._leave()
         request = Request(
             engine=engine,
             layout=layout,
@@ -85,18 +88,8 @@ class Fleet:
             job=name,
             arguments=arguments,
         )
-        message = pickle.dumps(request)
-        members = self._members[: layout.world_size]
-        for index, (process, connection) in enumerate(members):
-            try:
-                connection.send_bytes(message)
-            except BrokenPipeError:
-                self._give_up(f"rank {index} was already dead (exit code {process.exitcode}) before {name} began.")
-        replies = self._collect(name, members)
-        troubles = [f"rank {i} raised in {name}:\n{r.trouble}" for i, r in enumerate(replies) if r.trouble is not None]
-        if troubles:
-            self._rendezvous.clear()
-            raise RankFailureError("\n".join(troubles))
+        self._in_group = layout.world_size
+        replies = self._ask(request, name, self._members[: layout.world_size])
         return [reply.value for reply in replies]  # type: ignore[misc]  # T, as the job returned it
 
     def close(self) -> None:
@@ -108,7 +101,7 @@ class Fleet:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._members, self._rendezvous = [], {}
+        self._members, self._rendezvous, self._in_group = [], {}, 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -127,6 +120,28 @@ class Fleet:
                 process.start()
             theirs.close()
             self._members.append((process, ours))
+
+    def _ask(self, request: Request | Leave, name: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
+        __tracebackhide__ = True
+        message = pickle.dumps(request)
+        for index, (process, connection) in enumerate(members):
+            try:
+                connection.send_bytes(message)
+            except BrokenPipeError:
+                self._give_up(f"rank {index} was already dead (exit code {process.exitcode}) before {name} began.")
+        replies = self._collect(name, members)
+        troubles = [f"rank {i} raised in {name}:\n{r.trouble}" for i, r in enumerate(replies) if r.trouble is not None]
+        if troubles:
+            self._rendezvous.clear()
+            raise RankFailureError("\n".join(troubles))
+        return replies
+
+    def _leave(self) -> None:
+        """All ranks of the last process group at once, also those that the next one does not have."""
+        __tracebackhide__ = True
+        members, self._in_group = self._members[: self._in_group], 0
+        if members:
+            self._ask(Leave(), "leaving the process group", members)
 
     def _rendezvous_of(self, layout: Layout) -> str:
         """One process group at a time: asking for another layout leaves the one before, and closes its engines."""

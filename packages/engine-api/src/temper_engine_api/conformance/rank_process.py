@@ -46,6 +46,11 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Close all engines and leave the process group, which every rank of it is told at once: NCCL ends a group only together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What came of it."""
 
@@ -70,7 +75,7 @@ def serve(connection: Connection, *, index: int, stack_file: str) -> None:
         while True:
             try:
                 # Both ends are ours: the other one is the test session that started this process.
-                request: Request = pickle.loads(connection.recv_bytes())  # noqa: S301
+                request: Request | Leave = pickle.loads(connection.recv_bytes())  # noqa: S301
             except EOFError:
                 break
             connection.send_bytes(_pickled(station.answer(request)))
@@ -100,9 +105,12 @@ class _Station:
         self._rendezvous: str | None = None
         self._ranks: dict[str, Rank] = {}
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request | Leave) -> Reply:
         """Run the job; an exception of any kind is a reply, so that the session can tell which rank said what."""
         try:
+            if isinstance(request, Leave):
+                self.leave()
+                return Reply()
             self._join(request)
             rank = self._rank(request)
             random.seed(0)
