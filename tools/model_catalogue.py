@@ -1,0 +1,163 @@
+"""Every causal language model that transformers knows, tiny and with random weights: refused in one sentence, or right in a pack.
+
+python tools/model_catalogue.py [--part I/N] > rows.md
+
+Right means: log-probs of five sequences in one pack are those of transformers' own eager attention, one sequence at a time. Prints a row
+of a Markdown table for each model type; exits with 1 where a type is wrong without a word, or fails in another way than by a refusal.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp import attention
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.heads import request_head
+from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.module import PackedModel, always, build_head
+from temper_engine_fsdp.packing import PackLayout
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 1, 12, 7, 3)
+VOCABULARY = 61
+SMALL: Mapping[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,  # shorter than the sequences
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OTHERWISE: Mapping[str, Mapping[str, object]] = {
+    **{
+        name: {**LATENT, "first_k_dense_replace": 1}
+        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu", "axk1")
+    },
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "openai-gpt"), GPT),
+    **{name: {**GPT, "rotary_dim": 4} for name in ("gptj", "codegen")},
+    "bamba": {"mamba_n_heads": 4},
+    "falcon": {"head_dim": None, "num_kv_heads": 2},
+    "gpt_neo": {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
+    "dots1": {"n_shared_experts": 1},
+    "granitemoehybrid": {"mamba_n_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "olmoe": {"sliding_window": None},  # which it hands on, though it has none
+    "phi3": {"original_max_position_embeddings": 64},
+    "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+    "prophetnet": {"num_hidden_layers": None},
+    "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "d_model": 32},
+    "xlnet": {"max_position_embeddings": None},
+    "zamba2": {"num_hidden_layers": 54},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Fields of single types; None leaves one out."""
+
+
+def small_fields(name: str) -> dict[str, object]:
+    """A tiny architecture of a model type."""
+    fields = {**SMALL, **OTHERWISE.get(name, {}), "model_type": name}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def liven(model: PreTrainedModel) -> None:
+    """Random weights of a size at which wrong attention shows."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3 if parameter.ndim > 1 else 0.2)
+
+
+def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) -> Tensor:
+    """[T] log-probs as the engine computes them."""
+    root = PackedModel(model, head=build_head(model, config=FSDPConfig(model=spec, optimizer=None, device="cpu"), choose=always))
+    query = frozenset({Query.LOGPROB})
+    request = request_head(batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU)
+    with torch.no_grad():
+        logprobs: Tensor = root(batch, request, PackLayout(LENGTHS, device=CPU))[0]
+    return logprobs
+
+
+def one_by_one(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
+    """[T] log-probs of transformers' own attention."""
+    twin = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=torch.float32, attn_implementation="eager").eval()
+    twin.load_state_dict(model.state_dict())
+    found = []
+    with torch.no_grad():
+        for tokens in batch.tokens.split(LENGTHS):
+            logprobs = torch.log_softmax(twin(input_ids=tokens[None], use_cache=False).logits[0], -1)
+            found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(found)
+
+
+def judge(name: str) -> tuple[str, str]:
+    """right, refused, or what is wrong; and the details."""
+    spec = ModelSpec(architecture=small_fields(name))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    batch = from_sequences(
+        [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS],
+        loss_masks=[torch.arange(length) >= 1 for length in LENGTHS],
+    )
+    try:
+        model = build_model(spec, attention=attention.SDPA_VARLEN).eval()
+        liven(model)
+        found = in_a_pack(model, batch, spec=spec)
+    except (CapabilityError, ConfigError) as error:
+        return "refused", str(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is the row of this type
+        return "FAILS", f"{type(error).__name__}: {error}"
+    distance = float((found - one_by_one(model, batch)).abs().max())
+    return ("right" if distance < 1e-3 else "WRONG"), f"{distance:.0e}"
+
+
+def main() -> int:
+    """1 where a row is wrong or fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="1/1", help="I/N: of N parts the I-th")
+    part, num_parts = (int(number) for number in parser.parse_args().part.split("/"))
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    attention.register()
+    has_failed = False
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[part - 1 :: num_parts]:
+        if CONFIG_MAPPING[name].sub_configs:
+            verdict, details = "not tried", "a model of several parts"
+        else:
+            verdict, details = judge(name)
+        has_failed |= verdict.isupper()
+        print(f"| {name} | {verdict} | {' '.join(details.split())} |", flush=True)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
