@@ -46,7 +46,8 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 
 @every_adapter
 def test_gradient_equals_the_oracle_with_the_same_adapter(subject: Subject, reference: Reference, adapter: TinyAdapter) -> None:
-    recipe, batch = reference.adapter_recipe(adapter), reference.batch(model=adapter.model)
+    # In bf16 a router sends some tokens to another expert than in float32, and a good part of that expert's gradient with them.
+    recipe, batch = replace(reference.adapter_recipe(adapter), compute="fp32"), reference.batch(model=adapter.model)
     expected = reference.update(recipe, TokenProbe(), batch)
     assert any(".experts." in name for name in expected.gradients), "the oracle's adapter is not on experts"
     for split in (WHOLE, SPLITS[1]):
