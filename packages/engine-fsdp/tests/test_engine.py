@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from temper_engine_api.objective import Query
 from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_api.training_specs import Compute
 from temper_engine_api.weights import NamedWeight
+from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 Start = Callable[..., FSDPEngine]
@@ -201,6 +203,18 @@ def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(start: Star
     layer = next(module for module in engine._parts.runner._sharded.root.modules() if type(module).__name__.endswith("Qwen2DecoderLayer"))
     layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)  # mixes tokens, and asks no kernel
     with pytest.raises(CapabilityError, match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers"):
+        train(engine, [batch])
+
+
+@pytest.mark.parametrize(("window", "is_refused"), [(13, True), (14, False)])
+def test_a_window_that_layers_do_not_tell_is_refused_where_a_sequence_is_longer(
+    start: Start, config: FSDPConfig, batch: SequenceBatch, window: int, is_refused: bool
+) -> None:
+    fields = {"model_type": "phimoe", "num_local_experts": 2, "head_dim": 8, "tie_word_embeddings": False, "sliding_window": window}
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **fields}))
+    with (
+        pytest.raises(CapabilityError, match=r"has a sliding window of 13.*a sequence here has 14 tokens") if is_refused else nullcontext()
+    ):
         train(engine, [batch])
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, Scalar
+from temper_engine_fsdp.attention import SDPA_VARLEN, register
 from temper_engine_fsdp.models import build_model
 
 TINY: Mapping[str, Scalar] = {
@@ -85,6 +86,12 @@ def test_capped_logits_are_refused_by_name() -> None:
         build_model(ModelSpec(architecture=architecture), attention="eager")
 
 
+def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
+    architecture = {**TINY, "model_type": "minicpm3", "dim_model_base": 4}
+    with pytest.raises(CapabilityError, match=r"this minicpm3 model sets logits_scaling to 4\.0"):
+        build_model(ModelSpec(architecture=architecture), attention="eager")
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -107,6 +114,12 @@ def test_capped_logits_are_refused_by_name() -> None:
 def test_what_would_mix_packed_sequences_is_refused(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(CapabilityError, match=sentence):
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
+
+
+def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
+    register()
+    with pytest.raises(CapabilityError, match="makes no language_model with packed attention of this falcon model"):
+        build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 
 
 def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:

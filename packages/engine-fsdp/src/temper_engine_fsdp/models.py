@@ -61,7 +61,7 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
     with seeded(spec.seed):
         try:
             model, loaded = _make(auto, spec, config, attention=attention, reads=loads)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:  # a KeyError where classes of attention are chosen by their names
             raise CapabilityError(
                 f"transformers makes no {spec.model_type} with packed attention of this {config.model_type} model: {_first_words(error)} "
                 "Choose a model whose attention goes through transformers' AttentionInterface, such as qwen3 or llama."
@@ -142,11 +142,13 @@ def _first_words(error: Exception) -> str:
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    settings = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
     for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
-        if settings.get(name, neutral) not in (neutral, None):
+        # Read as attributes: some are worked out of other fields.
+        settings = [getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))]
+        found = next((value for value in settings if value not in (neutral, None)), neutral)
+        if found != neutral:
             raise CapabilityError(
-                f"this {config.model_type} model sets {name} to {settings[name]}, which the fused head and packed attention "
+                f"this {config.model_type} model sets {name} to {found}, which the fused head and packed attention "
                 "do not compute: choose a model without it."
             )
 

@@ -27,7 +27,7 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False, is_compiled: bool = False) -> None:
         super().__init__()
-        self._knows_attention = is_compiled
+        self._knows_attention = self._is_compiled = is_compiled
         self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
@@ -51,6 +51,8 @@ class PackedModel(nn.Module):
             )
         if not self._knows_attention:
             self._check_attention(packing)
+        if not self._is_compiled:
+            self._check_window(packing)
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
         if packing.slices is not None:
@@ -71,6 +73,21 @@ class PackedModel(nn.Module):
                 f"{num_layers} layers: the others would mix the sequences of a pack. Choose a model whose tokens meet there alone."
             )
         self._knows_attention = True
+
+    def _check_window(self, packing: PackLayout) -> None:
+        """A window that a model only draws into a mask, which packed attention has none of, would be passed over.
+
+        Raises:
+            CapabilityError: a sequence is longer than a window that no attention was told of.
+        """
+        config = self.hf.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+        if window is not None and has_windows and not packing.has_window and packing.max_length > window:
+            raise CapabilityError(
+                f"{type(self.hf).__name__} has a sliding window of {window}, which its layers do not tell their attention, and a sequence "
+                f"here has {packing.max_length} tokens: keep sequences within the window, or choose another model."
+            )
 
 
 def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:

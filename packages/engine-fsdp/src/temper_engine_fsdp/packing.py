@@ -42,6 +42,8 @@ class PackLayout:
         """The ranks that hold slices of the pack; None where this one holds it whole."""
         self.num_attended = 0
         """Calls of attention that have read this, outside compiled layers."""
+        self.has_window = False
+        """Whether one of them had a sliding window."""
         if slices is not None and (padding := slices.padding_of(sum(lengths))):
             # A sequence of its own, which nothing looks at.
             lengths = [*lengths, padding]

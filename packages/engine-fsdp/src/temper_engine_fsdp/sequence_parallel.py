@@ -121,6 +121,7 @@ class HasSlices(Protocol):
 
     slices: SequenceGroup | None
     num_attended: int
+    has_window: bool
 
 
 def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
@@ -143,6 +144,7 @@ def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
             )
         if not torch.compiler.is_compiling():  # a count would be compiled in
             packing.num_attended += 1
+            packing.has_window |= options.get("sliding_window") is not None
         slices = packing.slices
         if slices is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
