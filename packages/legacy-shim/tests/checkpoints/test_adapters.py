@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
 from temper_legacy_shim.checkpoints.module_patterns import matching
-from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, UsageError
 
 TOKENS = torch.arange(12)[None]
 TARGETS = ["q_proj", "down_proj"]
@@ -95,6 +95,15 @@ def test_an_adapter_of_transposed_weights_is_not_added_to_them(tmp_path: Path) -
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fan_in_fan_out": True}))
     with pytest.raises(ShimError, match="fan_in_fan_out"):
+        _convert(tmp_path, "hf")
+
+
+def test_another_base_for_an_adapter_that_has_its_own_is_an_error(tmp_path: Path) -> None:
+    _exported(tmp_path)
+    for path in (tmp_path / "base").iterdir():
+        path.rename(tmp_path / "adapter" / path.name)
+    _base().save_pretrained(tmp_path / "base")
+    with pytest.raises(UsageError, match="--base-model has no effect"):
         _convert(tmp_path, "hf")
 
 

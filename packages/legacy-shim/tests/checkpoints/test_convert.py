@@ -291,3 +291,15 @@ def test_a_tied_head_is_written_once_whatever_the_embedding_is_called(tmp_path: 
     assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_critic_whose_config_names_no_architecture_has_as_many_labels_as_its_head_has_rows(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    model = transformers.AutoModelForTokenClassification.from_config(transformers.AutoConfig.for_model("llama", num_labels=1, **sizes))
+    write_fsdp(tmp_path / "critic", {name: tensor.detach() for name, tensor in model.state_dict().items()}, mesh_shape=(2,))
+    config.save_pretrained(tmp_path / "critic/huggingface")
+    (job,) = plan_jobs(tmp_path / "critic", tmp_path / "out")
+    convert(job, Options(), Sources())
+    found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

@@ -86,8 +86,9 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     if raw.keys() <= whole.keys():  # an adapter alone, perhaps with modules that were trained whole
         raw = {}
     if sources.base_model is not None:
-        if raw and adapter is None:
-            raise UsageError("--base-model has no effect: this checkpoint holds a whole model without an adapter.")
+        if raw and (adapter is None or folder != sources.base_model):
+            beside = "" if adapter is None else ", beside its adapter"
+            raise UsageError(f"--base-model has no effect: this checkpoint holds a whole model of its own{beside}.")
         if not raw:
             _check_biases(role, adapter)
             raw = huggingface.read_weights(sources.base_model)
@@ -260,9 +261,9 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     names = config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     stem = next((architecture.removesuffix(end) for end in _ARCHITECTURES if architecture.endswith(end)), None)
-    if model.head in ("value_model", "reward_model") and stem is not None:
+    if model.head in ("value_model", "reward_model"):
         kind = "ForTokenClassification" if model.head == "value_model" else "ForSequenceClassification"
-        config["architectures"] = [stem + kind]
+        config |= {} if stem is None else {"architectures": [stem + kind]}
         rows = model.weights["score.weight"].shape[0]
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
