@@ -218,6 +218,12 @@ def test_a_window_that_layers_do_not_tell_is_refused_where_a_sequence_is_longer(
         train(engine, [batch])
 
 
+def test_a_window_that_a_model_does_not_read_is_left_alone(start: Start, config: FSDPConfig, batch: SequenceBatch) -> None:
+    settings = {**config.model.architecture, "model_type": "llama"}
+    with_window = start(model=ModelSpec(architecture={**settings, "sliding_window": 4}))
+    assert train(with_window, [batch]) == train(start(model=ModelSpec(architecture=settings)), [batch])
+
+
 def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"):
         start(wrap_modules=("Qwen9Layer",))

@@ -4,11 +4,12 @@ In: a micro-batch and what is asked about it. Out: one float32 column per query.
 """
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
@@ -27,7 +28,8 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False, is_compiled: bool = False) -> None:
         super().__init__()
-        self._knows_attention = self._is_compiled = is_compiled
+        self._knows_attention = is_compiled
+        self._window = None if is_compiled else _window_of(hf.config.get_text_config(decoder=True))
         self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
@@ -51,7 +53,7 @@ class PackedModel(nn.Module):
             )
         if not self._knows_attention:
             self._check_attention(packing)
-        if not self._is_compiled:
+        if self._window is not None:
             self._check_window(packing)
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
@@ -80,14 +82,18 @@ class PackedModel(nn.Module):
         Raises:
             CapabilityError: a sequence is longer than a window that no attention was told of.
         """
-        config = self.hf.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-        if window is not None and has_windows and not packing.has_window and packing.max_length > window:
+        if self._window is not None and not packing.has_window and packing.max_length > self._window:
             raise CapabilityError(
-                f"{type(self.hf).__name__} has a sliding window of {window}, which its layers do not tell their attention, and a sequence "
-                f"here has {packing.max_length} tokens: keep sequences within the window, or choose another model."
+                f"{type(self.hf).__name__} has a sliding window of {self._window}, which its layers do not tell their attention, and a "
+                f"sequence here has {packing.max_length} tokens: keep sequences within the window, or choose another model."
             )
+
+
+def _window_of(config: PretrainedConfig) -> int | None:
+    """Positions that some layers see at most; None also where a configuration has the field by chance, and its model does not read it."""
+    declared = hasattr(type(config), "sliding_window") or "sliding_window" in signature(type(config).__init__).parameters
+    has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    return getattr(config, "sliding_window", None) if declared and has_windows else None
 
 
 def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:
