@@ -50,6 +50,9 @@ def accepted(rows: Rows, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Count
             continue
         decided = "" if translation.outcome is not Outcome.PERSON else ", with a decision to make"
         code, said = run(command(translation, folder, name=f"c{number}"))
+        if code and "run.trackers is " in said and "mlflow" not in said.partition(" but must be")[2]:
+            found["told to a newer trainer than 0.1.0"] += 1
+            continue
         found[f"{'refused' if code else 'accepted'}{decided}"] += 1
         if code:
             logger.warning("%s %s%s: %s", row["tag"], row["path"], decided, said.strip())
