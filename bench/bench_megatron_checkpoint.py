@@ -152,7 +152,11 @@ def run(layout: str, *, sources: Path) -> list[Seen]:
         # Tensors get memory of their own, and give it back at once.
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
-        answers = [rank.communicate(timeout=600)[0] for rank in ranks]
+        try:
+            answers = [rank.communicate(timeout=600)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"a rank of {layout} with {sources} failed.")
     return [Seen(**json.loads(answer.splitlines()[-1])) for answer in answers]
