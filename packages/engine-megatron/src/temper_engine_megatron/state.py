@@ -3,7 +3,7 @@
 What arrives is kept as this rank's parts until the whole stream has been checked.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,15 @@ class StateOfRanks:
             parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
             masters, firsts, seconds = (self._map.to_full(entry, part, dtype=torch.float32) for part in parts)
             count = self._map.count_of(entry, 0 if kept is None else kept.count)
-            yield from _states(masters, firsts, seconds, count=count)
+            for name, master in masters.items():
+                yield TrainingState(
+                    name=name,
+                    # One stage's tensor may still be the optimizer's own.
+                    master=master.clone(),
+                    first_moment=firsts[name].clone(),
+                    second_moment=seconds[name].clone(),
+                    update_count=count,
+                )
 
     def iterate_owned_weights(self) -> Iterator[NamedWeight]:
         """Those that this rank writes into a checkpoint, float32; no other rank has them. Collective."""
@@ -121,7 +129,7 @@ class StateOfRanks:
                     yield NamedWeight(name, tensor.to(torch.float32, copy=True))
 
     def iterate_owned_state(self) -> Iterator[TrainingState]:
-        """As ``iterate_state``, of those names that this rank writes into a checkpoint; no other rank has them. Collective."""
+        """As ``iterate_state``, in host memory, of the names that this rank writes into a checkpoint; no other has them. Collective."""
         optimizer = self._require_optimizer()
         for entry in self._map.entries:
             is_gathered = self._map.is_gathered_here(entry)
@@ -129,8 +137,15 @@ class StateOfRanks:
                 continue
             kept = optimizer.read(entry.parameter)
             if is_gathered:
-                masters, firsts, seconds = (self._map.to_owner(entry, part) for part in (kept.master, kept.first, kept.second))
-                yield from _states(masters, firsts, seconds, count=kept.count)
+                # One kind after the other, so that the device never has more than one whole tensor.
+                masters, firsts, seconds = (self._to_host(entry, part) for part in (kept.master, kept.first, kept.second))
+                for name, master in masters.items():
+                    yield TrainingState(
+                        name=name, master=master, first_moment=firsts[name], second_moment=seconds[name], update_count=kept.count
+                    )
+
+    def _to_host(self, entry: MappedParameter, part: Tensor) -> dict[str, Tensor]:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._map.to_owner(entry, part).items()}
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Replace masters, moments and counts.
@@ -163,20 +178,6 @@ class StateOfRanks:
     def _require_optimizer(self) -> MegatronAdamW:
         assert self._optimizer is not None, "the engine asks only where there is one"
         return self._optimizer
-
-
-def _states(
-    masters: Mapping[str, Tensor], firsts: Mapping[str, Tensor], seconds: Mapping[str, Tensor], *, count: int
-) -> Iterator[TrainingState]:
-    for name, master in masters.items():
-        yield TrainingState(
-            name=name,
-            # One stage's tensor may still be the optimizer's own, and those of one parameter lie in one piece of memory.
-            master=master.clone(),
-            first_moment=firsts[name].clone(),
-            second_moment=seconds[name].clone(),
-            update_count=count,
-        )
 
 
 class _Collector:
