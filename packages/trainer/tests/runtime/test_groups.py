@@ -1,5 +1,6 @@
 """What the driver may rely on in a role, in this process and as actors of Ray: one class of tests for both."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def engine_logprobs() -> torch.Tensor:
     engine.close()
     assert found is not None
     return found.in_order_of(SAMPLES.sample_ids).columns[Query.LOGPROB]
+
+
+def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    from temper_trainer.runtime.ray_workers import RoleActor
+
+    actor = RoleActor()
+    place = actor.rendezvous()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(place)
 
 
 @pytest.mark.parametrize("group", ["inline", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)

@@ -1,7 +1,5 @@
 """Roles and sampler as Ray actors, and the driver's handles on them."""
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.changes import ChangeBucket
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
+from temper_trainer.runtime.meeting import MeetingPoint, take_place
 from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
@@ -52,18 +51,17 @@ class RoleActor:
 
     def __init__(self) -> None:
         self._worker: TrainingWorker | None = None
+        self._meeting: MeetingPoint | None = None
 
     def prepare(self, engine_name: str) -> None:
         """Import the engine, which takes seconds: actors of every role do so side by side, before the first one builds its model."""
         engine_class(engine_name)
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node and a free port on it, for rank 0."""
+        """An address of this node and the port on it where rank 0 is met; it is listened at from now on, so that nobody else takes it."""
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port: int = probe.getsockname()[1]
-        return address, port
+        self._meeting = MeetingPoint(address)
+        return address, self._meeting.port
 
     def configure(
         self,
@@ -77,7 +75,7 @@ class RoleActor:
         is_deprecated: bool,
     ) -> None:
         """Take a place in the role's process group."""
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+        take_place(rank=rank, world_size=world_size, address=address, port=port)
         self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
@@ -171,7 +169,7 @@ class RayWorkerGroup(WorkerGroup):
             ray.kill(actor)
 
     def _take_places(self) -> None:
-        """Tell every rank where rank 0 is; at the first call, so that its port is free for as short as can be."""
+        """Tell every rank where rank 0 is, at the first call."""
         _wait_all(self._preparing, timeout_s=self._timeout_s, what=f"{self.role}: start")
         (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{self.role} rank 0: rendezvous")
         address, port = cast("tuple[str, int]", place)
