@@ -35,7 +35,6 @@ GUESTS = (
             KIT,
             "temper_engine_api.checkpoint",
             "temper_trainer.rollout.channel",
-            "temper_trainer.runtime.meeting",
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),

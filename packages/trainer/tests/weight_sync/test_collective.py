@@ -1,5 +1,6 @@
 """A channel between an actor and a server's worker, over gloo: whatever the size of a bucket."""
 
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
@@ -14,7 +15,7 @@ from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, named_weights
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.weight_sync.collective import CollectiveTransport
+from temper_trainer.weight_sync.collective import CollectiveTransport, find_place
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 
@@ -128,6 +129,12 @@ def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part
     transport.send(2)
     assert all(again.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
     transport.close()
+
+
+def test_nobody_else_can_take_the_port_of_a_channel_before_it_is_open() -> None:
+    place = find_place(cast("Any", Actor()))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(place)
 
 
 def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number() -> None:

@@ -63,15 +63,24 @@ class _Group(Protocol):
     def abort(self) -> None: ...
 
 
-class Channel:
-    """One member's end."""
+class MeetingPoint:
+    """A port that is listened at as long as this lives, so that nobody else can take it before those who are to meet there come."""
 
-    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device) -> None:
+    def __init__(self, address: str) -> None:
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.port: int = self._store.port
+
+
+class Channel:
+    """One member's end; rank 0 brings the meeting point, or listens at the port itself."""
+
+    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device, meeting: MeetingPoint | None = None) -> None:
         self._spec = spec
         self._rank = rank
         self._device = device
         timeout = timedelta(seconds=spec.timeout_s)
-        store = dist.TCPStore(spec.address, spec.port, spec.size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        listens = rank == 0 and meeting is None
+        store = dist.TCPStore(spec.address, spec.port, spec.size, is_master=listens, timeout=timeout)  # type: ignore[attr-defined]
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -79,7 +88,7 @@ class Channel:
         else:
             made = dist.ProcessGroupGloo(store, rank, spec.size, _gloo_options(spec, timeout=timeout))  # type: ignore[arg-type]
             self._group = cast("_Group", made)
-        self._store = store
+        self._store, self._meeting = store, meeting
         self._buffer = self._shared_buffer() if spec.backend == "cuda_ipc" else self._own_buffer()
 
     def send(self, data: Tensor) -> None:

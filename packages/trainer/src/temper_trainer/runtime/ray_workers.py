@@ -1,5 +1,6 @@
 """Roles and sampler as Ray actors, and the driver's handles on them."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,9 @@ from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.changes import ChangeBucket
+from temper_trainer.rollout.channel import MeetingPoint
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
-from temper_trainer.runtime.meeting import MeetingPoint, take_place
 from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
@@ -75,7 +76,9 @@ class RoleActor:
         is_deprecated: bool,
     ) -> None:
         """Take a place in the role's process group."""
-        take_place(rank=rank, world_size=world_size, address=address, port=port)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+        # As under torchrun: rank 0 need not listen, somebody does.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from temper_trainer.rollout.changes import digest_of_tensors, find_changes, write_change
-from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec, own_address
+from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec, MeetingPoint, own_address
 from temper_trainer.rollout.parcels import Parcel, cut, fill, layout_of
 from temper_trainer.rollout.place import Place, place_of
 from temper_trainer.rollout.replica import Replica, ReplicaError
@@ -22,6 +22,7 @@ from temper_trainer.weight_sync.held import HeldSet, drain, forget_held, hold, i
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 logger = logging.getLogger(__name__)
+_meetings: dict[str, MeetingPoint] = {}
 _channels: dict[str, Channel] = {}
 """The sender's ends in this process, by address and port: a worker's method has no place to keep one."""
 
@@ -176,13 +177,14 @@ def sender_place(worker: ExportsWeights, may_have_gpu: bool) -> Place:
 
 
 def find_place(worker: ExportsWeights) -> tuple[str, int]:
-    """Runs on the actor: an address and a free port where rank 0 can be met."""
+    """Runs on every rank of the actor: an address and a port where rank 0 can be met, and which it holds from now on."""
     # Where ranks meet rank 0 already, servers meet it too: Ray says by which of its addresses a node is reached.
     address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if socket.gethostname() == "localhost" else _own_address())
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-    return address, port
+    if not worker.is_first:
+        return address, 0
+    meeting = MeetingPoint(address)
+    _meetings[f"{address}:{meeting.port}"] = meeting
+    return address, meeting.port
 
 
 def plan_set(worker: ExportsWeights, bucket_bytes: int) -> list[Parcel]:
@@ -196,7 +198,8 @@ def open_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
     """Runs on every rank of the actor: rank 0 opens its end."""
     if worker.is_first:
         device = torch.device("cpu") if spec.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        _channels[f"{spec.address}:{spec.port}"] = Channel(spec, rank=0, device=device)
+        place = f"{spec.address}:{spec.port}"
+        _channels[place] = Channel(spec, rank=0, device=device, meeting=_meetings.pop(place))
 
 
 def send_set(
