@@ -30,11 +30,10 @@ ARCHITECTURE = {
 }
 
 
-def tell_what_began(file: Path) -> None:
+def tell_what_began(file: Path, is_over: threading.Event) -> None:
     """What waits a second later too, however long a busy machine takes to get there."""
     before, begun = "", begun_collective()
-    while begun == "a collective" or begun != before:
-        time.sleep(1.0)
+    while (begun == "a collective" or begun != before) and not is_over.wait(1.0):
         before, begun = begun, begun_collective()
     file.write_text(begun)
 
@@ -51,12 +50,18 @@ def main(file: Path) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(600)
     batch = from_sequences([torch.arange(9)] * 2, loss_masks=[torch.arange(9) >= 2] * 2)
-    threading.Thread(target=tell_what_began, args=(file.with_suffix(".begun"),), daemon=True).start()
+    is_over = threading.Event()
+    teller = threading.Thread(target=tell_what_began, args=(file.with_suffix(".begun"), is_over))
+    teller.start()
     try:
         with engine.train_mode():
             engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=False)
     except CollectiveTimeoutError as error:
         file.write_text(str(error))
+    finally:
+        # Waited for: a thread that is inside torch when the interpreter ends takes the process down with it.
+        is_over.set()
+        teller.join()
 
 
 if __name__ == "__main__":
