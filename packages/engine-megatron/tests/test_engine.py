@@ -93,8 +93,8 @@ def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
         MegatronEngine(replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))).init_model()
 
 
-def test_mistral_without_a_window_has_the_gradients_of_transformers(config, start, batch):
-    model = ModelSpec(architecture={**config.model.architecture, **MISTRAL, "sliding_window": None, "initializer_range": 0.3})
+def hold_to_the_oracle(config, start, batch, *, model):
+    """The oracle's gradients of one update, once the engine's are found equal to them."""
     oracle = OracleEngine(EngineConfig(model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"))
     oracle.init_model()
     gradients = []
@@ -102,6 +102,12 @@ def test_mistral_without_a_window_has_the_gradients_of_transformers(config, star
         engine.set_loss_fn(LikelihoodProbe())
         gradients.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]).gradients)
     assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
+    return gradients[0]
+
+
+def test_mistral_without_a_window_has_the_gradients_of_transformers(config, start, batch):
+    model = ModelSpec(architecture={**config.model.architecture, **MISTRAL, "sliding_window": None, "initializer_range": 0.3})
+    hold_to_the_oracle(config, start, batch, model=model)
 
 
 def test_dropout_is_refused(config):
@@ -198,12 +204,5 @@ def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_g
     # A policy may well sample it: as an input it then trains nothing, because transformers builds its embedding with padding_idx.
     padding = int(batch.tokens[2])
     model = ModelSpec(architecture={**config.model.architecture, "pad_token_id": padding, "tie_word_embeddings": is_tied})
-    settings = EngineConfig(model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu")
-    oracle = OracleEngine(settings)
-    oracle.init_model()
-    gradients = []
-    for engine in (oracle, start(model=model, optimizer=READ_GRADIENTS)):
-        engine.set_loss_fn(LikelihoodProbe())
-        gradients.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]).gradients)
-    assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
-    assert bool(gradients[0]["model.embed_tokens.weight"][padding].any()) is is_tied
+    expected = hold_to_the_oracle(config, start, batch, model=model)
+    assert bool(expected["model.embed_tokens.weight"][padding].any()) is is_tied
