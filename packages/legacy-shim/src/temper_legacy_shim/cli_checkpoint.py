@@ -165,9 +165,10 @@ def _check_is_local(path: Path, expected: str) -> None:
 def _require_extra() -> None:
     try:
         import blake3  # noqa: F401
+        import ml_dtypes  # noqa: F401
         import numpy  # noqa: F401
     except ImportError as error:
-        raise ShimError(f"converting checkpoints needs blake3, numpy, safetensors and torch: {_NEEDS}") from error
+        raise ShimError(f"converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: {_NEEDS}") from error
 
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_legacy_shim.checkpoints.dtypes import BY_NAME, FLOAT32, from_float32, has_nan, has_nonfinite, to_float32
+from temper_legacy_shim.checkpoints.dtypes import BY_NAME, from_float32, has_nonfinite, to_float32
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -20,7 +20,6 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(bits: list[int]) -> None:
     theirs = torch.from_numpy(numbers).to(torch.bfloat16)
     same = ours.view(torch.int16) == theirs.view(torch.int16)
     assert bool((same | (ours.isnan() & theirs.isnan())).all())
-    assert has_nan(numbers, FLOAT32) == bool(np.isnan(numbers).any())
 
 
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64))
@@ -28,7 +27,6 @@ def test_bfloat16_becomes_float32_exactly(bits: list[int]) -> None:
     numbers = np.array(bits, np.uint16)
     theirs = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(to_float32(numbers, BF16), theirs)
-    assert has_nan(numbers, BF16) == bool(np.isnan(theirs).any())
     assert has_nonfinite(numbers, BF16) == (not np.isfinite(theirs).all())
 
 
@@ -45,10 +43,3 @@ def test_what_is_not_finite_is_seen_and_large_numbers_are_not(dtype: str, value:
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_nan_keeps_the_shape(shape: tuple[int, ...]) -> None:
     assert from_float32(np.full(shape, math.nan, np.float32), BF16).shape == shape
-
-
-def test_a_long_block_is_cast_like_a_short_one() -> None:
-    numbers = np.random.default_rng(0).standard_normal((3, 100_001)).astype(np.float32)
-    whole = from_float32(numbers, BF16)
-    assert whole.shape == numbers.shape
-    np.testing.assert_array_equal(whole[:, 70_000], from_float32(numbers[:, 70_000], BF16))

@@ -1,11 +1,13 @@
-"""Element types by their names in torch, in safetensors and in numpy; casts that numpy lacks.
+"""Element types by their names in torch, in safetensors and in numpy, and casts between them.
 
-numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside.
+numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside, with the
+bfloat16 of ml_dtypes.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from temper_legacy_shim.errors import UsageError
@@ -59,7 +61,6 @@ FLOAT32 = BY_NAME["float32"]
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 """Above 0, of full precision."""
-_CACHED = 1 << 16
 CASTS = ("float32", "bfloat16", "float16")
 """What ``--dtype`` takes."""
 
@@ -67,7 +68,8 @@ CASTS = ("float32", "bfloat16", "float16")
 def to_float32(block: Block, dtype: Dtype) -> NDArray[np.float32]:
     """The numbers of a floating block, exactly (float64 rounded)."""
     if dtype.name == "bfloat16":
-        return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        exact: NDArray[np.float32] = block.view(bfloat16).astype(np.float32)
+        return exact
     if not dtype.is_float:
         raise UsageError(f"a tensor of {dtype.name} can't be converted to floating point.")
     with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
@@ -76,44 +78,10 @@ def to_float32(block: Block, dtype: Dtype) -> NDArray[np.float32]:
 
 def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
     """Round to nearest, ties to even, as torch does; NaN stays NaN."""
-    if dtype.name != "bfloat16":
-        with np.errstate(all="ignore"):  # as above
-            return block.astype(dtype.container, copy=False)
-    rounded = round_to_bfloat16(block)
-    if has_nan(block, FLOAT32):
-        bits = np.ascontiguousarray(block).reshape(block.shape).view(np.uint32)
-        quiet = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
-        rounded = np.where(np.isnan(block), quiet, rounded)
-    return rounded
-
-
-def round_to_bfloat16(block: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round numbers to nearest, ties to even; of NaN this may make anything."""
-    bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
-    rounded = np.empty(bits.shape, np.uint16)
-    held = np.empty(min(_CACHED, bits.size), np.uint32)
-    for start in range(0, bits.size, _CACHED):  # a stretch at a time, so that the passes over it stay in the processor's cache
-        part = bits[start : start + _CACHED]
-        carry = held[: part.size]
-        np.right_shift(part, np.uint32(16), out=carry)
-        carry &= np.uint32(1)
-        carry += np.uint32(0x7FFF)
-        carry += part
-        carry >>= np.uint32(16)
-        np.copyto(rounded[start : start + _CACHED], carry, casting="unsafe")  # twice as fast as every other element of a view
-    return rounded.reshape(block.shape)
-
-
-def has_nan(block: Block, dtype: Dtype) -> bool:
-    """Whether a floating block holds NaN."""
-    if block.size == 0:
-        return False
-    if dtype.name == "bfloat16":
-        # Of positive patterns NaN are the largest, and of all patterns the negative NaN: two maxima, and nothing is allocated.
-        return bool(block.view(np.int16).max() > 0x7F80 or block.view(np.uint16).max() > 0xFF80)
-    if dtype.name == "float32":
-        return not has_finite_squares(block.view(np.float32)) and bool(np.isnan(block).any())
-    return dtype.is_float and bool(np.isnan(block).any())
+    with np.errstate(all="ignore"):  # as above
+        if dtype.name == "bfloat16":
+            return block.astype(bfloat16).view(np.uint16)
+        return block.astype(dtype.container, copy=False)
 
 
 def has_nonfinite(block: Block, dtype: Dtype) -> bool:
@@ -121,17 +89,17 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
     if block.size == 0:
         return False
     if dtype.name == "bfloat16":
-        # As above; infinity is the pattern just below NaN.
+        # Infinity is the largest positive pattern but NaN's, and of all patterns the largest but negative NaN's: two maxima, no copy.
         return bool(block.view(np.int16).max() >= 0x7F80 or block.view(np.uint16).max() >= 0xFF80)
-    if dtype.name == "float32" and has_finite_squares(block.view(np.float32)):
+    if dtype.name == "float32" and _has_finite_squares(block.view(np.float32)):
         return False
     return dtype.is_float and not bool(np.isfinite(block).all())
 
 
-def has_finite_squares(block: NDArray[np.float32]) -> bool:
-    """Whether the squares have a finite sum: then nothing is NaN, infinite, or so large (1e19) that a cast to bfloat16 would make it so.
+def _has_finite_squares(block: NDArray[np.float32]) -> bool:
+    """Whether the squares have a finite sum, so that nothing is NaN or infinite; where it is False, every element is to be looked at.
 
-    One pass without a copy; where it is False, every element is to be looked at.
+    One pass without a copy.
     """
     flat = block.reshape(-1)
     with np.errstate(all="ignore"):

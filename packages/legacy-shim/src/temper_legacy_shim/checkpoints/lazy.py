@@ -19,9 +19,6 @@ from temper_legacy_shim.checkpoints.dtypes import (
     Block,
     Dtype,
     from_float32,
-    has_finite_squares,
-    has_nonfinite,
-    round_to_bfloat16,
     to_float32,
 )
 
@@ -356,16 +353,6 @@ class Cast:
     def read(self, start: int, stop: int) -> Block:
         """Rows, cast through float32."""
         return from_float32(to_float32(self.source.read(start, stop), self.source.dtype), self.dtype)
-
-
-def read_checked(tensor: LazyTensor, start: int, stop: int) -> tuple[Block, bool]:
-    """Rows start to stop, and whether they hold NaN or infinity; what is cast to bfloat16 is looked at once for both."""
-    if isinstance(tensor, Cast) and tensor.dtype.name == "bfloat16":
-        numbers = to_float32(tensor.source.read(start, stop), tensor.source.dtype)
-        if has_finite_squares(numbers):
-            return round_to_bfloat16(numbers), False
-    block = tensor.read(start, stop)
-    return block, has_nonfinite(block, tensor.dtype)
 
 
 @dataclass(frozen=True)

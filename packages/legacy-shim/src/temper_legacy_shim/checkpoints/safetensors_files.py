@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 from blake3 import blake3
 
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, read_checked, spans
+from temper_legacy_shim.checkpoints.dtypes import has_nonfinite
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes, spans
 from temper_legacy_shim.errors import DamagedFileError, VerificationError
 
 _QUEUED_BLOCKS = 4
@@ -151,9 +152,9 @@ def _read_ahead(tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor) 
 
 
 def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
-    block, is_spoilt = read_checked(tensor, start, stop)
+    block = tensor.read(start, stop)
     content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
-    return _ReadBlock(name=name, content=content, is_spoilt=is_spoilt)
+    return _ReadBlock(name=name, content=content, is_spoilt=has_nonfinite(block, tensor.dtype))
 
 
 class Digest(Protocol):

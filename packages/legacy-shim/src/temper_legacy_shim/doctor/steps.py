@@ -74,7 +74,7 @@ def _checkpoint(path: Path, target: Path) -> str:
         from temper_legacy_shim.checkpoints.plan import Options
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, numpy, safetensors and torch: pip install 'temper-legacy-shim[checkpoint]'"
+            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: pip install 'temper-legacy-shim[checkpoint]'"
         ) from error
     receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
     return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"
