@@ -12,7 +12,7 @@ import torch
 from old_files import write_fsdp
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
-from temper_legacy_shim.checkpoints.names import check_names
+from temper_legacy_shim.checkpoints.names import NamesCheck
 from temper_legacy_shim.errors import LayoutError
 
 CODE = """
@@ -58,7 +58,8 @@ def test_a_module_in_the_working_directory_never_runs(actor: Path, tmp_path: Pat
     (tmp_path / "torch.py").write_text("import os\nopen(os.environ['MARKER'], 'w').close()\n")
     monkeypatch.setenv("MARKER", str(tmp_path / "ran"))
     monkeypatch.chdir(tmp_path)
-    check_names(actor / "huggingface", {}, head="language_model")
+    with NamesCheck('{"model_type": "foo"}', {}, head="language_model") as names:
+        names.result()
     assert not (tmp_path / "ran").exists()
 
 

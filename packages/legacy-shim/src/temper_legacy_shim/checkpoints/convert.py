@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints import receipt as receipts
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
-from temper_legacy_shim.checkpoints.names import check_names
+from temper_legacy_shim.checkpoints.names import NamesCheck
 from temper_legacy_shim.checkpoints.plan import Options, Plan, plan_conversion
 from temper_legacy_shim.checkpoints.receipt import Receipt, SourceRecord
 from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, write
@@ -95,21 +96,26 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
             "tool": tool_version(),
         }
     )
-    total = plan.num_bytes
-    with Staging(job.out, fingerprint=work) as staging:
-        check_space(staging.folder.parent, total - staging.num_kept_bytes)
+    with Staging(job.out, fingerprint=work) as staging, _names_check(plan, options) as names:
+        check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
         kept = staging.kept
-        files = _write_shards(staging, plan, progress=progress)
+        files = _write_shards(staging, plan, progress=names.watched(progress) if names else progress)
         compared = {file.path for file in files} - kept
         with_nan = [name for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
-        verified = _verify(staging.folder, plan, files, options, compared=compared)
+        verified = _verify(staging.folder, plan, files, options, compared=compared, names=names)
         made = _receipt(job, plan, options, sources, files, verified=verified, with_nan=with_nan)
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
+
+
+def _names_check(plan: Plan, options: Options) -> AbstractContextManager[NamesCheck | None]:
+    if not options.checks_names or options.target != "hf":
+        return nullcontext()
+    return NamesCheck(plan.texts["config.json"], plan.model.weights, head=plan.model.head)
 
 
 def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[WrittenFile]:
@@ -168,11 +174,13 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:
+def _verify(
+    folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str], names: NamesCheck | None
+) -> tuple[str, ...]:
     found = receipts.check_files(folder, files, compared=compared)
     said = [f"{len(files)} files read back: sizes, every byte or its checksum, and {found} tensors in their headers"]
-    if options.checks_names and options.target == "hf":
-        said.append(check_names(folder, plan.model.weights, head=plan.model.head))
+    if names is not None:
+        said.append(names.result())
     if options.verifies_logits:
         from temper_legacy_shim.checkpoints.logits import check_logits  # needs torch and transformers
 

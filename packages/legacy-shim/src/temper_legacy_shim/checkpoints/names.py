@@ -1,6 +1,7 @@
 """Names and shapes that a config's model has, from transformers on the meta device: no weight is made.
 
-Runs in a process of its own, so that a conversion itself needs neither torch's memory nor its time to start.
+Runs in a process of its own beside a conversion, which itself needs neither torch's memory nor its time to start: a config of another
+model is told in seconds, and not after all weights are written.
 """
 
 import json
@@ -9,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Self
 
 from temper_legacy_shim.checkpoints.layouts import read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Shape
@@ -48,34 +51,72 @@ print(json.dumps({"version": transformers.__version__, "names": names}))
 """
 
 
-def check_names(directory: Path, tensors: Mapping[str, LazyTensor], *, head: str) -> str:
-    """Compare names and shapes with what transformers builds from the config in a directory.
+class NamesCheck:
+    """One comparison. Entering starts its process, and leaving ends it, whatever it has found."""
 
-    Returns:
-        What was verified, or why it could not be, for the receipt.
+    def __init__(self, config: str, tensors: Mapping[str, LazyTensor], *, head: str) -> None:
+        """Nothing is started yet.
 
-    Raises:
-        VerificationError: a weight is missing, unexpected or misshapen.
-    """
-    done = _run(str(directory), head)
-    if done.returncode and asks_for_code(directory):
-        return f"names not compared with transformers' model: {OWN_CODE}; --no-verify-names leaves the comparison out"
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"names not compared with transformers' model: {reason[:300]}"
-    answer = json.loads(done.stdout.splitlines()[-1])
-    have = {name: tensor.shape for name, tensor in tensors.items() if not name.startswith("v_head.")}
-    # A file has the names that transformers' model has, or those that it saves them under: Mixtral's layers have other ones.
-    # Where transformers could not say the latter, experts may have any names.
-    all_wanted = [{name: tuple(shape) for name, shape in names.items()} for names in answer["names"]]
-    faults = min((_faults(wanted, have, compares_kinds=len(all_wanted) > 1) for wanted in all_wanted), key=len)
-    if faults:
-        raise VerificationError(
-            f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
-            + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-            + ". Is --hf-config the config of the model that was trained?"
-        )
-    return f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device"
+        Args:
+            config: the text of ``config.json``.
+            tensors: what is written, by name.
+            head: the kind of model, as `OldModel.head` has it.
+        """
+        self._config = config
+        self._tensors = tensors
+        self._head = head
+        self._said = ""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="temper-migrate-")
+        directory = Path(self._folder.name)
+        (directory / "config.json").write_text(self._config)
+        self._answer, self._errors = directory / "answer.json", directory / "errors.txt"
+        self._process = _start(str(directory), self._head, answer=self._answer, errors=self._errors)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+        """Another that raises what `result` does as soon as it is known, and waits for nothing."""
+
+        def tell(what: str, done: int, total: int) -> None:
+            if not self._said and self._process.poll() is not None:
+                self.result()
+            progress(what, done, total)
+
+        return tell
+
+    def result(self) -> str:
+        """Wait for the comparison.
+
+        Returns:
+            What was verified, or why it could not be, for the receipt.
+
+        Raises:
+            VerificationError: a weight is missing, unexpected or misshapen.
+        """
+        if not self._said:
+            self._said = self._compared()
+        return self._said
+
+    def _compared(self) -> str:
+        try:
+            failed = self._process.wait(timeout=_TIME_LIMIT_S) != 0
+        except subprocess.TimeoutExpired:
+            return f"names not compared with transformers' model: it was not built within {_TIME_LIMIT_S} s"
+        if failed and asks_for_code(self._answer.parent):
+            return f"names not compared with transformers' model: {OWN_CODE}; --no-verify-names leaves the comparison out"
+        if failed:
+            reason = (self._errors.read_text().strip().splitlines() or ["no reason given"])[-1]
+            return f"names not compared with transformers' model: {reason[:300]}"
+        answer = json.loads(self._answer.read_text().splitlines()[-1])
+        have = {name: tensor.shape for name, tensor in self._tensors.items() if not name.startswith("v_head.")}
+        _compare(answer["names"], have)
+        return f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device"
 
 
 def asks_for_code(directory: Path) -> bool:
@@ -83,17 +124,31 @@ def asks_for_code(directory: Path) -> bool:
     return "auto_map" in read_object(directory / "config.json")
 
 
-def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[bytes]":
     """The program, which asks nobody, fetches nothing, and imports nothing from the working directory (-P): that may be a checkpoint."""
-    return subprocess.run(
-        [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        timeout=_TIME_LIMIT_S,
-        check=False,
-    )
+    with open(answer, "wb") as out, open(errors, "wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+
+def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Shape]) -> None:
+    """A file has the names that transformers' model has, or those that it saves them under: Mixtral's layers have other ones.
+
+    Where transformers could not say the latter, experts may have any names.
+    """
+    all_wanted = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
+    faults = min((_faults(wanted, have, compares_kinds=len(all_wanted) > 1) for wanted in all_wanted), key=len)
+    if faults:
+        raise VerificationError(
+            f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
+            + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+            + ". Is --hf-config the config of the model that was trained?"
+        )
 
 
 def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:

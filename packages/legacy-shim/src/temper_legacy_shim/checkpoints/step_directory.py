@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from temper_legacy_shim.checkpoints.extra_state import OldExtra
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, num_bytes
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, described
-from temper_legacy_shim.checkpoints.names import check_names
+from temper_legacy_shim.checkpoints.names import NamesCheck
 from temper_legacy_shim.checkpoints.plan import Options, companions
 from temper_legacy_shim.checkpoints.receipt import Receipt
 from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, written_file
@@ -82,23 +83,29 @@ def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, 
         ShimError: says what was wrong; nothing is at the output then.
     """
     plan = plan_step(model, options)
-    with Staging(job.out, fingerprint=_fingerprint(job.role, plan, options)) as staging:
+    with Staging(job.out, fingerprint=_fingerprint(job.role, plan, options)) as staging, _names_check(plan, model, options) as names:
         check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
-        groups = _write_groups(staging, plan, progress=progress)
+        groups = _write_groups(staging, plan, progress=names.watched(progress) if names else progress)
         with_nan = [name for files in groups.values() for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         directory, tensor_files = _join(staging.folder, job, plan, groups)
         paths = [str(path.relative_to(staging.folder)) for path in sorted(directory.rglob("*")) if path.is_file()]
         files = [tensor_files.get(path) or staging.adopt(path) for path in paths]
         verified = [_read_back(directory, plan.tensors)]
-        if options.checks_names and model.adapter is None:
-            weights = {name.partition(".")[2]: t for name, t in plan.tensors.items() if name.startswith(("parameter.", "buffer."))}
-            verified.append(check_names(directory / ENGINE_PART / _DESCRIPTION, weights, head=plan.state.model.head))
+        if names is not None:
+            verified.append(names.result())
         made = replace(_receipt(job, plan, recorded(options, sources), files), verified=tuple(verified))
         made = replace(made, notes=(*made.notes, *nan_note(with_nan)))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
+
+
+def _names_check(plan: StepPlan, model: OldModel, options: Options) -> AbstractContextManager[NamesCheck | None]:
+    if not options.checks_names or model.adapter is not None:
+        return nullcontext()
+    weights = {name.partition(".")[2]: t for name, t in plan.tensors.items() if name.startswith(("parameter.", "buffer."))}
+    return NamesCheck(json.dumps(plan.config), weights, head=plan.state.model.head)
 
 
 def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
