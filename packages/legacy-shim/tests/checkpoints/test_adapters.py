@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from old_files import write_fsdp
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
 from temper_legacy_shim.checkpoints.module_patterns import matching
@@ -96,6 +97,40 @@ def test_an_adapter_of_transposed_weights_is_not_added_to_them(tmp_path: Path) -
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fan_in_fan_out": True}))
     with pytest.raises(ShimError, match="fan_in_fan_out"):
         _convert(tmp_path, "hf")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "openai-gpt"])
+@pytest.mark.parametrize("targets", [["c_proj", "c_fc"], ["attn.c_proj"], ["c_attn", "lm_head"]], ids=["two", "square", "with-the-head"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT corrects fan_in_fan_out and says so
+def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_path: Path, model_type: str, targets: list[str]) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False
+    )
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    made = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(base, made).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
+        expected = model(TOKENS).logits
+    write_fsdp(tmp_path / "actor", {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    config.save_pretrained(tmp_path / "actor/huggingface")
+
+    def converted(target: str) -> Path:
+        job = plan_jobs(tmp_path / "actor", tmp_path / target)[0]
+        convert(job, Options(target=target), Sources(lora_alpha=8))  # type: ignore[arg-type]
+        return tmp_path / target
+
+    merged = AutoModelForCausalLM.from_pretrained(converted("hf"), dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    apart = PeftModel.from_pretrained(base, converted("peft")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(apart(TOKENS).logits, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    wanted = model.merge_and_unload().state_dict()
+    assert all(torch.allclose(tensor, wanted[name], rtol=0, atol=1e-6) for name, tensor in merged.state_dict().items())
 
 
 def test_another_base_for_an_adapter_that_has_its_own_is_an_error(tmp_path: Path) -> None:

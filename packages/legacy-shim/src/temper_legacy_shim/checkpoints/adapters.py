@@ -18,6 +18,8 @@ _BASE_LAYER = ".base_layer."
 _SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?:\.weight)?$")
 _OWN_BIAS = re.compile(r".+\.lora_[AB](?:\.[^.]+)?\.bias")
+_TRANSPOSED = {"gpt2": re.compile(r".+\.(?:c_attn|q_attn|c_proj|c_fc)"), "openai-gpt": re.compile(r".+\.(?:c_attn|c_proj|c_fc)")}
+"""Modules that are transformers' Conv1D, by the model_type of a config."""
 _UNSUPPORTED = ("lora_magnitude_vector", "lora_ga", "vera_", "lokr_", "hada_", ".adapter_", "trainable_tokens_", "ia3_l", "oft_", "hra_")
 
 
@@ -31,6 +33,8 @@ class Pair:
     """[out, rank] B."""
     is_embedding: bool = False
     """Whether the module is an embedding, whose weight is the transpose of the product."""
+    is_transposed: bool = False
+    """Whether the module keeps the transpose of a linear layer's weight, as GPT-2's do."""
 
     @property
     def rank(self) -> int:
@@ -59,6 +63,11 @@ class Adapter:
     def rank(self) -> int:
         """Of the pairs; the largest where they differ."""
         return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def has_transposed(self) -> bool:
+        """Whether any of its modules keeps its weight transposed."""
+        return any(pair.is_transposed for pair in self.pairs.values())
 
     @property
     def whole(self) -> dict[str, LazyTensor]:
@@ -194,6 +203,16 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
     return replace(adapter, alpha=found[0], alpha_from=os.path.relpath(found[1], role.path.absolute().parent), config=found[2])
 
 
+def around(adapter: Adapter, *, model_type: object) -> Adapter:
+    """The adapter with its pairs as that kind of model keeps their weights: shapes do not tell, and ``fan_in_fan_out`` PEFT corrects."""
+    pattern = _TRANSPOSED.get(str(model_type))
+    if pattern is None:
+        return adapter
+    return replace(
+        adapter, pairs={name: replace(pair, is_transposed=bool(pattern.fullmatch(name))) for name, pair in adapter.pairs.items()}
+    )
+
+
 def _alpha_in(value: object) -> float | None:
     """What a file says, if it is a number that a scale can be made of."""
     try:
@@ -213,17 +232,18 @@ def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTe
 
     Raises:
         DamagedFileError: a module is not in the base, or its shape differs.
-        UsageError: no alpha, or an adapter of transposed weights.
+        UsageError: no alpha, or an adapter of transposed weights of a model that is not known to have any.
     """
-    if adapter.config.get("fan_in_fan_out"):
-        raise UsageError("the adapter is of weights that are kept transposed (fan_in_fan_out), to which none is added here: use --to peft.")
+    if adapter.config.get("fan_in_fan_out") and not adapter.has_transposed:
+        raise UsageError(
+            "the adapter is of weights that are kept transposed (fan_in_fan_out), but which are in this model is not known: use --to peft."
+        )
     result = dict(base)
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
         weight = base.get(name)
-        down, up = (pair.up, pair.down) if pair.is_embedding else (pair.down, pair.up)
-        if pair.is_embedding:
-            down, up = Transposed(down), Transposed(up)
+        is_turned = pair.is_embedding or pair.is_transposed
+        down, up = (Transposed(pair.up), Transposed(pair.down)) if is_turned else (pair.down, pair.up)
         if weight is None or weight.shape != (up.shape[0], down.shape[1]):
             raise DamagedFileError(
                 f"the adapter of {module} makes a [{up.shape[0]}, {down.shape[1]}] product, but the base "
@@ -260,7 +280,7 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": adapter.has_transposed,
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,

@@ -80,6 +80,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     raw, adapter = _weights_and_adapter(role, sources, config=config, folder=folder)
     if adapter is not None:
         adapter = adapters.with_alpha(adapter, role, given=sources.lora_alpha)
+        adapter = adapters.around(adapter, model_type=(config or {}).get("model_type"))
     elif sources.lora_alpha is not None:
         raise UsageError("--lora-alpha has no effect: this checkpoint has no adapter.")
     whole = {} if adapter is None else adapter.whole
