@@ -8,10 +8,12 @@ import torch
 from old_files import write_fsdp
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
+from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.module_patterns import matching
+from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, UsageError
 
 TOKENS = torch.arange(12)[None]
@@ -131,6 +133,26 @@ def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_pat
         torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
     wanted = model.merge_and_unload().state_dict()
     assert all(torch.allclose(tensor, wanted[name], rtol=0, atol=1e-6) for name, tensor in merged.state_dict().items())
+
+
+@pytest.mark.parametrize("targets", [TARGETS, "all-linear"], ids=["below-the-head", "of-the-head-too"])
+def test_a_critic_s_adapter_is_resumed_with_the_old_head(tmp_path: Path, targets: object) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_labels=1)
+    made = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)  # type: ignore[arg-type]
+    model = get_peft_model(AutoModelForTokenClassification.from_config(config), made)
+    write_fsdp(tmp_path / "critic", {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    config.save_pretrained(tmp_path / "critic/huggingface")
+    receipt = convert(plan_jobs(tmp_path / "critic", tmp_path / "out")[0], Options(target="temper"), Sources(lora_alpha=8))
+    assert receipt.head == "value_model"
+    assert not any("converted or" in note for note in receipt.notes)  # which would add the adapter twice
+    halves = {name.replace(".default", "") for name in model.state_dict() if ".lora_" in name and "score" not in name}
+    found = DistCheckpoint(tmp_path / "out/step_00000000/engine/dcp").tensors
+    head = {f"base_model.model.score.{part}" for part in ("weight", "bias")}
+    assert found.keys() == {f"parameter.{name}" for name in halves | head}
+    whole = model.merge_and_unload().state_dict()
+    for part in ("weight", "bias"):
+        torch.testing.assert_close(as_torch(found[f"parameter.base_model.model.score.{part}"]), whole[f"score.{part}"])
 
 
 def test_another_base_for_an_adapter_that_has_its_own_is_an_error(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
     Raises:
         UsageError: of a kind that no engine trains.
     """
-    tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding]
+    tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding or module == "lm_head"]
     others = [*tables, *adapter.whole, *(["biases"] if adapter.lacks_biases else [])]
     if others:
         raise UsageError(
-            f"{model.role.path} trained {', '.join(others[:3])} beside its linear layers, which no engine "
-            "resumes: use --to peft or --to hf and start a new run from it."
+            f"{model.role.path} trained {', '.join(others[:3])} beside its linear layers below the head, which no "
+            "engine resumes: use --to peft or --to hf and start a new run from it."
         )
     found: dict[str, LazyTensor] = {}
     for module, pair in adapter.pairs.items():

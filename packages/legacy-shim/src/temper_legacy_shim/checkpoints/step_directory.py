@@ -73,7 +73,8 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
     state = resumable(model)
-    return StepPlan(state=state, config=described(state.model, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
+    whole = state.model if model.adapter is None else model
+    return StepPlan(state=state, config=described(whole, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
 
 
 def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
@@ -207,7 +208,8 @@ def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> str:
 def _receipt(job: Job, plan: StepPlan, options: dict[str, object], files: list[WrittenFile]) -> Receipt:
     state = plan.state
     model_type = "language_model" if state.model.head == "language_model" else "value_model"
-    notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the converted or the base model"]
+    around = "converted or the base model" if state.model.adapter is None else "base model"
+    notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the {around}"]
     if state.settings:
         kept = ", ".join(f"{name} {value}" for name, value in state.settings.items())
         vectors = "decayed vectors too" if state.decays_vectors else "did not decay vectors"

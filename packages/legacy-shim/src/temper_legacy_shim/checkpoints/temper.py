@@ -15,7 +15,7 @@ import torch
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints.adapter_state import adapter_optimizer, adapter_weights
-from temper_legacy_shim.checkpoints.adapters import Adapter
+from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.extra_state import OldExtra, read_extra
@@ -95,10 +95,10 @@ def resumable(model: OldModel) -> ResumableState:
     Raises:
         UsageError: no engine can go on from such a checkpoint.
     """
-    if model.adapter is not None:
-        return _resumable_adapter(model, model.adapter)
     if model.head == "reward_model":
         raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
+    if model.adapter is not None:
+        return _resumable_adapter(model, model.adapter)
     optimizer, why_not = _optimizer(model)
     extra = read_extra(model.role)
     names = {name: _TRL_HEAD.get(name, name) for name in model.weights if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)}
@@ -141,33 +141,59 @@ def _uneven(counts: Mapping[str, int]) -> list[str]:
 
 
 def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
-    """Of an adapter alone: the base is not part of what an engine saves."""
+    """Of an adapter, and a critic's head: the base is not part of what an engine saves."""
     weights = adapter_weights(adapter, model)
+    below = {name: tensor for name, tensor in weights.items() if not _is_of_head(name.removeprefix(PEFT_PREFIX))}
     optimizer = OldOptimizer(moments={})
     extra = read_extra(model.role)
     carried, why_not = ["the adapter's weights, as float32 masters"], [*extra.not_carried]
     try:
         optimizer = adapter_optimizer(model, weights)
         carried[0] += ", the optimizer's own" if optimizer.masters else ""
-        carried.append(f"both moments and the update counts of {len(optimizer.moments)} parameters")
+        carried.append(f"both moments and the update counts of {len(optimizer.moments.keys() & below.keys())} parameters")
     except LayoutError as error:
         why_not.insert(0, f"optimizer moments: {error}")
     notes = [*model.notes, f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"]
+    head = _head_beside(model, adapter)
+    if head:
+        carried.append("the value head, as float32")
+        notes.append("an engine trains the value head whole beside the adapter: what the old run's adapter had added to it is part of it")
+        why_not.append("moments of the value head, which the old run did not train itself: they begin at 0")
     if len({id(pair.down) for pair in adapter.pairs.values()}) < len(adapter.pairs):
         notes.append("q, k and v shared one A, and so did gate and up: each goes on with a copy of it and of its moments")
     return ResumableState(
         model=replace(
             model,
-            weights={name: _in_float32(optimizer.masters.get(name, tensor)) for name, tensor in weights.items()},
+            weights={name: _in_float32(optimizer.masters.get(name, tensor)) for name, tensor in below.items()} | head,
             notes=tuple(notes),
         ),
-        moments=optimizer.moments,
+        moments={name: kept for name, kept in optimizer.moments.items() if name in below},
         settings=optimizer.settings,
         decays_vectors=optimizer.decays_vectors,
         extra=extra,
         carried=(*carried, *extra.carried),
         not_carried=tuple(why_not),
     )
+
+
+def _head_beside(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
+    """A critic's head by an engine's names, with what an adapter of its own adds.
+
+    Raises:
+        UsageError: the adapter has one, but the checkpoint not what it is added to.
+    """
+    head = {name: _in_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)}
+    pairs = {module: pair for module, pair in adapter.pairs.items() if _is_of_head(f"{module}.")}
+    if pairs and not head:
+        raise UsageError(
+            f"{model.role.path} has an adapter of the value head, but not the head itself, without which none goes on: start anew."
+        )
+    whole = merged(head, replace(adapter, pairs=pairs))
+    return {f"{PEFT_PREFIX}{_TRL_HEAD.get(name, name)}": tensor for name, tensor in whole.items()}
+
+
+def _is_of_head(name: str) -> bool:
+    return name.startswith(("score.", "v_head."))
 
 
 def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
