@@ -83,6 +83,7 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
         raise ReleaseTrouble(f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}")
+    check_before(root, package, version)  # first: a wrong version is told at once, and not after hours of trials
     check_tried(root, package, version, reason=reason)
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         made = draft(root, package, version, folder=Path(folder))
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     action.add_argument("--record", action="store_true", help="write the commits of released packages into tools/releases.toml")
     action.add_argument("--verify", action="store_true", help="build a recorded release again and compare")
     chosen = parser.parse_args(arguments)
-    if chosen.record == (chosen.version is not None):
+    if not (chosen.package is None) == (chosen.version is None) == chosen.record:
         parser.error("give PACKAGE and VERSION, or --record alone")
     if chosen.untried and (chosen.record or chosen.verify or chosen.draft):
         parser.error("--untried REASON is for a release alone: a draft, --record and --verify ask for no trial")

@@ -192,6 +192,22 @@ def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(sibling:
     assert git(sibling, "status", "--porcelain") == ""
 
 
+@pytest.mark.parametrize(("version", "told"), [("0.2.7", "0.2.7 is below it"), ("v0.3.0", "write three numbers")])
+def test_a_version_that_can_not_be_is_told_before_anybody_is_sent_to_trials(
+    sibling: Path, capsys: pytest.CaptureFixture[str], version: str, told: str
+) -> None:
+    assert main(["engine-fsdp", version], root=sibling) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert "nox -s" not in error
+
+
+def test_a_package_beside_record_is_refused_and_not_passed_over(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["engine-api", "--record"], root=repository)
+    assert "give PACKAGE and VERSION, or --record alone" in capsys.readouterr().err
+
+
 def test_a_green_record_lets_it_through(sibling: Path) -> None:
     record_green(sibling, "engine-api:engine-fsdp", trials(sibling, "engine-api:engine-fsdp"))
     check_tried(sibling, "engine-fsdp", "0.3.0", reason="")
