@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.layers import complaints, main
+from tools.layers import SHIM_WITH_TORCH, complaints, main
+from tools.needs import NEEDS_EXTRA
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,25 @@ def test_the_bridges_training_program_has_no_host(source: str) -> None:
     found = complaints("temper_engine_megatron.bridge_compat.translation", source)
     assert any("nobody may import megatron.bridge.training" in line for line in found)
     assert complaints("temper_engine_megatron.bridge_compat.translation", "from megatron.bridge.models import conversion") == []
+
+
+@pytest.mark.parametrize("module", ["temper_trainer.reward.worker", "temper_legacy_shim.workers.fsdp_workers", "temper_engine_fsdp.mesh"])
+@pytest.mark.parametrize("source", ["def late():\n    import ray", "import importlib\nray = importlib.import_module('ray')"])
+def test_ray_has_its_door_in_the_runtime_alone_by_whatever_way_and_in_every_package(module: str, source: str) -> None:
+    (found,) = complaints(module, source)
+    assert "only temper_trainer.runtime may import ray" in found
+    assert complaints("temper_trainer.runtime.ray_workers", source) == []
+
+
+@pytest.mark.parametrize("guest", ["torch", "transformers"])
+def test_the_shims_translator_does_not_even_import_torch_later(guest: str) -> None:
+    (found,) = complaints("temper_legacy_shim.configs.rules", f"def late():\n    import {guest}")
+    assert f"may import {guest}" in found
+    assert complaints("temper_legacy_shim.checkpoints.dcp", f"import {guest}") == []
+
+
+def test_the_shims_rooms_with_torch_are_those_that_an_extra_makes_importable() -> None:
+    assert set(SHIM_WITH_TORCH) == set(NEEDS_EXTRA["legacy-shim"])
 
 
 def test_a_modules_namesake_is_not_its_host() -> None:
