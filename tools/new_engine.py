@@ -13,15 +13,22 @@ from pathlib import Path
 
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "engine"
 
+TAKEN = frozenset({*sys.stdlib_module_names, "fsdp", "megatron", "pytest", "torch", "transformers"})
+"""Modules that the new package would hide, and engines that are there; names that begin with `temper_` are ours, too."""
+
 
 def new_engine(folder: Path, name: str) -> list[Path]:
     """Copy the template; returns the files.
 
     Raises:
-        ValueError: the name can't be one, or the folder holds something.
+        ValueError: the name can't be one or is taken, or the folder holds something.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ValueError(f"{name!r} can't name a package: use lower-case letters, digits and underscores, such as acme_engine.")
+    if name in TAKEN or name.startswith("temper_"):
+        raise ValueError(f"{name!r} is taken, by an engine or by a library: use a name of your own, such as acme_engine.")
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: name a new folder.")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name a new folder.")
     stem = "".join(word.capitalize() for word in name.removesuffix("_engine").split("_"))

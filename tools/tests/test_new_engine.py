@@ -37,6 +37,19 @@ def test_a_name_that_python_would_not_take_is_refused(tmp_path: Path, name: str,
     assert not (tmp_path / "acme").exists()
 
 
+@pytest.mark.parametrize("name", ["fsdp", "megatron", "torch", "types", "temper_engine_api"])
+def test_a_name_that_would_hide_another_module_or_engine_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "acme"), name]) == 1
+    assert f"{name!r} is taken" in capsys.readouterr().err
+    assert not (tmp_path / "acme").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "acme").touch()
+    assert main([str(tmp_path / "acme"), "acme_engine"]) == 1
+    assert "acme is a file: name a new folder" in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     with pytest.raises(ValueError, match="is not empty"):
