@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from tools.bounds import declared, pairs, sibling_requirements
@@ -36,13 +37,13 @@ def compatibility_page(root: Path) -> str:
         folder = root / "packages" / name
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {})
-        torch = {str(each.specifier) for each in declared(folder, extras=extras) if each.name == "torch"}
+        torch = _torch(folder, extras)
         siblings = sorted({f"{each.name} {each.specifier}" for each in sibling_requirements(folder)})
         cells = [
             f"temper-{name}",
             declared_version(folder),
             project["requires-python"],
-            ", ".join(torch) or "none",
+            torch,
             "; ".join(siblings) or "none",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -50,6 +51,15 @@ def compatibility_page(root: Path) -> str:
     lines += ["", "## Released", "", "| release | date | commit |", "|---|---|---|"]
     lines += [f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` |" for record in read_records(root)]
     return "\n".join(lines) + "\n"
+
+
+def _torch(folder: Path, extras: Iterable[str]) -> str:
+    """The torch that a package requires; of one that does so in extras alone, which."""
+    required = [str(each.specifier) for each in declared(folder) if each.name == "torch"]
+    in_extras = [
+        f"{each.specifier} with `[{extra}]`" for extra in extras for each in declared(folder, extras=[extra]) if each.name == "torch"
+    ]
+    return ", ".join(required or ["none", *in_extras])
 
 
 def _trials(root: Path) -> list[str]:

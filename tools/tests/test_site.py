@@ -38,6 +38,14 @@ def test_every_page_stands_in_the_navigation(site: Path) -> None:
     assert {f"reference/{name}.md" for name in (*PACKAGES, "configuration", "compatibility")} <= set(pages)
 
 
+def test_the_compatibility_table_says_who_needs_no_torch(site: Path) -> None:
+    page = (site / "pages/reference/compatibility.md").read_text()
+    torch = {cells[1].strip(): cells[4].strip() for line in page.splitlines() if len(cells := line.split("|")) == 7}
+    assert torch["temper-legacy-shim"].startswith("none, >=")
+    assert "with `[checkpoint]`" in torch["temper-legacy-shim"]
+    assert torch["temper-engine-api"].startswith(">=")
+
+
 def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -> None:
     page = configuration_page()
     rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
