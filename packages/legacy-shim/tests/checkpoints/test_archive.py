@@ -36,6 +36,14 @@ def test_an_archive_inside_a_larger_file_is_read(saved: Path, tmp_path: Path) ->
     assert isinstance(Archive(tmp_path / "many.distcp", start=100, length=len(content)).value(), dict)
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_file_of_before_zips_is_refused_with_what_to_do(tmp_path: Path, protocol: int) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.ones(6)}, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    with pytest.raises(LayoutError, match=r"before torch 1\.6.*weights_only=True"):
+        Archive(path).value()
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 def test_a_truncated_file_is_named(saved: Path, share: float) -> None:
     content = saved.read_bytes()

@@ -293,6 +293,25 @@ def test_a_tied_head_is_written_once_whatever_the_embedding_is_called(tmp_path: 
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_frequencies_that_the_config_gives_are_left_out(tmp_path: Path, dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
+    config = transformers.AutoConfig.for_model("llama", rope_theta=500_000.0, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    frequencies = (500_000.0 ** -(torch.arange(0, 16, 2) / 16)).to(dtype)
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies for i in range(2)}
+    write_fsdp(tmp_path / "actor", weights | old, plain=list(old))
+    config.save_pretrained(tmp_path / "actor/huggingface")
+    receipt = convert(plan_jobs(tmp_path / "actor", tmp_path / "out")[0], Options(), Sources())
+    assert load_file(tmp_path / "out/model.safetensors").keys() == weights.keys()
+    assert any("2 tables of rotary frequencies" in note for note in receipt.notes)
+    # Those of another base, or scaled, are no less than a weight.
+    write_fsdp(tmp_path / "actor", weights | {name: tensor / 2 for name, tensor in old.items()}, plain=list(old))
+    with pytest.raises(VerificationError, match=r"unexpected .*inv_freq"):
+        convert(plan_jobs(tmp_path / "actor", tmp_path / "other")[0], Options(), Sources())
+
+
 def test_a_critic_whose_config_names_no_architecture_has_as_many_labels_as_its_head_has_rows(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
     config = transformers.AutoConfig.for_model("llama", **sizes)

@@ -18,6 +18,8 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _PICKLE_MAGIC = b"\x80"
+_BEFORE_ZIPS = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What the first pickle of a file says that torch saved before 1.6, or was told to save like that: storages follow without a directory."""
 _ZIP_FAULTS = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -181,8 +183,14 @@ class Archive:
         Raises:
             UnsafeFileError: it asks for a global that no checkpoint needs.
             DamagedFileError: it is damaged.
+            LayoutError: it is of torch before 1.6.
         """
         if not self._entries:
+            if _BEFORE_ZIPS in self.file.read(self._start, min(32, self._length)):
+                raise LayoutError(
+                    f"{self.path} is in torch.save's format of before torch 1.6, which is no zip and is not read: write it anew with "
+                    "torch.save(torch.load(path, weights_only=True), path), and convert again."
+                )
             if self._length > MAX_PICKLE_BYTES:
                 raise DamagedFileError(
                     f"{self.path}: its pickle has {self._length} bytes; no checkpoint's has more than {MAX_PICKLE_BYTES}."

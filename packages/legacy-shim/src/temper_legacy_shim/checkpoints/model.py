@@ -4,10 +4,13 @@ from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface
 from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
+from temper_legacy_shim.checkpoints.dtypes import to_float32
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
-from temper_legacy_shim.checkpoints.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, read_all
 from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.errors import LayoutError, UsageError
 
@@ -20,6 +23,10 @@ _EMBEDDINGS = (
 )
 """Of decoders, by their age."""
 _TRL = "pretrained_model."
+_ROTARY = ".rotary_emb.inv_freq"
+_ROTARY_TOLERANCE = 2.0**-6
+"""Relative: of what was rounded to bfloat16, or to float16 below its normal numbers."""
+_MOST_FREQUENCIES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,8 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
     head = _head(weights or whole)
+    weights, dropped = _without_frequencies(weights, config)
+    notes += dropped
     weights, said = (weights, ()) if splits_tie else _without_tied_copy(weights, config)
     return OldModel(
         role=role,
@@ -233,6 +242,28 @@ def _without_tied_copy(
     if says_tied:
         return result, ("the config ties embeddings and head, but their weights differ: both are kept, and the config is written untied",)
     return result, ()
+
+
+def _without_frequencies(
+    weights: dict[str, LazyTensor], config: Mapping[str, object] | None
+) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Drop frequencies of rotary embeddings, which transformers once saved and now computes, where the config gives the same."""
+    said = (config or {}).get("rope_parameters")
+    base = {**(config or {}), **(said if isinstance(said, dict) else {})}.get("rope_theta", 10_000.0)
+    if config is None or not isinstance(base, int | float) or not 1 < base < 1e30:
+        return weights, ()
+    found = [name for name in weights if name.endswith(_ROTARY) and _has_frequencies(weights[name], base=float(base))]
+    if not found:
+        return weights, ()
+    kept = {name: tensor for name, tensor in weights.items() if name not in found}
+    return kept, (f"{len(found)} tables of rotary frequencies (inv_freq) are left out: they are what the config's rope_theta gives",)
+
+
+def _has_frequencies(tensor: LazyTensor, *, base: float) -> bool:
+    if len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FREQUENCIES or not tensor.dtype.is_float:
+        return False
+    expected = base ** -(np.arange(tensor.shape[0]) / tensor.shape[0])
+    return bool(np.allclose(to_float32(read_all(tensor), tensor.dtype), expected, rtol=_ROTARY_TOLERANCE, atol=0))
 
 
 def _says_tied(config: Mapping[str, object] | None) -> bool | None:
