@@ -4,6 +4,9 @@ Tolerances follow the traces' README: 1e-5 on parameters, which leaves a factor 
 another order of summation; the pass after an update sees 12,000 such parameters, and moved 20 times as far. An entry whose gradient is
 zero up to rounding moves by up to the learning rate of 1e-3, since AdamW divides a gradient by its own size: at most two of a tensor, or
 five in ten thousand, may be further off, none by more than half of it; the pass and the update that follow see those.
+
+The norm of a later update's gradient is taken at parameters that are that far apart: where a loss is a sum over tokens, and norms are 100,
+the third update's was off by 1.7e-5 with AVX2 and by 2.4e-5 with AVX-512.
 """
 
 import math
@@ -25,6 +28,7 @@ SCRIPT = Path(__file__).with_name("replay_golden.py")
 PARAMETER, AFTER, BEFORE, GRADIENT, METRIC = 1e-5, 2e-4, 5e-6, 1e-5, 2e-5
 STRAY_SHARE, STRAY_LIMIT = 5e-4, 5e-4
 AFTER_STRAYS, METRIC_AFTER_STRAYS = 1e-3, 2e-4
+NORM_OF_LATER_UPDATE = 5e-5
 STEEP = {"rollout_corr/chi2_seq": 1e-4}
 """exp of twice a sum of log-ratios: what a sum of 16 rounds by, this multiplies."""
 LOOSE = 0.2
@@ -179,7 +183,8 @@ def _metrics_off(case: str, folder: Path, ranks: list[dict[str, Any]], *, tolera
         for name in want:
             pairs = list(zip(_as_list(have[name]), _as_list(want[name]), strict=True))
             limit = max(tolerance, STEEP.get(name, 0.0))
-            if not all(_is_close(a, float(b), limit=limit) for a, b in pairs):
+            later = max(limit, NORM_OF_LATER_UPDATE) if name.endswith("/grad_norm") else limit
+            if not all(_is_close(a, float(b), limit=later if at else limit) for at, (a, b) in enumerate(pairs)):
                 complaints.append(f"{case}: rank {rank} reports {name} {have[name]}, not {want[name]}")
     return complaints
 
