@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from temper_engine_api.errors import BatchError
 from temper_legacy_shim.data_proto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
@@ -136,6 +137,14 @@ def test_padding_in_place_repeats_an_edge_row() -> None:
     assert uids(data) == ["u0", "u1", "u0", "u0"]
 
 
+def test_mini_batches_of_a_seed_are_those_of_torch_s_loader() -> None:
+    data = DataProto.from_dict({"a": torch.arange(8)})
+    parts = data.make_iterator(4, 2, seed=1, dataloader_kwargs={"shuffle": True})
+    loader = DataLoader(range(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+    expected = [rows.tolist() for _ in range(2) for rows in loader]
+    assert [part.batch["a"].tolist() for part in parts if part.batch is not None] == expected  # type: ignore[union-attr]
+
+
 def test_mini_batches_of_every_epoch_hold_every_row() -> None:
     parts = list(batch(4, t=1).make_iterator(2, 2, seed=3, dataloader_kwargs={"shuffle": True}))
     assert [len(part) for part in parts] == [2, 2, 2, 2]
@@ -143,6 +152,8 @@ def test_mini_batches_of_every_epoch_hold_every_row() -> None:
     assert parts[0].meta_info == {"t": 1}
     with pytest.raises(BatchError, match="divides 4 rows"):
         next(batch(4).make_iterator(3, 1))
+    with pytest.raises(BatchError, match="divides 4 rows"):
+        next(batch(4).make_iterator(0, 1))
 
 
 def test_pickling_keeps_dtypes_values_and_settings() -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar, cast, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from temper_engine_api.errors import BatchError
 from temper_legacy_shim.data_proto.columns import Columns, concatenate
@@ -235,16 +236,23 @@ class DataProto:
         """
         options = dict(dataloader_kwargs or {})
         shuffles = bool(options.pop("shuffle", False))
-        if options or len(self) % mini_batch_size:
+        if options or mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError(
                 f"make_iterator takes a mini_batch_size that divides {len(self)} rows (it is {mini_batch_size}) and no loader option but "
                 f"shuffle (given: {sorted(options)})."
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
+        # The loader draws a number of its own before it shuffles: the order of a seed is the old one only with it.
+        rows: DataLoader[int] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]  # anything with a length and items
+            batch_size=mini_batch_size,
+            shuffle=shuffles,
+            generator=generator,
+            collate_fn=list,
+        )
         for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if shuffles else torch.arange(len(self))
-            for rows in order.split(mini_batch_size):
-                yield self.select_idxs(rows)
+            for chosen in rows:
+                yield self.select_idxs(chosen)
 
     def to(self, device: torch.device | str) -> "DataProto":
         """Move the tensors, in place; returns this batch."""
