@@ -1,6 +1,8 @@
 """What only a CUDA device can show: variable-length flash attention, bf16, and memory that is really freed. NCCL is tools/gpu's."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -131,6 +133,20 @@ def test_a_save_in_the_background_holds_what_was_there(
         assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
 
 
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Inside it each wait of the host for the device is an error."""
+    with warnings.catch_warnings():
+        # Torch warns of every use.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            # The mode is the process's, and would fail every test after this one.
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
     engine = start()
     packed = engine.shard_data(batch, max_tokens=20)
@@ -142,11 +158,8 @@ def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEng
         runner.run(packed, queries=asked, with_gradient=asked, micro_loss=micro_loss, forward_only=False, reduce_gradients=True)
 
     update()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
@@ -167,11 +180,8 @@ def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSD
         launched.append(torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("default")
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         norm = optimizer.step(lr=1e-2, then=note)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert launched == [2]
     assert norm > 0
     assert result.metrics["speed/tokens_per_s"].result > 0
