@@ -59,12 +59,13 @@ def check_files(files: Sequence[Path], *, package: Path) -> None:
 
 
 def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
-    """What a package's wheel must hold and does not: its type marker, its licence, and every YAML file of its sources."""
+    """What a package's wheel must hold and does not: its licence, its type marker, and every other file of its sources."""
     name, version = wheel.name.split("-")[:2]
     sources = package / "src"
-    wanted = [f"{name}/py.typed", f"{name}-{version}.dist-info/licenses/LICENSE"]
-    wanted += [path.relative_to(sources).as_posix() for path in sources.rglob("*.yaml")]
-    return set(wanted) - set(zipfile.ZipFile(wheel).namelist())
+    files = (path.relative_to(sources) for path in sources.rglob("*") if path.is_file())
+    kept = (path.as_posix() for path in files if not any(part.startswith((".", "__pycache__")) for part in path.parts))
+    wanted = {f"{name}/py.typed", f"{name}-{version}.dist-info/licenses/LICENSE", *kept}
+    return wanted - set(zipfile.ZipFile(wheel).namelist())
 
 
 def sha256(files: Sequence[Path]) -> dict[str, str]:
