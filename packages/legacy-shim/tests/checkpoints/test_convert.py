@@ -312,6 +312,22 @@ def test_frequencies_that_the_config_gives_are_left_out(tmp_path: Path, dtype: t
         convert(plan_jobs(tmp_path / "actor", tmp_path / "other")[0], Options(), Sources())
 
 
+@pytest.mark.parametrize(("model_type", "actor"), [("gpt2", "GPT2LMHeadModel"), ("gpt_neox", "GPTNeoXForCausalLM")])
+def test_a_critic_whose_head_is_called_classifier_is_one(tmp_path: Path, model_type: str, actor: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    config = transformers.AutoConfig.for_model(model_type, num_labels=1, architectures=[actor], **sizes)
+    model = transformers.AutoModelForTokenClassification.from_config(config)
+    write_fsdp(tmp_path / "critic", {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    config.save_pretrained(tmp_path / "critic/huggingface")
+    receipt = convert(plan_jobs(tmp_path / "critic", tmp_path / "out")[0], Options(), Sources())
+    assert receipt.head == "value_model"
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == [type(model).__name__]
+    found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(UsageError, match="called classifier"):
+        convert(plan_jobs(tmp_path / "critic", tmp_path / "state")[0], Options(target="temper"), Sources())
+
+
 def test_a_critic_whose_config_names_no_architecture_has_as_many_labels_as_its_head_has_rows(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
     config = transformers.AutoConfig.for_model("llama", **sizes)

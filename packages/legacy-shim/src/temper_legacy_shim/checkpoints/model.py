@@ -15,6 +15,8 @@ from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.errors import LayoutError, UsageError
 
 LANGUAGE_HEAD = "lm_head.weight"
+CLASSIFIER = "classifier"
+"""The head of a critic whose model classifies tokens with one of that name: GPT-2, GPT-NeoX, Bloom, Falcon."""
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
@@ -221,6 +223,8 @@ def _head(weights: Mapping[str, LazyTensor]) -> str:
         return "trl_value_model"
     if "score.weight" in weights:
         return "value_model" if "score.bias" in weights else "reward_model"
+    if f"{CLASSIFIER}.weight" in weights:
+        return "value_model"
     return "language_model"
 
 
@@ -296,7 +300,7 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     if model.head in ("value_model", "reward_model"):
         kind = "ForTokenClassification" if model.head == "value_model" else "ForSequenceClassification"
         config |= {} if stem is None else {"architectures": [stem + kind]}
-        rows = model.weights["score.weight"].shape[0]
+        rows = next(model.weights[name].shape[0] for name in ("score.weight", f"{CLASSIFIER}.weight") if name in model.weights)
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
     if _embedding_in(model.weights) is not None and LANGUAGE_HEAD in model.weights:
@@ -309,7 +313,7 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     return config
 
 
-_ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "ForConditionalGeneration")
+_ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "ForConditionalGeneration", "LMHeadModel")
 
 
 def merged(model: OldModel) -> OldModel:

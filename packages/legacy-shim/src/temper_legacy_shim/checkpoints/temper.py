@@ -23,7 +23,7 @@ from temper_legacy_shim.checkpoints.joined_experts import in_memory, joined, joi
 from temper_legacy_shim.checkpoints.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.megatron_flat import has_flat_optimizer, read_flat_optimizer
 from temper_legacy_shim.checkpoints.megatron_moments import read_megatron_optimizer
-from temper_legacy_shim.checkpoints.model import LANGUAGE_HEAD, OldModel
+from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
 from temper_legacy_shim.checkpoints.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer
 from temper_legacy_shim.checkpoints.optimizer_files import check_is_beside_weights
 from temper_legacy_shim.checkpoints.torch_tensors import as_torch
@@ -97,6 +97,8 @@ def resumable(model: OldModel) -> ResumableState:
     """
     if model.head == "reward_model":
         raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
+    if f"{CLASSIFIER}.weight" in model.weights:
+        raise UsageError(f"{model.role.path} has a head called {CLASSIFIER}, which no engine's value model has: use --to hf.")
     if model.adapter is not None:
         return _resumable_adapter(model, model.adapter)
     optimizer, why_not = _optimizer(model)
