@@ -137,6 +137,24 @@ def test_padding_in_place_repeats_an_edge_row() -> None:
     assert uids(data) == ["u0", "u1", "u0", "u0"]
 
 
+def test_columns_change_names_at_once_and_none_is_lost() -> None:
+    data = DataProto.from_dict({"a": torch.arange(2), "b": torch.ones(2)})
+    data.rename(["a", "b"], ["b", "a"])
+    assert data.batch is not None
+    assert {name: column.tolist() for name, column in data.batch.items()} == {"b": [0, 1], "a": [1, 1]}
+    with pytest.raises(BatchError, match="renamed 'b'"):
+        data.rename("a", "b")
+    with pytest.raises(BatchError, match="renamed 'c'"):
+        data.rename(["a", "b"], ["c", "c"])
+    assert sorted(data.batch) == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", ["abc", 5, {"x": 1}], ids=["text", "number", "mapping"])
+def test_a_column_of_what_is_no_sequence_of_rows_is_refused(value: object) -> None:
+    with pytest.raises(BatchError, match=type(value).__name__):
+        DataProto.from_single_dict({"a": torch.arange(3), "x": value})
+
+
 def test_mini_batches_of_a_seed_are_those_of_torch_s_loader() -> None:
     data = DataProto.from_dict({"a": torch.arange(8)})
     parts = data.make_iterator(4, 2, seed=1, dataloader_kwargs={"shuffle": True})

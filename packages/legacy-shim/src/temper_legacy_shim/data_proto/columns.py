@@ -86,11 +86,20 @@ class Columns(dict[str, Tensor]):
         return [self.rows(slice(first, first + step)) for first in range(0, self.num_rows, step)]
 
     def rename_key_(self, old: Iterable[str], new: Iterable[str]) -> "Columns":
-        """Rename columns in place."""
-        for before, after in zip(old, new, strict=True):
-            tensor = self.column(before)
+        """Rename columns in place, all at once.
+
+        Raises:
+            BatchError: two columns would have one name.
+        """
+        names = dict(zip(old, new, strict=True))
+        columns = {before: self.column(before) for before in names}
+        after = [names.get(name, name) for name in self]
+        twice = next((name for name in after if after.count(name) > 1), None)
+        if twice is not None:
+            raise BatchError(f"a column can't be renamed {twice!r}: another one would have that name too.")
+        for before in names:
             del self[before]
-            self[after] = tensor
+        self.update({names[before]: column for before, column in columns.items()})
         return self
 
     def contiguous(self) -> "Columns":

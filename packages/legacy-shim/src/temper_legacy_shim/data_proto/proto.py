@@ -1,7 +1,7 @@
 """``DataProto`` with the methods that the deprecated workers and their callers use, under their old names."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast, overload
 
@@ -288,7 +288,9 @@ class DataProto:
 def _array(value: object) -> Array:
     if isinstance(value, np.ndarray):
         return value
-    items = list(cast("Sequence[object]", value))
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise BatchError(f"a non-tensor column must be a NumPy array or a list with an entry a row, but is a {type(value).__name__}.")
+    items = list(value)
     array = np.empty(len(items), dtype=object)
     array[:] = items
     return array
