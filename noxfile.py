@@ -261,12 +261,13 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Every bench/bench_*.py; its report goes to standard output."""
-    programs = sorted((ROOT / "bench").glob("bench_*.py"))
+    """Every bench/bench_*.py, its report on standard output; or the one named after --, with its arguments: `-- startup --repeats 3`."""
+    name, *arguments = session.posargs or ["*"]
+    programs = sorted((ROOT / "bench").glob(f"bench_{name}.py"))
     if not programs:
-        session.skip("there is no bench/bench_*.py yet")
+        session.error(f"there is no bench/bench_{name}.py")
     for program in programs:
-        session.run(str(ensure_environment(ROOT)), str(program), *session.posargs, external=True)
+        session.run(str(ensure_environment(ROOT)), str(program), *arguments, external=True)
 
 
 @nox.session

@@ -1,7 +1,8 @@
-"""Twenty updates through the deprecated workers against the engine path, same seed: python bench/bench_deprecated_workers.py OUT.png
+"""Twenty updates through the deprecated workers against the engine path, same seed: python bench/bench_deprecated_workers.py [OUT.png]
 
 Four runs of a tiny model on generated arithmetic: the engine path and the deprecated workers, each with one micro-batch an update and with
-several. Prints a table and draws gradient norms and rewards; needs temper-legacy-shim[workers] and matplotlib.
+several. Prints how far they are apart, and draws gradient norms and rewards where a file is named; needs temper-legacy-shim[workers] and
+matplotlib.
 """
 
 import argparse
@@ -85,8 +86,8 @@ def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
 def main() -> None:
     """Run, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("picture", type=Path)
-    picture: Path = parser.parse_args().picture
+    parser.add_argument("picture", type=Path, nargs="?")
+    picture: Path | None = parser.parse_args().picture
     found: dict[str, dict[str, Rows]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for split, override in SPLITS.items():
@@ -95,7 +96,8 @@ def main() -> None:
                 for name, word in PATHS.items()
             }
             print(f"{split}: {describe(found[split]['engine path'], found[split]['deprecated workers'])}", flush=True)
-    draw(found, picture)
+    if picture is not None:
+        draw(found, picture)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,28 @@
 """What a benchmark is about to run is accepted, so that an hour on a quiet machine is not lost to its command line."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from bench.bench_loops import LOOPS, overrides_of, sampler_settings
 from temper_trainer.__main__ import main
+
+PROGRAMS = sorted((Path(__file__).resolve().parents[2] / "bench").glob("bench_*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_every_program_runs_without_an_argument_as_the_session_calls_it(program: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(program.read_text())) if isinstance(node, ast.Call)]
+    declared = [call for call in calls if ast.unparse(call.func).endswith(".add_argument")]
+    must_be_given = [
+        ast.literal_eval(call.args[0])
+        for call in declared
+        if any(keyword.arg == "required" for keyword in call.keywords)
+        or (not ast.literal_eval(call.args[0]).startswith("-") and not any(keyword.arg == "nargs" for keyword in call.keywords))
+    ]
+    assert declared
+    assert must_be_given == []
 
 
 @pytest.mark.parametrize("settings", LOOPS.values(), ids=LOOPS.keys())
