@@ -132,6 +132,7 @@ def test_experts_alone_can_be_adapted(run_in, mixtures, layout):
 
 
 def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, mixtures, tmp_path):
+    pytest.importorskip("temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp")
     recipe = mixtures.adapter_recipe(INSIDE, optimizer=TRAINS)
     batch = mixtures.batch(model=QWEN2_TIED)
     content, logprobs = run_in("ep2", adapter_after_an_update, recipe=recipe, batch=batch)[0]
