@@ -1,12 +1,13 @@
 """Reward functions of the old signature under the new one."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer")
 
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.errors import MissingExtraError, UsageError
 from temper_legacy_shim.old_rewards import by_data_source, from_file
 from temper_trainer.config.data import RewardConfig
 from temper_trainer.reward.registry import resolve_reward
@@ -80,3 +81,10 @@ def test_the_trainer_resolves_them_by_the_names_that_translations_write(file: st
     function = resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:from_file", arguments={"path": file}))
     assert function(prompt("yes", extra_info={"bonus": 0.0}), "yes", path=file) == 1.0
     resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:by_data_source"))
+
+
+@pytest.mark.parametrize("source", ["lighteval/MATH", "numina_olympiads", "math_dapo"])
+def test_mathematics_without_math_verify_names_the_extra(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(MissingExtraError, match=rf"'{source}' is scored by math-verify.*pip install 'temper-trainer\[math\]'"):
+        by_data_source(prompt("4", data_source=source), "4")

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.errors import MissingExtraError, UsageError
 
 Argument = str | int | float | bool | None
 
@@ -73,6 +73,7 @@ def by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
 
     Raises:
         UsageError: a source that was scored by code of its own; name a reward function for it.
+        MissingExtraError: mathematics, without math-verify.
     """
     source = str(prompt.extra.get(SOURCE) or "")
     if source == "openai/gsm8k":
@@ -104,6 +105,11 @@ def _gsm8k(answer: str, text: str) -> float:
 
 
 def _maths(prompt: ScoredPrompt, text: str) -> float:
+    if importlib.util.find_spec("math_verify") is None:
+        raise MissingExtraError(
+            f"data_source {prompt.extra.get(SOURCE)!r} is scored by math-verify, which is not installed: "
+            "pip install 'temper-trainer[math]'."
+        )
     from temper_trainer.reward.math_verify import math_verify
 
     return math_verify(prompt, text)  # type: ignore[arg-type]
