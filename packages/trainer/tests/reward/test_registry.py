@@ -1,5 +1,6 @@
 """Reward functions by name and by import path."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,10 @@ def test_a_missing_math_verify_library_is_one_sentence(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."):
         resolve_reward(RewardConfig(function="math_verify"))
+
+
+def test_module_of_the_migration_layer_asks_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "temper_legacy_shim", None)
+    monkeypatch.delitem(sys.modules, "temper_legacy_shim.old_rewards", raising=False)
+    with pytest.raises(ConfigError, match=r"can't be imported .*: pip install temper-legacy-shim\."):
+        resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:default"))

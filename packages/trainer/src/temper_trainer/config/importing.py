@@ -28,7 +28,7 @@ def import_named(path: str, *, key: str) -> Callable[..., Any]:
         holder = importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything while it is imported
         is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")
-        advice = "put the folder that holds it on PYTHONPATH" if is_absent else "mend the module"
+        advice = _advice(module) if is_absent else "mend the module"
         raise ConfigError(f"{key} names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}.") from error
     members = vars(holder)
     found = members.get(name)
@@ -38,3 +38,10 @@ def import_named(path: str, *, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} names {name!r} in {module}, which has no such function or class{hint}")
     named: Callable[..., Any] = found
     return named
+
+
+def _advice(absent: str) -> str:
+    """What a module that is not there asks for; translated configurations name those of the migration layer."""
+    if absent.partition(".")[0] == "temper_legacy_shim":
+        return "pip install temper-legacy-shim"
+    return "put the folder that holds it on PYTHONPATH"

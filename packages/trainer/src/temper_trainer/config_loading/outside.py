@@ -18,6 +18,9 @@ from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
 from temper_trainer.reward.registry import resolve_reward, reward_parts
 
+_NEED_PEFT = ("fsdp", "megatron")
+"""Engines whose adapters are PEFT's."""
+
 
 def check_outside(config: TrainerConfig) -> None:
     """Refuse what is not there; addresses with a scheme (``s3://...``) are left to the run.
@@ -41,12 +44,15 @@ def check_libraries(config: TrainerConfig) -> None:
     """Refuse a run that would ask for an extra late, after its warm start; a check may be made on a machine without it.
 
     Raises:
-        ConfigError: Ray or vLLM is not installed, or the interpreter that should have it is not there.
+        ConfigError: Ray, peft or vLLM is not installed, or the interpreter that should have the last is not there.
     """
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
             raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.")
-        return  # its servers may be on other machines
+        return  # its servers and engines may be on other machines
+    adapted = [name for name, role in (("actor", config.actor), ("critic", config.critic)) if role is not None and role.engine.lora.is_on]
+    if adapted and config.model_engine in _NEED_PEFT and not _is_installed("peft"):
+        raise ConfigError(f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.")
     serves = config.samples and config.rollout.sampler == "vllm"
     python = config.runtime.rollout_python
     # What another interpreter has installed is asked when its servers start.
