@@ -128,7 +128,9 @@ def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(there: 
     for setting, sentence in {
         "runtime.kind=ray": "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.",
         "rollout=vllm": "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name",
-        "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": "actor.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.",
+        "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
+            "actor.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+        ),
     }.items():
         config = load([*there, *setting.split()]).config
         check_outside(config)
