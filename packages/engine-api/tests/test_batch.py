@@ -1,14 +1,17 @@
 """Sequences laid end to end: what is checked, selected, sliced and joined."""
 
+import doctest
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from temper_engine_api import batch as batch_module
 from temper_engine_api.batch import Denominators, SequenceBatch, concatenate, from_sequences, slice_sequences
 from temper_engine_api.errors import BatchError
 from temper_engine_api.plan import pack_rank, plan_mini_batch
@@ -51,6 +54,57 @@ def test_joining_keeps_given_positions_and_counts_the_others(make_batch: MakeBat
     assert both.positions().tolist() == [7, 8, 0, 1, 2]
 
 
+def test_concatenating_keeps_the_media_of_every_batch(make_batch: MakeBatch) -> None:
+    text, pictures = make_batch([2]), replace(make_batch([3, 1]), media=("a", "b"))
+    assert concatenate([text, pictures]).media == (None, "a", "b")
+    joined = concatenate([pictures, text])
+    assert joined.media == ("a", "b", None)
+    assert joined.select([2, 0]).media == (None, "a")
+    assert concatenate([text, text]).media is None
+
+
+def test_a_batch_with_too_few_media_is_refused(make_batch: MakeBatch) -> None:
+    with pytest.raises(BatchError, match="media has 1 entries, but there are 2 sequences"):
+        replace(make_batch([2, 3]), media=("a",))
+
+
+def test_the_examples_of_the_docstrings_run() -> None:
+    results = doctest.testmod(batch_module, extraglobs={"torch": torch})
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_every_field_of_a_batch_declares_its_axis() -> None:
+    without_axis = {field.name for field in fields(SequenceBatch) if "axis" not in field.metadata}
+    assert without_axis == {"sequence_starts"}
+
+
+@given(lengths=LENGTHS, dp_size=st.integers(1, 3))
+def test_packing_keeps_every_column_of_every_sequence(make_batch: MakeBatch, lengths: list[int], dp_size: int) -> None:
+    batch = make_batch(lengths)
+    batch = replace(
+        batch,
+        position_ids=torch.arange(3 * batch.num_tokens).reshape(3, -1),
+        media=tuple(range(batch.num_sequences)),
+        columns={**batch.columns, "topk": torch.randn(batch.num_tokens, 2)},
+        sequence_columns={**batch.sequence_columns, "pair": torch.randn(batch.num_sequences, 2)},
+    )
+    plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=10)
+    counts = Denominators(tokens=1, sequences=1, groups=1)
+    packed = [pack_rank(batch, plan=plan, rank=rank, denominators=counts) for rank in range(dp_size)]
+    joined = concatenate(packed)
+    real = [i for i, is_dummy in enumerate(joined.is_dummy.tolist()) if not is_dummy]
+    joined = joined.select(sorted(real, key=lambda i: int(joined.sample_ids[i])))
+    for field in fields(SequenceBatch):
+        expected, actual = getattr(batch, field.name), getattr(joined, field.name)
+        if isinstance(expected, Tensor):
+            assert torch.equal(actual, expected), field.name
+        elif isinstance(expected, dict):
+            assert all(torch.equal(actual[name], column) for name, column in expected.items()), field.name
+        else:
+            assert actual == expected, field.name
+
+
 def test_batches_with_different_columns_are_not_joined(make_batch: MakeBatch) -> None:
     other = make_batch([2]).with_columns({"values": torch.zeros(2)})
     with pytest.raises(BatchError, match="different columns"):
@@ -69,7 +123,7 @@ def test_batches_with_different_columns_are_not_joined(make_batch: MakeBatch) ->
         ({"loss_mask": torch.ones(5)}, "loss_mask must be bool"),
         ({"columns": {"advantages": torch.zeros(4)}}, r"column 'advantages' has shape \(4,\), but there are 5 tokens"),
         ({"sequence_columns": {"scores": torch.zeros(3)}}, r"column 'scores' has shape \(3,\), but there are 2 sequences"),
-        ({"position_ids": torch.zeros(3, 4)}, "position_ids has shape"),
+        ({"position_ids": torch.zeros(3, 4)}, "column 'position_ids' has shape"),
     ],
 )
 def test_a_batch_that_breaks_its_contract_is_refused(make_batch: MakeBatch, change: dict[str, object], sentence: str) -> None:

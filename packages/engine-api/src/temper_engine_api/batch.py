@@ -4,10 +4,10 @@ Column entry t belongs to ``tokens[t]``: ``logprobs[t] = log p(tokens[t] | earli
 value of the state before ``tokens[t]``. No padding here and no flags: options travel in dataclasses of their own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,32 +35,56 @@ class Denominators:
         return self.tokens == 0
 
 
+_PER_TOKEN = {"axis": "token", "dim": 0}
+"""Metadata of a field with one entry per token along `dim`; see `_map_columns`."""
+_PER_TOKEN_LAST = {"axis": "token", "dim": -1}
+_PER_SEQUENCE = {"axis": "sequence", "dim": 0}
+"""Metadata of a field with one entry per sequence."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """B sequences of T tokens in all, laid end to end, with their columns."""
+    """B sequences of T tokens in total, concatenated without padding, and their columns.
 
-    tokens: Tensor
+    Every field but `sequence_starts` declares its axis. Selecting, slicing, concatenating,
+    packing and moving to a device are derived from that declaration, so a new field needs no
+    other change.
+
+    Example:
+        >>> batch = from_sequences(
+        ...     [torch.tensor([5, 6, 7]), torch.tensor([8, 9])],
+        ...     loss_masks=[torch.tensor([False, True, True]), torch.tensor([False, True])],
+        ... )
+        >>> batch.tokens.tolist(), batch.sequence_starts.tolist()
+        ([5, 6, 7, 8, 9], [0, 3, 5])
+        >>> batch.select([1, 0]).tokens.tolist()
+        [8, 9, 5, 6, 7]
+    """
+
+    tokens: Tensor = field(metadata=_PER_TOKEN)
     """[T] int64."""
     sequence_starts: Tensor
-    """[B + 1] int32, from 0 to T; sequence b is tokens[sequence_starts[b]:sequence_starts[b + 1]], never empty."""
-    loss_mask: Tensor
-    """[T] bool; entry t says whether predicting tokens[t] is trained. The first entry of a sequence is False."""
-    sample_ids: Tensor
+    """[B + 1] int32, from 0 to T. Sequence b is
+    tokens[sequence_starts[b]:sequence_starts[b + 1]] and never empty."""
+    loss_mask: Tensor = field(metadata=_PER_TOKEN)
+    """[T] bool; entry t says whether predicting tokens[t] is trained. The first entry of a
+    sequence is False."""
+    sample_ids: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] int64, unique in a mini-batch; DUMMY_ID marks a dummy."""
-    group_ids: Tensor
+    group_ids: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] int64; completions of one prompt share it."""
-    atom_ids: Tensor
-    """[B] int64; sequences that share it (preference pairs) are never split over micro-batches."""
-    temperature: Tensor
+    atom_ids: Tensor = field(metadata=_PER_SEQUENCE)
+    """[B] int64; sequences with the same value (preference pairs) stay in one micro-batch."""
+    temperature: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] float32, above 0; logits are divided by it before the log-softmax."""
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(metadata=_PER_TOKEN, default_factory=dict)
     """Per-token inputs of an objective by name, [T] or [T, K]."""
-    sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_columns: Mapping[str, Tensor] = field(metadata=_PER_SEQUENCE, default_factory=dict)
     """Per-sequence inputs of an objective by name, [B] or [B, K]."""
-    position_ids: Tensor | None = None
+    position_ids: Tensor | None = field(metadata=_PER_TOKEN_LAST, default=None)
     """[T] or [3, T] int64 where they don't simply count from 0 in each sequence."""
-    media: tuple[object, ...] | None = None
-    """Reserved for inputs that are not text; opaque to every engine of 0.x."""
+    media: tuple[object, ...] | None = field(metadata=_PER_SEQUENCE, default=None)
+    """B entries, reserved for inputs that are not text; opaque to every engine of 0.x."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -73,21 +97,22 @@ class SequenceBatch:
             raise BatchError("loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there.")
 
     def _check_shapes(self) -> None:
-        per_token = {"loss_mask": self.loss_mask, **self.columns}
-        per_sequence = {"sample_ids": self.sample_ids, "group_ids": self.group_ids, "atom_ids": self.atom_ids}
-        per_sequence |= {"temperature": self.temperature, **self.sequence_columns}
         if self.tokens.ndim != 1 or self.tokens.dtype != torch.int64 or self.sequence_starts.numel() < 2:
             raise BatchError("tokens must be [T] int64 and sequence_starts [B + 1] with B >= 1.")
         if self.loss_mask.dtype != torch.bool:
             raise BatchError(f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column.")
-        for name, column in per_token.items():
-            if column.shape[:1] != (self.num_tokens,):
-                raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_tokens} tokens.")
-        for name, column in per_sequence.items():
-            if column.shape[:1] != (self.num_sequences,):
-                raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {self.num_sequences} sequences.")
-        if self.position_ids is not None and self.position_ids.shape[-1] != self.num_tokens:
-            raise BatchError(f"position_ids has shape {tuple(self.position_ids.shape)}, but there are {self.num_tokens} tokens.")
+        if self.media is not None and len(self.media) != self.num_sequences:
+            raise BatchError(f"media has {len(self.media)} entries, but there are {self.num_sequences} sequences.")
+        sizes = {"token": self.num_tokens, "sequence": self.num_sequences}
+        for declared in fields(SequenceBatch):
+            value = getattr(self, declared.name)
+            columns = value if isinstance(value, Mapping) else {declared.name: value}
+            for name, column in columns.items():
+                if "axis" not in declared.metadata or not isinstance(column, Tensor):
+                    continue
+                axis, dim = declared.metadata["axis"], declared.metadata["dim"]
+                if column.ndim == 0 or column.shape[dim] != sizes[axis]:
+                    raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {sizes[axis]} {axis}s.")
 
     @property
     def num_tokens(self) -> int:
@@ -123,24 +148,20 @@ class SequenceBatch:
         return torch.arange(self.num_tokens, device=self.tokens.device) - starts[self.sequence_index]
 
     def select(self, sequences: Sequence[int] | Tensor) -> "SequenceBatch":
-        """The sequences of these indices in this order, all columns with them; an index may come more than once."""
+        """Return the sequences of these indices in this order; an index may repeat."""
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        within = torch.arange(int(starts[-1]), device=self.tokens.device) - torch.repeat_interleave(starts[:-1], lengths)
-        source = within + torch.repeat_interleave(self.sequence_starts.long()[:-1][index], lengths)
+        offsets = torch.repeat_interleave(self.sequence_starts.long()[:-1][index] - starts[:-1], lengths)
+        source = torch.arange(int(starts[-1]), device=self.tokens.device) + offsets
         return SequenceBatch(
-            tokens=self.tokens[source],
             sequence_starts=starts.int(),
-            loss_mask=self.loss_mask[source],
-            sample_ids=self.sample_ids[index],
-            group_ids=self.group_ids[index],
-            atom_ids=self.atom_ids[index],
-            temperature=self.temperature[index],
-            columns={name: column[source] for name, column in self.columns.items()},
-            sequence_columns={name: column[index] for name, column in self.sequence_columns.items()},
-            position_ids=None if self.position_ids is None else self.position_ids[..., source],
-            media=None if self.media is None else tuple(self.media[i] for i in index.tolist()),
+            **_map_columns(
+                [self],
+                per_token=lambda column, *, dim: column[0].index_select(dim, source),
+                per_sequence=lambda column: column[0][index],
+                media=lambda items: tuple(items[i] for i in index.tolist()),
+            ),
         )
 
     def with_columns(self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None) -> Self:
@@ -148,19 +169,16 @@ class SequenceBatch:
         return replace(self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **(sequence_columns or {})})
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with every tensor on this device."""
+        """Return the same batch with every tensor on this device."""
         return replace(
             self,
-            tokens=_moved(self.tokens, device),
             sequence_starts=_moved(self.sequence_starts, device),
-            loss_mask=_moved(self.loss_mask, device),
-            sample_ids=_moved(self.sample_ids, device),
-            group_ids=_moved(self.group_ids, device),
-            atom_ids=_moved(self.atom_ids, device),
-            temperature=_moved(self.temperature, device),
-            columns={name: _moved(column, device) for name, column in self.columns.items()},
-            sequence_columns={name: _moved(column, device) for name, column in self.sequence_columns.items()},
-            position_ids=None if self.position_ids is None else _moved(self.position_ids, device),
+            **_map_columns(
+                [self],
+                per_token=lambda column, *, dim: _moved(column[0], device),
+                per_sequence=lambda column: _moved(column[0], device),
+                media=tuple,
+            ),
         )
 
 
@@ -205,28 +223,27 @@ def _moved(column: Tensor, device: torch.device | str) -> Tensor:
 
 
 def slice_sequences(batch: SequenceBatch, *, first: int, last: int) -> SequenceBatch:
-    """Sequences first to last - 1 as views, nothing copied but the starts."""
-    a, b = int(batch.sequence_starts[first]), int(batch.sequence_starts[last])
+    """Return sequences first to last - 1 as views; only the starts are copied."""
+    begin, end = int(batch.sequence_starts[first]), int(batch.sequence_starts[last])
     return SequenceBatch(
-        tokens=batch.tokens[a:b],
         sequence_starts=batch.sequence_starts[first : last + 1] - batch.sequence_starts[first],
-        loss_mask=batch.loss_mask[a:b],
-        sample_ids=batch.sample_ids[first:last],
-        group_ids=batch.group_ids[first:last],
-        atom_ids=batch.atom_ids[first:last],
-        temperature=batch.temperature[first:last],
-        columns={name: column[a:b] for name, column in batch.columns.items()},
-        sequence_columns={name: column[first:last] for name, column in batch.sequence_columns.items()},
-        position_ids=None if batch.position_ids is None else batch.position_ids[..., a:b],
-        media=None if batch.media is None else batch.media[first:last],
+        **_map_columns(
+            [batch],
+            per_token=lambda column, *, dim: column[0].narrow(dim, begin, end - begin),
+            per_sequence=lambda column: column[0][first:last],
+            media=lambda items: tuple(items[first:last]),
+        ),
     )
 
 
 def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-    """Batches one after the other; they must have the same columns.
+    """Concatenate batches that have the same columns.
+
+    Where only some batches have position_ids, those of the others are filled in by counting;
+    where only some have media, the entries of the others are None.
 
     Raises:
-        BatchError: no batch at all, or their columns differ.
+        BatchError: If there is no batch, or if their columns differ.
     """
     if not batches:
         raise BatchError("there is no batch to concatenate.")
@@ -237,21 +254,92 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
                 f"batches with different columns can't be concatenated: {sorted(head.columns)} + {sorted(head.sequence_columns)} "
                 f"against {sorted(other.columns)} + {sorted(other.sequence_columns)}."
             )
-    lengths = torch.cat([b.lengths for b in batches])
-    has_positions = any(b.position_ids is not None for b in batches)
+    if any(batch.position_ids is not None for batch in batches):
+        batches = [replace(batch, position_ids=batch.positions()) for batch in batches]
+    if any(batch.media is not None for batch in batches):
+        batches = [replace(batch, media=batch.media or (None,) * batch.num_sequences) for batch in batches]
+    lengths = torch.cat([batch.lengths for batch in batches])
     return SequenceBatch(
-        tokens=torch.cat([b.tokens for b in batches]),
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
-        loss_mask=torch.cat([b.loss_mask for b in batches]),
-        sample_ids=torch.cat([b.sample_ids for b in batches]),
-        group_ids=torch.cat([b.group_ids for b in batches]),
-        atom_ids=torch.cat([b.atom_ids for b in batches]),
-        temperature=torch.cat([b.temperature for b in batches]),
-        columns={name: torch.cat([b.columns[name] for b in batches]) for name in head.columns},
-        sequence_columns={name: torch.cat([b.sequence_columns[name] for b in batches]) for name in head.sequence_columns},
-        position_ids=torch.cat([b.positions() for b in batches], dim=-1) if has_positions else None,
-        media=None if head.media is None else tuple(item for b in batches for item in b.media or ()),
+        **_map_columns(
+            batches,
+            per_token=lambda columns, *, dim: torch.cat(columns, dim=dim),
+            per_sequence=torch.cat,
+            media=tuple,
+        ),
     )
+
+
+def dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
+    """Return a one-token sequence with the columns of `batch`, all zero, that trains nothing.
+
+    It fills a micro-batch that would be empty: every rank must run the same number of
+    micro-batches, because each one is a collective.
+    """
+    zeros = SequenceBatch(
+        sequence_starts=torch.tensor([0, 1], dtype=torch.int32, device=batch.tokens.device),
+        **_map_columns(
+            [batch],
+            per_token=lambda column, *, dim: torch.zeros_like(column[0].narrow(dim, 0, 1)),
+            per_sequence=lambda column: torch.zeros_like(column[0][:1]),
+            media=lambda items: (None,),
+        ),
+    )
+    marker = torch.full_like(zeros.sample_ids, DUMMY_ID)
+    # Logits are divided by the temperature, so the dummy's is 1.
+    return replace(
+        zeros,
+        sample_ids=marker,
+        group_ids=marker,
+        atom_ids=marker,
+        temperature=torch.ones_like(zeros.temperature),
+    )
+
+
+class _PerToken(Protocol):
+    def __call__(self, column: list[Tensor], /, *, dim: int) -> Tensor: ...
+
+
+def _map_columns(
+    batches: Sequence[SequenceBatch],
+    *,
+    per_token: _PerToken,
+    per_sequence: Callable[[list[Tensor]], Tensor],
+    media: Callable[[Sequence[object]], tuple[object, ...]],
+) -> dict[str, Any]:
+    """Apply one function per axis to every column of the batches.
+
+    Args:
+        batches: One batch, or several with the same columns.
+        per_token: Maps the tensors of one per-token column, one from each batch, to a tensor;
+            `dim` is their token dimension.
+        per_sequence: The same for a per-sequence column, along dimension 0.
+        media: Maps the media of all batches, one after the other.
+
+    Returns:
+        Arguments of SequenceBatch for every field but `sequence_starts`.
+    """
+
+    def apply(tensors: list[Tensor], declared: "Field[Any]") -> Tensor:
+        if declared.metadata["axis"] == "token":
+            return per_token(tensors, dim=declared.metadata["dim"])
+        return per_sequence(tensors)
+
+    mapped: dict[str, Any] = {}
+    for declared in fields(SequenceBatch):
+        if "axis" not in declared.metadata:
+            continue
+        values = [getattr(batch, declared.name) for batch in batches]
+        if values[0] is None:
+            mapped[declared.name] = None
+        elif isinstance(values[0], Mapping):
+            names = values[0]
+            mapped[declared.name] = {name: apply([value[name] for value in values], declared) for name in names}
+        elif isinstance(values[0], tuple):
+            mapped[declared.name] = media([item for value in values for item in value])
+        else:
+            mapped[declared.name] = apply(values, declared)
+    return mapped
 
 
 def from_sequences(

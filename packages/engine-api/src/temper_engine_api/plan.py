@@ -7,13 +7,12 @@ Out: a MiniBatchPlan, and from it each rank's PackedBatch. The engine executes t
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
 
 from temper_engine_api.balance import assign_to_ranks, fill_bins, spread_over_bins
-from temper_engine_api.batch import DUMMY_ID, Denominators, PackedBatch, SequenceBatch, concatenate
+from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate, dummy_sequence
 from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import PlanConstraints
 
@@ -117,21 +116,11 @@ def pack_rank(batch: SequenceBatch, *, plan: MiniBatchPlan, rank: int, denominat
     micro_batches = plan.ranks[rank].micro_batches
     dummy = batch.num_sequences
     filled = [micro or (dummy,) for micro in micro_batches]
-    source = batch if all(micro_batches) else concatenate([batch, _dummy_like(batch)])
+    source = batch if all(micro_batches) else concatenate([batch, dummy_sequence(batch)])
     share = source.select([i for micro in filled for i in micro])
     sizes = torch.tensor([0, *(len(micro) for micro in filled)])
     return PackedBatch(
-        tokens=share.tokens,
-        sequence_starts=share.sequence_starts,
-        loss_mask=share.loss_mask,
-        sample_ids=share.sample_ids,
-        group_ids=share.group_ids,
-        atom_ids=share.atom_ids,
-        temperature=share.temperature,
-        columns=share.columns,
-        sequence_columns=share.sequence_columns,
-        position_ids=share.position_ids,
-        media=share.media,
+        **{column.name: getattr(share, column.name) for column in fields(SequenceBatch)},
         micro_batch_starts=sizes.cumsum(0).int().to(share.tokens.device),
         denominators=denominators,
     )
@@ -226,28 +215,6 @@ def _rank_plan(share: list[_Atom], bins: list[list[int]], *, count: int, capacit
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
     heaviest_first = sorted(chosen, key=lambda b: -sum(costs[a] for a in b))
     return RankPlan(micro_batches=tuple(tuple(sorted(i for a in b for i in share[a].members)) for b in heaviest_first))
-
-
-def _dummy_like(batch: SequenceBatch) -> SequenceBatch:
-    def zeros(column: Tensor) -> Tensor:
-        return column.new_zeros((1, *column.shape[1:]))
-
-    first = batch.select([0])
-    marker = torch.full_like(first.sample_ids, DUMMY_ID)
-    return replace(
-        first,
-        tokens=zeros(batch.tokens),
-        sequence_starts=torch.tensor([0, 1], dtype=torch.int32, device=batch.tokens.device),
-        loss_mask=zeros(batch.loss_mask),
-        sample_ids=marker,
-        group_ids=marker,
-        atom_ids=marker,
-        temperature=torch.ones_like(first.temperature),
-        columns={name: zeros(column) for name, column in batch.columns.items()},
-        sequence_columns={name: zeros(column) for name, column in batch.sequence_columns.items()},
-        position_ids=None if batch.position_ids is None else batch.position_ids.new_zeros((*batch.position_ids.shape[:-1], 1)),
-        media=None if batch.media is None else (None,),
-    )
 
 
 def _joined(group_ids: Sequence[int], atom_ids: Sequence[int]) -> list[list[int]]:
