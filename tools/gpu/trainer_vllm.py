@@ -10,7 +10,7 @@ Each job is a run of ``temper-train`` in a process of its own on arithmetic prob
 its steps, the first one left out, become rows of FOLDER/rows.jsonl.
 
 What must be carried to the image, beside this checkout: vllm==0.26.0 (with what it needs, apache-tvm-ffi==0.1.15.post2), hydra-core,
-omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, pyarrow, rich. VLLM_USE_FLASHINFER_SAMPLER=0 is set here.
+omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, msgspec, pyarrow, rich. VLLM_USE_FLASHINFER_SAMPLER=0 is set here.
 """
 
 import argparse

@@ -131,7 +131,7 @@ class CollectiveTransport:
         joins = []
         for number, replica in enumerate(replicas):
             first_rank = 1 + number * self._workers_per_replica
-            joins.append(replica.call("join_channel", {**spec.plain(), "first_rank": first_rank}))
+            joins.append(replica.call("join_channel", replace(spec, first_rank=first_rank)))
         self._actor.run(open_sender, [(spec,)] * self._actor.num_workers)
         _wait(joins)
         return spec

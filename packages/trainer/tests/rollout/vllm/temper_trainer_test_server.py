@@ -6,22 +6,24 @@ only then each says why.
 
 import sys
 import time
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
+from typing import Any
 
-from temper_trainer.rollout.vllm.messages import Ready, ServerSpec
+from temper_trainer.rollout.vllm.messages import Hello, Ready, ServerSpec, decode, encode
 
 if __name__ == "__main__":
-    connection = Client(sys.argv[1], family="AF_UNIX")
-    spec = connection.recv()
+    connection: "Connection[Any, Any]" = Connection(int(sys.argv[1]))
+    connection.send_bytes(encode(Hello()))
+    spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     behaviour = spec.environment["BEHAVIOUR"]
     if behaviour != "gives-up":
-        connection.send(Ready(vllm_version="none", device="cpu"))
-        connection.recv()
+        connection.send_bytes(encode(Ready(vllm_version="none", device="cpu")))
+        connection.recv_bytes()
     if behaviour in ("gives-up", "hangs-up"):
         connection.close()
         time.sleep(0.5)
         sys.exit("the key is 7")
     if behaviour == "garbled":
-        connection.send_bytes(b"no pickle")
+        connection.send_bytes(b"no message")
     time.sleep(600)

@@ -98,7 +98,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("behaviour", "sentence"),
     [
         ("silent", r"r gave no sign of life for rollout\.vllm\.stall_timeout_s = 1 s"),
-        ("garbled", r"r sent what can't be read \(Unpickling"),
+        ("garbled", r"r sent what can't be read \(ValidationError"),
     ],
 )
 def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(

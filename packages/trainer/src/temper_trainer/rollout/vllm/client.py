@@ -1,17 +1,17 @@
-"""A server process and the trainer's end of its socket: start, ask, watch, end. vLLM is not imported here."""
+"""The trainer's end of a server process: start, call, watch and end it. Does not import vLLM."""
 
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +19,21 @@ from temper_engine_api.errors import ConfigError, TemperError, WeightError
 from temper_trainer.progress import advance
 from temper_trainer.rollout.changes import StaleBaseError
 from temper_trainer.rollout.replica import ReplicaError
-from temper_trainer.rollout.vllm.messages import Alive, Answer, Ask, Fault, Ready, ServerSpec
+from temper_trainer.rollout.vllm.messages import (
+    Alive,
+    Answer,
+    Ask,
+    Fault,
+    Hello,
+    Message,
+    MessageError,
+    Ready,
+    ServerSpec,
+    decode,
+    decode_result,
+    encode,
+    encode_value,
+)
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -66,24 +80,32 @@ class ServerProcess:
         self.close()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="temper-") as directory:
-            address = f"{directory}/socket"
-            with Listener(address, family="AF_UNIX") as listener, self._log_file.open("ab") as log:
-                try:
-                    # A group of its own: its workers end with it, and Ctrl-C in the terminal reaches the trainer alone.
-                    self._process = subprocess.Popen(
-                        [self._python, "-m", MODULE, address],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                except OSError as error:
-                    raise ConfigError(f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}.") from error
-                self.process_id = self._process.pid
-                self._connection = self._accept(listener, deadline=begin + self._start_timeout_s)
-        self._connection.send(self._spec)
-        self._wait_until_ready(deadline=begin + self._start_timeout_s)
+        deadline = begin + self._start_timeout_s
+        # A socket pair instead of a listener: only the child that inherits the other end can talk.
+        self._connection, other_end = multiprocessing.Pipe()
+        with other_end, self._log_file.open("ab") as log:
+            try:
+                # A group of its own: its workers end with it, and Ctrl-C in the terminal reaches the trainer alone.
+                self._process = subprocess.Popen(
+                    [self._python, "-m", MODULE, str(other_end.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(other_end.fileno(),),
+                )
+            except OSError as error:
+                self.close()
+                raise ConfigError(f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}.") from error
+        self.process_id = self._process.pid
+        hello = self._receive(deadline=deadline, ended="did not start")
+        assert isinstance(hello, Hello)
+        # Sent only now, because a spec larger than the socket's buffer waits until someone reads it.
+        with contextlib.suppress(OSError):  # the server has ended, which the next line reports
+            self._connection.send_bytes(encode(self._spec))
+        ready = self._receive(deadline=deadline, ended="ended while it built its model")
+        assert isinstance(ready, Ready)
+        logger.info("%s: vLLM %s on %s", self._name, ready.vllm_version, ready.device)
         logger.info("%s is ready after %.0f s; its log is %s", self._name, time.monotonic() - begin, self._log_file)
         self._last_sign = time.monotonic()
         self._open = {}
@@ -97,6 +119,7 @@ class ServerProcess:
     def call(self, method: str, *arguments: object) -> "Future[object]":
         """Ask the server; the future fails with ReplicaError as soon as the server dies or stalls."""
         future: Future[object] = Future()
+        encoded = encode_value(arguments)
         with self._lock:
             if self._connection is None:
                 future.set_exception(self._dead("is not running"))
@@ -105,8 +128,9 @@ class ServerProcess:
             if not self._open:
                 self._last_sign = time.monotonic()
             self._open[number] = future
+            ask = Ask(number=number, method=method, arguments=encoded)
             try:
-                self._connection.send(Ask(number=number, method=method, arguments=arguments))
+                self._connection.send_bytes(encode(ask))
             except OSError:
                 self._open.pop(number, None)
                 future.set_exception(self._dead("died"))
@@ -128,27 +152,19 @@ class ServerProcess:
         if connection is not None and reader is None:
             connection.close()  # otherwise its reader does, which sees the end of the process
 
-    def _accept(self, listener: Listener, *, deadline: float) -> "Connection[object, object]":
-        """The server's connection; a process that ends before it connects has failed."""
-        found: list[Connection[object, object]] = []
-        waiting = threading.Thread(target=lambda: found.append(listener.accept()), daemon=True)
-        waiting.start()
-        while waiting.is_alive():
-            waiting.join(0.05)
-            self._check_starting(deadline)
-        return found[0]
-
-    def _wait_until_ready(self, *, deadline: float) -> None:
+    def _receive(self, *, deadline: float, ended: str) -> Message:
+        """Return the next message of a server that starts; `ended` says what an end of it means."""
         assert self._connection is not None
         try:
             while not self._connection.poll(0.2):
                 self._check_starting(deadline)
-            ready = self._connection.recv()
+            return decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             self._hear_out()
-            raise self._failed("ended while it built its model") from error
-        assert isinstance(ready, Ready)
-        logger.info("%s: vLLM %s on %s", self._name, ready.vllm_version, ready.device)
+            code = None if self._process is None else self._process.poll()
+            raise self._failed(f"{ended} (exit status {code})") from error
+        except MessageError as error:
+            raise self._failed(f"sent what can't be read ({error})") from error
 
     def _check_starting(self, deadline: float) -> None:
         assert self._process is not None
@@ -168,10 +184,10 @@ class ServerProcess:
                         reason = f"gave no sign of life for rollout.vllm.stall_timeout_s = {self._stall_timeout_s:g} s"
                         break
                     continue
-                message = connection.recv()
+                message = decode(connection.recv_bytes())
                 self._last_sign = time.monotonic()
                 if isinstance(message, Answer):
-                    _settle(waiting.pop(message.number, None), value=message.value)
+                    _settle(waiting.pop(message.number, None), value=decode_result(message))
                 elif isinstance(message, Alive):
                     advance("completions", message.num_finished)
                 elif isinstance(message, Fault):

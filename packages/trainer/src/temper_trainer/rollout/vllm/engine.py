@@ -14,15 +14,15 @@ from vllm.sampling_params import RequestOutputKind
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.rollout.changes import ChangeManifest, StaleBaseError, open_change_parcel
+from temper_trainer.rollout.channel import ChannelSpec
 from temper_trainer.rollout.parcels import Parcel, check_digest, open_parcel
 from temper_trainer.rollout.vllm import transfer
+from temper_trainer.rollout.vllm.calls import Judgement
 from temper_trainer.rollout.vllm.messages import Ready, ServerSpec
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 Key = tuple[int, int]
 """(number of the call, place in it)."""
-Judgement = tuple[list[float], list[list[int]], list[list[float]]]
-"""Log-probs of given tokens, ids of the likeliest, their log-probs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,9 +156,9 @@ class VllmEngine:
             found.append((given, [[i for i, _ in row] for row in ranked], [[entry.logprob for _, entry in row] for row in ranked]))
         return found
 
-    def join_channel(self, channel: dict[str, object]) -> None:
+    def join_channel(self, channel: ChannelSpec) -> None:
         """Let every worker join the trainer's channel."""
-        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel}})
+        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel.plain()}})
 
     def start_update(self) -> None:
         """Before the first bucket of a set."""

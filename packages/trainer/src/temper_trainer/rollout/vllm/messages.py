@@ -1,9 +1,24 @@
-"""What a server process and its client say to each other, over a Unix socket; both have temper-trainer, only the server has vLLM."""
+"""The messages between a server process and its client, and their encoding.
 
+A message is MessagePack, checked against the types below when it is decoded: neither side unpickles
+anything. The connection is a socket pair that the server inherits, so no other process can reach it.
+Both sides have temper-trainer and msgspec; only the server has vLLM.
+"""
+
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
 
 Argument = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The server runs and waits for its `ServerSpec`; the first message on a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +48,9 @@ class Ask:
     number: int
     """Unique for its client."""
     method: str
-    """``sample``, ``interrupt``, or a method of the engine."""
-    arguments: tuple[object, ...] = ()
-    """Plain values and the trainer's own dataclasses."""
+    """A method of `ServerCalls`."""
+    arguments: bytes
+    """Encoded; see `encode_value` and `decode_arguments`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +59,10 @@ class Answer:
 
     number: int
     """Of the call."""
-    value: object
-    """Its result."""
+    method: str
+    """Of the call."""
+    value: bytes
+    """Its result, encoded; see `encode_value` and `decode_result`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +93,71 @@ class Ready:
     """For the log."""
     device: str
     """cpu, cuda ..."""
+
+
+Message = Hello | ServerSpec | Ask | Answer | Fault | Alive | Ready
+MessageError = msgspec.MsgspecError
+"""Raised for bytes that are not a message, or not of the expected types."""
+
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Ready)}
+_FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    return msgspec.msgpack.encode((type(message).__name__, message))
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that `encode` wrote.
+
+    Raises:
+        MessageError: If the bytes are not a message.
+    """
+    kind, body = _FRAME.decode(data)
+    if kind not in _KINDS:
+        raise msgspec.ValidationError(f"unknown message {kind!r}")
+    return msgspec.msgpack.decode(body, type=_KINDS[kind])
+
+
+def encode_value(value: object) -> bytes:
+    """Return the bytes of a call's arguments, as a tuple, or of its result."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode_arguments(ask: Ask) -> list[Any]:
+    """Return the arguments of a call.
+
+    Raises:
+        MessageError: If there is no such method, or it takes other arguments.
+    """
+    types, num_required, _ = _signature(ask.method)
+    given = msgspec.msgpack.decode(ask.arguments, type=list[msgspec.Raw])
+    if not num_required <= len(given) <= len(types):
+        raise msgspec.ValidationError(f"{ask.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent")
+    return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
+
+
+def decode_result(answer: Answer) -> Any:
+    """Return the result of a call.
+
+    Raises:
+        MessageError: If the result is not what the method returns.
+    """
+    _, _, kind = _signature(answer.method)
+    return msgspec.msgpack.decode(answer.value, type=kind)
+
+
+@cache
+def _signature(method: str) -> tuple[tuple[Any, ...], int, Any]:
+    """Return the types of a method's arguments, how many are required, and the result's type."""
+    # Imported here because it imports torch, and a server sets its environment before that.
+    from temper_trainer.rollout.vllm.calls import ServerCalls
+
+    function = getattr(ServerCalls, method, None)
+    if method.startswith("_") or not inspect.isfunction(function):
+        raise msgspec.ValidationError(f"a server has no method {method!r}")
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    hints = get_type_hints(function)
+    num_required = sum(parameter.default is parameter.empty for parameter in parameters)
+    return tuple(hints[parameter.name] for parameter in parameters), num_required, hints["return"]

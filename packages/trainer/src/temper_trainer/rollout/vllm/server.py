@@ -1,4 +1,7 @@
-"""A server process: ``python -m temper_trainer.rollout.vllm.server SOCKET``. It ends when its client goes away."""
+"""A server process: ``python -m temper_trainer.rollout.vllm.server FD``. It ends when its client goes away.
+
+FD is the file descriptor of the inherited end of a socket pair, whose other end the client holds.
+"""
 
 import importlib.util
 import os
@@ -6,13 +9,26 @@ import queue
 import sys
 import threading
 import time
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from temper_trainer.rollout.vllm.messages import Alive, Answer, Ask, Fault, ServerSpec
+from temper_trainer.rollout.vllm.messages import (
+    Alive,
+    Answer,
+    Ask,
+    Fault,
+    Hello,
+    Message,
+    ServerSpec,
+    decode,
+    decode_arguments,
+    encode,
+    encode_value,
+)
 from temper_trainer.types import Completion, SamplingRequest
 
 if TYPE_CHECKING:
+    from temper_trainer.rollout.vllm.calls import EngineCalls
     from temper_trainer.rollout.vllm.engine import Key, VllmEngine
 
 _SIGN_OF_LIFE_S = 1.0
@@ -23,9 +39,10 @@ class Serving:
 
     def __init__(self, engine: "VllmEngine", connection: "Connection[object, object]") -> None:
         self._engine = engine
+        self._calls: EngineCalls = engine
         self._connection = connection
         self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
-        self._calls: dict[int, list[Completion | None]] = {}
+        self._sampling: dict[int, list[Completion | None]] = {}
         self._last_sign = time.monotonic()
         self._num_untold = 0
 
@@ -47,7 +64,7 @@ class Serving:
     def _read(self) -> None:
         try:
             while True:
-                ask = self._connection.recv()
+                ask = decode(self._connection.recv_bytes())
                 assert isinstance(ask, Ask)
                 self._inbox.put(ask)
         except (EOFError, OSError):
@@ -55,46 +72,49 @@ class Serving:
 
     def _handle(self, ask: Ask) -> None:
         try:
+            arguments = decode_arguments(ask)
             if ask.method == "sample":
-                self._sample(ask)
+                self._sample(ask.number, *arguments)
             elif ask.method == "interrupt":
                 for key, completion in self._engine.interrupt():
                     self._finish(key, completion)
-                self._send(Answer(number=ask.number, value=None))
+                self._answer(ask.number, ask.method, None)
             else:
-                self._send(Answer(number=ask.number, value=getattr(self._engine, ask.method)(*ask.arguments)))
+                self._answer(ask.number, ask.method, getattr(self._calls, ask.method)(*arguments))
         except Exception as error:  # noqa: BLE001 - the client decides whether a call that failed ends this process
             self._send(Fault(number=ask.number, kind=type(error).__name__, text=str(error)))
 
-    def _sample(self, ask: Ask) -> None:
-        (requests,) = ask.arguments
-        assert isinstance(requests, list)
-        self._calls[ask.number] = [None] * len(requests)
+    def _sample(self, number: int, requests: list[SamplingRequest]) -> None:
+        self._sampling[number] = [None] * len(requests)
         for place, request in enumerate(requests):
-            assert isinstance(request, SamplingRequest)
-            self._engine.add((ask.number, place), request)
+            self._engine.add((number, place), request)
         if not requests:
-            self._send(Answer(number=ask.number, value=self._calls.pop(ask.number)))
+            self._answer(number, "sample", self._sampling.pop(number))
 
     def _finish(self, key: "Key", completion: Completion) -> None:
         number, place = key
-        self._calls[number][place] = completion
+        self._sampling[number][place] = completion
         self._num_untold += 1
-        if None not in self._calls[number]:
-            self._send(Answer(number=number, value=self._calls.pop(number)))
+        if None not in self._sampling[number]:
+            self._answer(number, "sample", self._sampling.pop(number))
 
-    def _send(self, message: object) -> None:
+    def _answer(self, number: int, method: str, value: object) -> None:
+        self._send(Answer(number=number, method=method, value=encode_value(value)))
+
+    def _send(self, message: Message) -> None:
         self._last_sign = time.monotonic()
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(encode(message))
         except OSError:
             self._inbox.put(None)
 
 
-def main(address: str) -> None:
-    """Connect, build the engine, serve."""
-    connection = Client(address, family="AF_UNIX")
-    spec = connection.recv()
+def main(descriptor: int) -> None:
+    """Build the engine and serve the client at the other end of the socket pair."""
+    os.set_inheritable(descriptor, False)
+    connection: Connection[object, object] = Connection(descriptor)
+    connection.send_bytes(encode(Hello()))
+    spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     if importlib.util.find_spec("vllm") is None:
         sys.exit(
@@ -106,9 +126,9 @@ def main(address: str) -> None:
     from temper_trainer.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(spec)
-    connection.send(engine.ready())
+    connection.send_bytes(encode(engine.ready()))
     Serving(engine, connection).run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""Messages between a server and its client: what is decoded, and what is refused."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from packages.trainer.tests.rollout.models_for_tests import make_requests
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.changes import ChangeManifest, ChangeParcel
+from temper_trainer.rollout.parcels import Parcel, ParcelEntry
+from temper_trainer.rollout.vllm.messages import (
+    Answer,
+    Ask,
+    Hello,
+    MessageError,
+    ServerSpec,
+    decode,
+    decode_arguments,
+    decode_result,
+    encode,
+    encode_value,
+)
+from temper_trainer.types import Completion, FinishReason
+
+PARCEL = Parcel(
+    entries=(ParcelEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),), num_bytes=128, digest=2**64 - 1, path="/dev/shm/x"
+)
+CHANGES = ChangeParcel(counts=(-1, 5), num_bytes=64, digest=None, result_digest=2**63, path="/dev/shm/y")
+REQUESTS = make_requests([[2], [3, 4]], SamplingConfig(max_tokens=4, top_p=0.9, stop=("ab",)))
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._path,)
+
+
+def call(method: str, *arguments: object) -> list[Any]:
+    ask = decode(encode(Ask(number=7, method=method, arguments=encode_value(arguments))))
+    assert isinstance(ask, Ask)
+    return decode_arguments(ask)
+
+
+@pytest.mark.parametrize("read", [decode, lambda data: decode_arguments(Ask(number=0, method="sample", arguments=data))])
+def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(read: Callable[[bytes], Any], tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    pickled = pickle.dumps(Evil(proof))
+    with pytest.raises(MessageError):
+        read(pickled)
+    assert not proof.exists()
+    pickle.loads(pickled)
+    assert proof.exists(), "the pickle would have done it"
+
+
+def test_arguments_arrive_equal_and_of_their_own_types() -> None:
+    manifest = ChangeManifest(version=3, base_version=2, parcels=(CHANGES,))
+    assert call("sample", REQUESTS) == [REQUESTS]
+    assert call("load_changes", (PARCEL,), manifest) == [[PARCEL], manifest]
+    assert call("receive_set", [PARCEL], 3) == [[PARCEL], 3]
+    assert call("receive_set", [PARCEL], 3, True) == [[PARCEL], 3, True]
+
+
+def test_results_arrive_equal_bit_by_bit() -> None:
+    completion = Completion(
+        request_id=1,
+        tokens=(1, 2**31),
+        rollout_logprobs=(-0.1, float("-inf")),
+        finish_reason=FinishReason.STOP_TEXT,
+        weight_version=4,
+    )
+    value = encode_value([completion])
+    answer = decode(encode(Answer(number=1, method="sample", value=value)))
+    assert isinstance(answer, Answer)
+    assert decode_result(answer) == [completion]
+    places = Answer(number=1, method="places", value=encode_value([("host", None)]))
+    assert decode_result(places) == [("host", None)]
+
+
+def test_a_spec_arrives_equal() -> None:
+    spec = ServerSpec(
+        arguments={"model": "m", "seed": 0, "gpu": 0.5, "eager": True, "x": None},
+        files={"config.json": b"\x00{}"},
+        end_token_ids=(1, 2),
+        max_length=8,
+        vocab_size=9,
+        environment={"A": "b"},
+    )
+    assert decode(encode(spec)) == spec
+    assert decode(encode(Hello())) == Hello()
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "sentence"),
+    [
+        ("_llm", (), "a server has no method '_llm'"),
+        ("__init__", (), "a server has no method '__init__'"),
+        ("add", ((0, 0), REQUESTS[0]), "a server has no method 'add'"),
+        ("load_files", ([PARCEL],), "load_files takes 2 to 2 arguments, but 1 were sent"),
+        ("load_files", ([PARCEL], "three"), "Expected `int`, got `str`"),
+        ("load_files", ([{"path": "/x"}], 3), "missing required field"),
+        ("sample", ([{"request_id": 1}],), "missing required field"),
+    ],
+)
+def test_a_call_with_other_methods_or_types_is_refused(method: str, arguments: tuple[object, ...], sentence: str) -> None:
+    with pytest.raises(MessageError, match=sentence):
+        call(method, *arguments)
+
+
+def test_an_unknown_message_is_refused() -> None:
+    with pytest.raises(MessageError, match="unknown message 'Evil'"):
+        decode(msgspec.msgpack.encode(("Evil", {})))
