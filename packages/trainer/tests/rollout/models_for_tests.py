@@ -37,7 +37,20 @@ ARCHITECTURES = {
     "mistral_sliding": {"model_type": "mistral", "sliding_window": 5, **SHAPE},
 }
 
-WIDE = {"qwen3_wide": {"model_type": "qwen3", "tie_word_embeddings": False, **SHAPE, "head_dim": 32}}
+WIDE = {
+    "qwen3_wide": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        **SHAPE,
+        "head_dim": 32,
+    },
+    "qwen3_tied": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        **SHAPE,
+        "head_dim": 32,
+    },
+}
 """For vLLM, whose attention on CPUs has no smaller heads."""
 
 

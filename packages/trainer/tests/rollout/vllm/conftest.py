@@ -42,10 +42,11 @@ class Served:
         self._folder = folder
 
     def parcels(self, version: int, *, bucket_bytes: int = 1 << 20) -> list[Parcel]:
-        """The model's weights as files."""
+        """Write the model's weights as an engine exports them: tied weights once."""
         folder = self._folder / f"version-{version}-{bucket_bytes}"
         folder.mkdir()
-        parts = cut([NamedWeight(name, value) for name, value in self.pair.model.state_dict().items()], bucket_bytes=bucket_bytes)
+        weights = [NamedWeight(name, value.detach()) for name, value in self.pair.model.named_parameters()]
+        parts = cut(weights, bucket_bytes=bucket_bytes)
         return [write_parcel(part, folder / str(i), with_digest=True) for i, part in enumerate(parts)]
 
     def publish(self, version: int, *, bucket_bytes: int = 1 << 20) -> None:

@@ -58,6 +58,16 @@ def test_buckets_that_cut_a_fused_layer_give_the_whole_layers_weights(served: Se
     assert_equals_hf(served, prompts=make_prompts(12))
 
 
+def test_output_head_tied_to_the_embedding_follows_every_weight_sync(serve: Serve, pairs: Pairs) -> None:
+    tied = serve(pairs.get("qwen3_tied"))
+    tied.publish(1)
+    assert_equals_hf(tied, prompts=make_prompts(4))
+    tied.perturb(3)
+    tied.publish_next(bucket_bytes=7000)
+    assert_equals_hf(tied, prompts=make_prompts(4))
+    tied.sampler.close()
+
+
 def test_beginnings_that_old_weights_computed_are_forgotten(served: Served) -> None:
     long = [make_prompts(1, seed=3, longest=20)[0] * 12][0][:200]  # several blocks of the prefix cache
     served.sampler.sample(make_requests([long], GREEDY))

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from temper_engine_api.weights import NamedWeight
@@ -109,8 +113,10 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, held, strict=True)]
 
     def finish_weight_update(self) -> None:
-        """After the last bucket."""
+        """Finish the layerwise reload after the last bucket."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_tied_heads(self.model)
         self._held, self._before, self._arrived = self._arrived, None, []
 
     def shutdown(self) -> None:
@@ -126,6 +132,24 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             NotImplementedError: always.
         """
         raise NotImplementedError("temper_trainer.weight_sync sends.")
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack the weight of tied output heads again after the embedding was reloaded.
+
+    In vLLM 0.32 (not in 0.27) a tied head is a module of its own that shares the embedding's
+    parameter. A set of weights names that parameter once, so the reload processes the embedding
+    alone. vLLM's CPU build multiplies with a copy of the weight that is packed in that processing:
+    the head would keep computing with the copy of the old weights.
+    """
+    packed: set[int] = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if not isinstance(module, VocabParallelEmbedding) or not isinstance(method, UnquantizedEmbeddingMethod):
+            continue
+        if id(module.weight) in packed:
+            method.process_weights_after_loading(module)
+        packed.add(id(module.weight))
 
 
 def _read(info: UpdateInfo) -> list[NamedWeight]:
