@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
+from transformers import Qwen2Config
 
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
@@ -55,7 +57,7 @@ def started(config: FSDPConfig) -> FSDPEngine:
     return engine
 
 
-def update(engine: FSDPEngine, batch: PackedBatch, outputs: tuple[Query, ...] = ()) -> float:
+def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[Query, ...] = ()) -> float:
     """One update that also returns these outputs; the gradient norm."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
@@ -245,7 +247,8 @@ def plain_speed(place: Place, *, shape: str, is_compiled: bool = True) -> None:
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     packed = share_of(scale, batch, rank=place.rank, world_size=place.world_size)
-    loop = PlainLoop(scale.shapes[shape], device=scale.device, is_compiled=is_compiled and scale.compiles)
+    config = Qwen2Config(**scale.shapes[shape], tie_word_embeddings=True)
+    loop = PlainLoop(config, device=scale.device, is_compiled=is_compiled and scale.compiles)
     once = partial(loop.update, packed)
     report_speed(place, once, who="plain, compiled" if is_compiled else "plain, eager", shape=shape, batch=batch)
 

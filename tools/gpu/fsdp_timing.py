@@ -10,8 +10,8 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from temper_engine_api.batch import SequenceBatch
-from tools.gpu.fsdp_workload import Scale, flops_of, imbalance
-from tools.gpu.workload import Rows
+from tools.gpu.fsdp_workload import Scale, imbalance
+from tools.gpu.workload import Rows, flops_per_token_and_square
 
 Interval = tuple[float, float]
 
@@ -76,12 +76,12 @@ def report_speed(place: Place, once: Callable[[], float], *, who: str, shape: st
         torch.cuda.reset_peak_memory_stats()
     seconds = times_of(scale, once, repeats=scale.num_updates)
     peak = torch.cuda.max_memory_allocated() if scale.device == "cuda" else 0
-    lost = _where_time_goes(place, once, shape=shape, who=who)
+    lost = where_time_goes(place, once, shape=shape, who=who)
     if not place.is_first:
         return
     median = seconds[len(seconds) // 2]
     tokens = batch.num_tokens / world_size
-    per_token, per_square = flops_of(scale.shapes[shape])
+    per_token, per_square = flops_per_token_and_square(scale.shapes[shape])
     flops = per_token * tokens + per_square * float(batch.lengths.double().square().sum()) / world_size
     place.rows.add({
         "job": "update", "who": who, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / median),
@@ -91,8 +91,11 @@ def report_speed(place: Place, once: Callable[[], float], *, who: str, shape: st
     })  # fmt: skip
 
 
-def _where_time_goes(place: Place, once: Callable[[], float], *, shape: str, who: str) -> dict[str, object]:
-    """One more update under the profiler: milliseconds of kernels, of communication that nothing hides, and of an idle device."""
+def where_time_goes(place: Place, once: Callable[[], float], *, shape: str, who: str) -> dict[str, object]:
+    """Profile one update: milliseconds of kernels, exposed communication and idle device.
+
+    The table of the most expensive kernels goes to `profile-*.txt` beside the rows.
+    """
     if place.scale.device != "cuda":
         once()
         return {}

@@ -11,7 +11,13 @@ import torch
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.plan import MiniBatchPlan, pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from tools.gpu.workload import HALF_BILLION, LONGEST, MICRO_BATCH_TOKENS, SHAPES
+from tools.gpu.workload import (
+    HALF_BILLION,
+    LONGEST,
+    MICRO_BATCH_TOKENS,
+    SHAPES,
+    flops_per_token_and_square,
+)
 
 Shape = Mapping[str, int]
 
@@ -114,21 +120,9 @@ def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) 
 def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:
     """Floating-point operations of the busiest rank over those of the average one."""
     lengths = batch.lengths.tolist()
-    per_token, per_square = flops_of(shape)
+    per_token, per_square = flops_per_token_and_square(shape)
     work = [
         sum(per_token * lengths[i] + per_square * lengths[i] ** 2 for micro in rank.micro_batches for i in micro)
         for rank in plan_of(scale, batch, world_size=world_size).ranks
     ]
     return float(max(work) * len(work) / sum(work))
-
-
-def flops_of(shape: Shape) -> tuple[float, float]:
-    """Of an update: per token in matrix products, head included, and per squared length of a sequence in causal attention.
-
-    6 for each weight and token; 6 x s^2 x heads x head_dim for each layer and sequence, half of what attention without a mask takes.
-    Recomputation is not counted, and neither is the embedding.
-    """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
-    return 6.0 * (layers * layer + shape["vocab_size"] * hidden), 6.0 * hidden * layers

@@ -4,7 +4,6 @@ FSDP2 over decoder layers that keep their parameters gathered, packed sequences 
 cross-entropy that computes its gradient in the forward pass, fused AdamW. No log-probs per token, no entropy, no objective.
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.batch import PackedBatch
@@ -72,22 +71,40 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class PlainLoop:
-    """One rank of the loop; needs a default process group."""
+    """One rank of the loop; needs a default process group.
 
-    def __init__(self, shape: Mapping[str, int], *, device: str, is_compiled: bool) -> None:
+    Args:
+        config: Architecture; the weights are random.
+        device: `cuda` or `cpu`.
+        is_compiled: Compile each decoder layer.
+        recomputes: Recompute each decoder layer in the backward pass.
+        reshards: Free gathered parameters of a layer after its forward pass.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        device: str,
+        is_compiled: bool,
+        recomputes: bool = False,
+        reshards: bool = False,
+    ) -> None:
         self._device = device
         AttentionInterface.register(KERNEL, _attend if device == "cuda" else _attend_on_cpu)
-        config = Qwen2Config(**shape, tie_word_embeddings=True, use_cache=False)
-        config._attn_implementation = KERNEL
+        config.use_cache = False
         with torch.device(device):
-            self.model = Qwen2ForCausalLM(config)
+            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=KERNEL, dtype=torch.float32)
+        self.model.train()
+        if recomputes:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = self.model.model.layers
         if is_compiled:
-            for i, layer in enumerate(layers):
-                layers[i] = torch.compile(layer)
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in layers:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=reshards)
         fully_shard(self.model.model, mp_policy=policy, reshard_after_forward=False)
         self.parameters = [p for name, p in self.model.named_parameters() if "lm_head" not in name]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)

@@ -46,6 +46,64 @@ ONE_AND_A_HALF_BILLION = {
 }
 SHAPES: Mapping[str, Mapping[str, int]] = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
 MICRO_BATCH_TOKENS, NUM_MICRO_BATCHES, LONGEST = 16384, 4, 4096
+_QWEN3: Mapping[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+CARDS: Mapping[str, Mapping[str, object]] = {
+    "0.6B": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "1.7B": {
+        **_QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "4B": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "8B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+"""Fields of `config.json` on the public model cards of Qwen/Qwen3-0.6B, Qwen/Qwen3-1.7B,
+Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B."""
+PEAK_FLOPS = 989e12
+"""Dense bf16 FLOP/s of an H100 or H200 SXM by the vendor's data sheet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +192,26 @@ def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
 
 
 def flops_of(shape: Mapping[str, int], lengths: list[list[int]]) -> tuple[float, float]:
-    """Of an update: in matrix products per token, head included, and in causal attention over these sequences.
+    """Return FLOPs per token in matrix products and FLOPs of causal attention over `lengths`."""
+    per_token, per_square = flops_per_token_and_square(shape)
+    return per_token, sum(per_square * size * size for sizes in lengths for size in sizes)
 
-    6 for each weight and token; 6 x s^2 x heads x head_dim for each layer and sequence, half of what attention without a mask takes.
-    Recomputation is not counted, and neither is the embedding.
+
+def flops_per_token_and_square(shape: Mapping[str, int]) -> tuple[float, float]:
+    """Return the FLOPs of an update per token and per squared sequence length.
+
+    Per token: 6 x weights in matrix products, head included, embedding look-up excluded (Kaplan et
+    al. 2020, arXiv:2001.08361, section 2.1). Per squared length: 6 x layers x heads x head_dim,
+    half of unmasked attention because a causal mask skips half (Dao 2023, arXiv:2307.08691,
+    section 4.1). Recomputed operations are not counted, as in model FLOPs utilization (Chowdhery
+    et al. 2022, arXiv:2204.02311, appendix B).
     """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
+    hidden, layers, heads = (shape[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    head_dim = shape.get("head_dim", hidden // heads)
+    attention = 2 * hidden * head_dim * (heads + shape["num_key_value_heads"])
+    layer = attention + 3 * hidden * shape["intermediate_size"]
     weights = layers * layer + shape["vocab_size"] * hidden
-    return 6.0 * weights, float(sum(6 * size * size * hidden * layers for sizes in lengths for size in sizes))
+    return 6.0 * weights, 6.0 * heads * head_dim * layers
 
 
 def report_speed(

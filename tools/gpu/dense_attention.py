@@ -1,0 +1,86 @@
+"""Rates of causal attention kernels for one long sequence with grouped heads."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tools.gpu.fsdp_timing import times_of
+from tools.gpu.fsdp_workload import Scale
+
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Query [T, H, D], key and value [T, K, D]; mixed values [T, H, D]."""
+
+
+def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict[str, object]:
+    """Return TFLOP/s of each kernel, forward alone and with backward, or why it failed."""
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = shape["head_dim"]
+    query, key, value = (torch.randn(length, n, head_dim, device=scale.device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+    # Causal, forward and backward; a third of it is the forward pass.
+    flops = 6.0 * length**2 * heads * head_dim
+    found: dict[str, object] = {}
+    for name, kernel in _kernels(length, scale.device).items():
+        try:
+            forward_s, both_s = _seconds(kernel, (query, key, value), scale)
+        except (RuntimeError, ImportError, TypeError, AssertionError) as error:
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        found[name] = {
+            "forward_tflops": round(flops / 3e12 / forward_s),
+            "both_tflops": round(flops / 1e12 / both_s),
+        }
+    return found
+
+
+def _seconds(kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale) -> tuple[float, float]:
+    """Return the median seconds of the forward pass, and of both passes."""
+    query, key, value = (x.detach().requires_grad_() for x in inputs)
+    slope = torch.randn_like(kernel(query, key, value))
+
+    def both() -> None:
+        torch.autograd.grad(kernel(query, key, value), (query, key, value), slope)
+
+    both()
+    forward_s = times_of(scale, lambda: kernel(query, key, value), repeats=5)[2]
+    return forward_s, times_of(scale, both, repeats=5)[2]
+
+
+def _kernels(length: int, device: str) -> dict[str, Kernel]:
+    starts = torch.tensor([0, length], device=device, dtype=torch.int32)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mixed = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: SDPBackend) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        with sdpa_kernel(backend):
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed[0].transpose(0, 1)
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(_is_seen, None, None, length, length, device=device)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(mixed, Tensor)
+        return mixed[0].transpose(0, 1)
+
+    return {
+        "varlen": varlen,
+        "sdpa_flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "flex": flex,
+    }
+
+
+def _is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key

@@ -1,0 +1,358 @@
+"""One row of the measurements at realistic sizes, in processes of its own; see `dense_models`."""
+
+import argparse
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import ModelSpec, OptimizerSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+from tools.gpu.dense_attention import kernel_rates
+from tools.gpu.dense_workload import (
+    card_of,
+    case_of,
+    config_of,
+    rl_batch,
+    shape_of,
+    write_weights,
+)
+from tools.gpu.fsdp_jobs import update
+from tools.gpu.fsdp_timing import Place, gemm_rate, synchronize, times_of, where_time_goes
+from tools.gpu.fsdp_workload import FULL, REHEARSAL, share_of
+from tools.gpu.plain_loop import PlainLoop
+from tools.gpu.trl_update import grpo_update_seconds
+from tools.gpu.workload import (
+    PEAK_FLOPS,
+    ClippedPolicy,
+    Rows,
+    flops_per_token_and_square,
+)
+
+NUM_WARM_UP, NUM_TIMED = 2, 3
+ROOT = Path("/dev/shm/dense-weights")
+"""Folder of the random weights, one directory a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one row measures."""
+
+    model: str
+    case: str
+    contender: str
+    """`engine`, `plain`, `trl`, `megatron`, or a job of its own, such as `attention`."""
+    layout: str = ""
+    """Options of the contender, joined with `+`: `recompute`, `cudnn`, `tp2`, ..."""
+
+    @property
+    def name(self) -> str:
+        """Identifier such as `0.6B/16k/engine` or `8B/8k/megatron+tp2`."""
+        return f"{self.model}/{self.case}/" + "+".join(filter(None, [self.contender, self.layout]))
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options one by one."""
+        return frozenset(filter(None, self.layout.split("+")))
+
+    @classmethod
+    def parse(cls, name: str) -> "Row":
+        """Return the row of an identifier."""
+        model, case, who = name.split("/")
+        contender, _, layout = who.partition("+")
+        return cls(model=model, case=case, contender=contender, layout=layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Seconds of an update's repetitions, in ascending order."""
+
+    seconds: list[float]
+    tokens: int
+    """Tokens of an update over all GPUs."""
+    first_norm: float
+    """Gradient norm of the first update, equal among contenders of one objective."""
+    extra: Mapping[str, object]
+
+
+def folder_of(row: Row, place: Place) -> Path:
+    """Return the directory with the model's random weights, written by the first rank."""
+    root = ROOT if place.scale.device == "cuda" else place.rows.path.parent / "weights"
+    folder = root / row.model
+    if place.is_first:
+        write_weights(card_of(row.model, place.scale), folder, device=place.scale.device)
+    if place.world_size > 1:
+        dist.barrier()
+    return folder
+
+
+def batch_of(row: Row, place: Place, *, num_replicas: int) -> SequenceBatch:
+    """Return the mini-batch over all data-parallel ranks."""
+    lengths = case_of(row.case, place.scale).lengths * num_replicas
+    return rl_batch(lengths, vocabulary=shape_of(row.model, place.scale)["vocab_size"])
+
+
+def measure(row: Row, place: Place, once: Callable[[], float], batch: SequenceBatch) -> Measurement:
+    """Time updates after warm-up."""
+    norms = [once() for _ in range(NUM_WARM_UP)]
+    if place.scale.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = times_of(place.scale, once, repeats=NUM_TIMED)
+    extra: Mapping[str, object] = {}
+    if "profile" in row.options:
+        extra = where_time_goes(place, once, shape=row.model, who=row.contender)
+    return Measurement(seconds=seconds, tokens=batch.num_tokens, first_norm=norms[0], extra=extra)
+
+
+def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
+    """Return the engine's fast settings, and the options of the row."""
+    options = row.options
+    on_cuda = place.scale.device == "cuda"
+    return FSDPConfig(
+        model=ModelSpec(path=str(folder)),
+        optimizer=OptimizerSpec(lr=1e-6),
+        device=place.scale.device,
+        reshard_after_forward="reshard" in options,
+        compile_layers=on_cuda and "eager" not in options,
+        head_keeps_logits="chunked" not in options,
+        activation_checkpointing="recompute" in options,
+        attention="sdpa_varlen" if "cudnn" in options or not on_cuda else "auto",
+    )
+
+
+def engine_update(row: Row, place: Place) -> Measurement:
+    """Measure FSDPEngine."""
+    engine = FSDPEngine(fsdp_config(row, place, folder_of(row, place)))
+    batch = batch_of(row, place, num_replicas=place.world_size)
+    with attention_backend(row):
+        return _measure_engine(row, place, engine, batch)
+
+
+def attention_backend(row: Row) -> AbstractContextManager[None]:
+    """Choose cuDNN for scaled-dot-product attention where the row asks for it."""
+    if "cudnn" not in row.options:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen: AbstractContextManager[None] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    return chosen
+
+
+def _measure_engine(row: Row, place: Place, engine: BaseEngine, batch: SequenceBatch) -> Measurement:
+    engine.init_model()
+    engine.set_loss_fn(ClippedPolicy())
+    packed = engine.shard_data(batch, max_tokens=case_of(row.case, place.scale).max_tokens)
+    once = partial(update, engine, packed, (Query.ENTROPY,))
+    found = measure(row, place, once, batch)
+    if "checkpoint" in row.options:
+        found = replace(found, extra={**found.extra, **checkpoint_seconds(place, engine)})
+    if "export" in row.options:
+        found = replace(found, extra={**found.extra, **export_seconds(place, engine)})
+    engine.close()
+    return found
+
+
+def megatron_update(row: Row, place: Place) -> Measurement:
+    """Measure MegatronEngine."""
+    from temper_engine_megatron.config import MegatronConfig
+    from temper_engine_megatron.engine import MegatronEngine
+    from tools.gpu.megatron_cases import LAYOUTS
+
+    layout = {k: v for option in row.options for k, v in LAYOUTS.get(option, {}).items()}
+    config = MegatronConfig(
+        model=ModelSpec(path=str(folder_of(row, place))),
+        optimizer=OptimizerSpec(lr=1e-6),
+        device=place.scale.device,
+        compile_head=place.scale.compiles,
+        recompute="layers" if "recompute" in row.options else "none",
+        **layout,  # type: ignore[arg-type]
+    )
+    num_replicas = place.world_size // config.replica_size
+    batch = batch_of(row, place, num_replicas=num_replicas)
+    return _measure_engine(row, place, MegatronEngine(config), batch)
+
+
+def plain_update(row: Row, place: Place) -> Measurement:
+    """Measure the plain loop, which computes a cross-entropy alone."""
+    batch = batch_of(row, place, num_replicas=place.world_size)
+    max_tokens = case_of(row.case, place.scale).max_tokens
+    scale = replace(place.scale, micro_batch_tokens=max_tokens)
+    packed = share_of(scale, batch, rank=place.rank, world_size=place.world_size)
+    loop = PlainLoop(
+        config_of(card_of(row.model, scale)),
+        device=scale.device,
+        is_compiled=scale.compiles,
+        recomputes="recompute" in row.options,
+        reshards="reshard" in row.options,
+    )
+    return measure(row, place, partial(loop.update, packed), batch)
+
+
+def trl_update(row: Row, place: Place) -> Measurement:
+    """Measure TRL's GRPOTrainer."""
+    case = case_of(row.case, place.scale)
+    # GRPO wants two completions a group.
+    lengths = case.lengths * (2 if len(case.lengths) == 1 else 1)
+    batch = rl_batch(lengths, vocabulary=shape_of(row.model, place.scale)["vocab_size"])
+    is_equal = len(set(lengths)) == 1
+    seconds, norm = grpo_update_seconds(
+        folder_of(row, place),
+        batch,
+        sequences_at_once=case.max_tokens // lengths[0] if is_equal else 1,
+        device=place.scale.device,
+        recomputes="kept" not in row.options,
+        num_warm_up=1,
+        num_timed=2,
+    )
+    return Measurement(seconds=seconds, tokens=batch.num_tokens, first_norm=norm, extra={})
+
+
+def checkpoint_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
+    """Time a save in the foreground, one in the background, and a load."""
+    folder = Path(tempfile.gettempdir(), f"dense-checkpoint-{os.environ['MASTER_PORT']}")
+    found: dict[str, object] = {}
+    for step, in_background in ((1, True), (2, False)):
+        synchronize(place.scale)
+        begin = time.perf_counter()
+        path = engine.save_checkpoint(str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1)
+        stall_s = time.perf_counter() - begin
+        engine.finish_saving()
+        name = "background" if in_background else "foreground"
+        found[f"{name}_stall_s"] = round(stall_s, 2)
+        found[f"{name}_save_s"] = round(time.perf_counter() - begin, 2)
+    begin = time.perf_counter()
+    engine.load_checkpoint(path)
+    synchronize(place.scale)
+    found["load_s"] = round(time.perf_counter() - begin, 2)
+    if place.is_first:
+        files = [file for file in Path(path).rglob("*") if file.is_file()]
+        found["checkpoint_gbytes"] = round(sum(f.stat().st_size for f in files) / 1e9, 1)
+        shutil.rmtree(folder)
+    return found
+
+
+def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
+    """Time the export of all weights in bf16, full tensors on every rank, without a receiver."""
+
+    def export() -> int:
+        with engine.export_weights() as weights:
+            return sum(weight.tensor.nbytes for weight in weights)
+
+    num_bytes = export()
+    seconds = times_of(place.scale, export, repeats=3)[1]
+    return {"export_s": round(seconds, 3), "export_gbytes": round(num_bytes / 1e9, 2)}
+
+
+def attention_rates(row: Row, place: Place) -> Measurement:
+    """Time attention kernels alone over one causal sequence."""
+    shape, case = shape_of(row.model, place.scale), case_of(row.case, place.scale)
+    found = kernel_rates(shape, length=case.lengths[0], scale=place.scale)
+    return Measurement(seconds=[1.0], tokens=case.lengths[0], first_norm=0.0, extra=found)
+
+
+CONTENDERS: Mapping[str, Callable[[Row, Place], Measurement]] = {
+    "engine": engine_update,
+    "megatron": megatron_update,
+    "plain": plain_update,
+    "trl": trl_update,
+    "attention": attention_rates,
+}
+
+
+def report(row: Row, place: Place, found: Measurement, *, gemm: float) -> dict[str, object]:
+    """Return the row of the results."""
+    shape = shape_of(row.model, place.scale)
+    lengths = case_of(row.case, place.scale).lengths
+    tokens = sum(lengths)
+    per_token, per_square = flops_per_token_and_square(shape)
+    flops_per_token = per_token + per_square * sum(n * n for n in lengths) / tokens
+    median = found.seconds[len(found.seconds) // 2]
+    tokens_per_s = found.tokens / place.world_size / median
+    rate = tokens_per_s * flops_per_token
+    on_cuda = place.scale.device == "cuda"
+    peak = torch.cuda.max_memory_allocated() if on_cuda else 0
+    return {
+        "job": "dense",
+        "name": row.name,
+        "gpus": place.world_size,
+        "tokens": found.tokens,
+        "tokens_per_s": round(tokens_per_s, 1),
+        "gflop_per_token": round(flops_per_token / 1e9, 3),
+        "tflops": round(rate / 1e12, 1),
+        "mfu_of_gemm": round(rate / gemm, 3),
+        "mfu_of_peak": round(rate / PEAK_FLOPS, 3),
+        "gemm_tflops": round(gemm / 1e12),
+        "seconds": [round(s, 4) for s in found.seconds],
+        "peak_gib": round(peak / 2**30, 1),
+        "first_norm": found.first_norm,
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "torch": torch.__version__,
+        **found.extra,
+        "ok": math.isfinite(found.first_norm),
+    }
+
+
+def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehearse: bool) -> None:
+    """Measure one row on one rank."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    scale = REHEARSAL if rehearse else FULL
+    row = Row.parse(name)
+    if scale.device == "cuda":
+        torch.cuda.set_device(rank)
+    if row.contender not in ("trl", "attention"):  # accelerate makes its own group
+        dist.init_process_group("cpu:gloo,cuda:nccl" if scale.device == "cuda" else "gloo")
+    elif world_size == 1:
+        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(variable)
+    place = Place(rows=Rows(path=Path(path)), rank=rank, world_size=world_size, scale=scale)
+    begin = time.perf_counter()
+    gemm = gemm_rate(scale)
+    found = CONTENDERS[row.contender](row, place)
+    if place.is_first:
+        wall_s = round(time.perf_counter() - begin, 1)
+        place.rows.add({**report(row, place, found, gemm=gemm), "wall_s": wall_s})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure the row that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="such as 0.6B/16k/engine or 8B/8k/megatron+tp2")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
+    options = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (options.world_size, port, str(options.rows), options.name, options.rehearse)
+    if options.world_size == 1:
+        rank_main(0, *arguments)
+    else:
+        spawn(rank_main, args=arguments, nprocs=options.world_size)
+
+
+if __name__ == "__main__":
+    main()

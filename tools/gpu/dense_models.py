@@ -1,0 +1,234 @@
+"""RL updates of dense models at realistic sizes: FSDPEngine, MegatronEngine, a plain loop, TRL.
+
+    PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
+        python -m tools.gpu.dense_models --out FOLDER [--set one|two] [--rows NAME,...] [--done FILE]
+
+Each row runs in processes of its own, on as many GPUs as it needs, beside other rows as long as
+GPUs are free. Results are appended to FOLDER/rows.jsonl, what rows print to FOLDER/log.txt. A run
+that was interrupted continues with `--done rows.jsonl`: rows that are `ok` there are skipped, and
+the table is made of both. Rows that do not fit into `--budget-s` are left out and named.
+Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
+omegaconf, `trl` rows TRL and datasets. `--rehearse` runs on a CPU at a tiny size.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import torch
+import transformers
+
+from tools.gpu.dense_jobs import Row
+from tools.gpu.engine_fsdp import write_entry_points
+from tools.gpu.workload import Rows
+
+ONE_GPU = (
+    "1.7B/16k/engine",
+    "0.6B/16k/engine",
+    "1.7B/16k/trl",
+    "0.6B/16k/trl",
+    "1.7B/16k/attention",
+    "4B/16k/engine+recompute",
+    "1.7B/16k/plain",
+    "0.6B/16k/plain",
+    "1.7B/16k/engine+cudnn",
+    "4B/16k/trl",
+    "1.7B/16k/trl+kept",
+    "4B/16k/plain+recompute",
+    "1.7B/16k/megatron",
+    "0.6B/16k/megatron",
+    "1.7B/64k/engine+recompute",
+    "0.6B/64k/engine",
+    "4B/64k/engine+recompute+chunked",
+    "1.7B/4k/engine",
+    "0.6B/4k/engine",
+    "4B/4k/engine+recompute",
+    "1.7B/mix/engine",
+    "1.7B/mix/trl",
+    "4B/16k/megatron+recompute",
+    "1.7B/4k/trl",
+    "0.6B/4k/trl",
+    "1.7B/mix/plain",
+    "1.7B/64k/trl",
+    "0.6B/64k/trl",
+    "1.7B/4k/plain",
+    "0.6B/4k/plain",
+    "1.7B/64k/megatron+recompute",
+    "1.7B/4k/megatron",
+    "4B/4k/trl",
+    "4B/4k/plain+recompute",
+    "0.6B/64k/plain",
+    "1.7B/64k/plain+recompute",
+    "0.6B/4k/megatron",
+    "0.6B/64k/megatron+recompute",
+    "4B/64k/trl",
+    "4B/4k/megatron+recompute",
+    "4B/64k/megatron+recompute",
+)
+"""Rows on one GPU, by importance."""
+TWO_GPUS = (
+    "8B/8k/engine+reshard+profile+export",
+    "8B/8k/megatron+tp2-sp",
+    "8B/8k/plain+reshard",
+    "8B/8k/megatron+pp2",
+    "8B/8k/megatron+dp2-distopt+recompute",
+    "8B/8k/engine+reshard+checkpoint",
+    "8B/8k/engine+reshard+cudnn",
+    "8B/8kx2/engine+recompute",
+)
+"""Rows on two GPUs, by importance."""
+SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS}
+LIMIT_S = 240.0
+"""Seconds of one row."""
+SHORTEST_S = 30.0
+"""With less time left no row is started."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """Processes of one row, and what they print."""
+
+    row: Row
+    gpus: Sequence[int]
+    process: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+    begun: float = field(default_factory=time.monotonic)
+
+
+def num_gpus_of(row: Row) -> int:
+    """Return how many GPUs a row runs on."""
+    return 2 if row.model == "8B" and row.contender != "attention" else 1
+
+
+def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running:
+    """Start the processes of a row."""
+    environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(options.entry_points), os.environ.get("PYTHONPATH", "")])
+    if not options.rehearse:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if "tp2" in row.layout:
+        # Megatron asks for this with tensor parallelism: kernels start in launch order.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    command = [sys.executable, "-m", "tools.gpu.dense_jobs", row.name]
+    command += ["--rows", str(options.results.path), "--world-size", str(len(gpus))]
+    command += ["--rehearse"] if options.rehearse else []
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the row runs)
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    return Running(row=row, gpus=gpus, process=process, output=output)
+
+
+def finish(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
+    """Keep what a row printed, and add a row that says why if it failed."""
+    if is_late:
+        os.killpg(running.process.pid, signal.SIGKILL)
+    status = running.process.wait()
+    running.output.seek(0)
+    printed = running.output.read().decode(errors="replace")
+    running.output.close()
+    seconds = round(time.monotonic() - running.begun, 1)
+    with (options.out / "log.txt").open("a") as log:
+        log.write(f"\n=== {running.row.name}: status {status}, {seconds} s\n{printed[-60_000:]}\n")
+    if status != 0:
+        reason = "over its time limit" if is_late else " | ".join(printed.strip().splitlines()[-2:])
+        options.results.add(
+            {
+                "job": "failed",
+                "name": running.row.name,
+                "reason": reason[-400:],
+                "wall_s": seconds,
+                "ok": False,
+            }
+        )
+    else:
+        print(f"{running.row.name}: {seconds} s", flush=True)
+
+
+def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Run rows side by side as far as GPUs and time allow."""
+    deadline = time.monotonic() + options.budget_s
+    waiting, running = list(rows), list[Running]()
+    free = list(range(options.gpus))
+    while waiting or running:
+        left_s = deadline - time.monotonic()
+        if left_s < SHORTEST_S and waiting:
+            for row in waiting:
+                reason = "no time left in this part"
+                options.results.add({"job": "left out", "name": row.name, "reason": reason})
+            waiting.clear()
+        for row in [r for r in waiting if num_gpus_of(r) <= len(free)]:
+            if num_gpus_of(row) > len(free) or (waiting[0] is not row and options.in_order):
+                continue
+            waiting.remove(row)
+            count = num_gpus_of(row)
+            taken, free = free[:count], free[count:]
+            running.append(start(row, taken, options))
+        time.sleep(0.2)
+        for one in list(running):
+            is_late = left_s < 2 or time.monotonic() - one.begun > options.limit_s
+            if is_late or one.process.poll() is not None:
+                running.remove(one)
+                free = sorted([*free, *one.gpus])
+                finish(one, options, is_late=one.process.poll() is None)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return the measured rows, each with its ratio to the other contenders' MFU, then the rest."""
+    measured = {str(r["name"]): r for r in rows if r.get("job") == "dense"}
+    heads = ("row", "GPUs", "tok/s/GPU", "TFLOP/s", "of 989", "of GEMM", "GiB", "norm", "to")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for name, row in sorted(measured.items()):
+        same = [other for other in measured if other.rsplit("/", 1)[0] == name.rsplit("/", 1)[0]]
+        ratios = [f"{other.rsplit('/', 1)[1]} {_number(row) / _number(measured[other]):.2f}" for other in same if other != name]
+        keys = ("tokens_per_s", "tflops", "mfu_of_peak", "mfu_of_gemm", "peak_gib", "first_norm")
+        cells = [name, row["gpus"], *(row[key] for key in keys), ", ".join(ratios)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [str(row) for row in rows if row.get("job") != "dense"]
+    return "\n".join(lines)
+
+
+def _number(row: Mapping[str, object]) -> float:
+    value = row["tokens_per_s"]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def main() -> None:
+    """Run the rows of a set, or those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", choices=SETS, default="one", help="default: one")
+    parser.add_argument("--rows", help="names with commas instead of a set")
+    parser.add_argument("--done", type=Path, help="rows.jsonl of an earlier part")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="all rows; default 540")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="one row; default 240")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.results = Rows(path=options.out / "rows.jsonl")
+    options.results.path.touch()
+    options.gpus = 2 if options.rehearse else torch.cuda.device_count()
+    options.in_order = options.set == "two"
+    earlier = Rows(path=options.done).read() if options.done else []
+    done = {row["name"] for row in earlier if row.get("ok")}
+    names = options.rows.split(",") if options.rows else SETS[options.set]
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:
+        options.entry_points = Path(folder)
+        write_entry_points(options.entry_points)
+        run_rows([Row.parse(name) for name in names if name not in done], options)
+    text = table([row for row in earlier if row.get("ok")] + options.results.read())
+    (options.out / "table.txt").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

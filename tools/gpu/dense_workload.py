@@ -1,0 +1,169 @@
+"""The RL update that is measured at realistic sizes: its batches, and random weights on disk.
+
+Every contender reads the same weights and the same tokens, so that their first gradient norms can
+be compared.
+"""
+
+import json
+import math
+import random
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from tools.gpu.fsdp_workload import Scale
+from tools.gpu.workload import CARDS
+
+SHARD_BYTES = 4 << 30
+"""Bytes of one safetensors file."""
+TINY: Mapping[str, object] = {
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+"""Sizes of a rehearsal on a CPU; the model type stays that of the card."""
+SHRINK = 128
+"""Factor by which a rehearsal shortens sequences and micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The sequences of one data-parallel rank's part of an update."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Sequence lengths by micro-batch."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        return max(map(sum, self.micro_batches))
+
+    @property
+    def lengths(self) -> list[int]:
+        """All sequence lengths."""
+        return [length for micro in self.micro_batches for length in micro]
+
+    def shrunk(self) -> "Case":
+        """Return the case at the size of a rehearsal."""
+        return Case(micro_batches=tuple(tuple(max(4, length // SHRINK) for length in micro) for micro in self.micro_batches))
+
+
+def _log_normal(num_micro_batches: int, *, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Draw full micro-batches of log-normal lengths, median 3,000, sigma 1."""
+    draw = random.Random(1)
+    found = []
+    for _ in range(num_micro_batches):
+        sizes: list[int] = []
+        while (left := max_tokens - sum(sizes)) > 0:
+            sizes.append(min(left, max(128, round(draw.lognormvariate(math.log(3000), 1.0)))))
+        found.append(tuple(sizes))
+    return tuple(found)
+
+
+CASES: Mapping[str, Case] = {
+    "4k": Case(micro_batches=((4096,) * 4,) * 4),
+    "8k": Case(micro_batches=((8192,),) * 4),
+    "8kx2": Case(micro_batches=((8192,) * 2,) * 2),
+    "16k": Case(micro_batches=((16384,),) * 4),
+    "64k": Case(micro_batches=((65536,),)),
+    "mix": Case(micro_batches=_log_normal(4, max_tokens=16384)),
+}
+"""65,536 tokens a rank and update, 32,768 of 8,192 each: `4k` is 16 sequences of 4,096 tokens."""
+
+
+def card_of(model: str, scale: Scale) -> Mapping[str, object]:
+    """Return the architecture of a model, or its tiny version for a rehearsal."""
+    return CARDS[model] if scale.device == "cuda" else {**CARDS[model], **TINY}
+
+
+def shape_of(model: str, scale: Scale) -> dict[str, int]:
+    """Return the sizes of a model that its FLOPs follow from."""
+    return {name: size for name, size in card_of(model, scale).items() if type(size) is int}
+
+
+def case_of(name: str, scale: Scale) -> Case:
+    """Return a case, shortened for a rehearsal."""
+    return CASES[name] if scale.device == "cuda" else CASES[name].shrunk()
+
+
+def config_of(card: Mapping[str, object]) -> PretrainedConfig:
+    """Return the transformers configuration of an architecture."""
+    fields = dict(card)
+    config: PretrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    return config
+
+
+def write_weights(card: Mapping[str, object], folder: Path, *, device: str) -> None:
+    """Write a Hugging Face directory with random bf16 weights, if it is not there yet.
+
+    Matrices are drawn with standard deviation 0.02, vectors (norms) are 1.
+    """
+    if folder.is_dir():
+        return
+    config = config_of(card)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent))
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(part)
+    generator = torch.Generator(device=device).manual_seed(0)
+    shard: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+    parameters = list(model.named_parameters())
+    for i, (name, parameter) in enumerate(parameters):
+        tensor = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16)
+        if parameter.ndim > 1:
+            tensor.normal_(std=0.02, generator=generator)
+        shard[name] = tensor.cpu()
+        is_full = sum(t.nbytes for t in shard.values()) >= SHARD_BYTES
+        if is_full or i == len(parameters) - 1:
+            file = f"model-{len(set(weight_map.values())):05}.safetensors"
+            save_file(shard, part / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, file)
+            shard = {}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (part / "model.safetensors.index.json").write_text(json.dumps(index))
+    _tokenizer(config.vocab_size).save_pretrained(part)
+    try:
+        part.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(part)
+
+
+def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that trainers require and no measurement uses."""
+    words = {"<pad>": 0, "<eos>": 1, **{f"t{i}": i for i in range(2, min(vocabulary, 64))}}
+    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def rl_batch(lengths: Sequence[int], *, vocabulary: int) -> SequenceBatch:
+    """Return random tokens with the columns of a clipped policy gradient.
+
+    All tokens but the first of each sequence are trained, the advantage is one number a sequence,
+    and the old policy is uniform.
+    """
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(len(lengths), generator=generator).tolist()
+    return from_sequences(
+        [torch.randint(2, vocabulary, (n,), generator=generator) for n in lengths],
+        loss_masks=[torch.arange(n) >= 1 for n in lengths],
+        columns={
+            "advantages": [torch.full((n,), a) for n, a in zip(lengths, advantages, strict=True)],
+            "old_logprobs": [torch.full((n,), -math.log(vocabulary)) for n in lengths],
+        },
+    )
