@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,14 @@ def info() -> ManifestInfo:
 def save_step(tmp_path: Path) -> Callable[..., Path]:
     """Commit a step of two parts, one of them with a file in a folder."""
 
-    def save(step: int, *, content: str = "weights", root: Path = tmp_path) -> Path:
-        with begin(root, step) as transaction:
+    def save(step: int, *, content: str = "weights", root: Path = tmp_path, run_id: str | None = None) -> Path:
+        with begin(root, step, run_id=run_id) as transaction:
             engine, trainer = transaction.part("engine"), transaction.part("trainer")
             (engine / "shards").mkdir()
             (engine / "shards" / "0.bin").write_text(f"{content} of step {step}")
             (trainer / "state.json").write_text("{}")
             reports = {"engine": [report_part(engine, ["shards/0.bin"])], "trainer": [report_part(trainer, ["state.json"])]}
-            return transaction.commit(reports, info=INFO)
+            return transaction.commit(reports, info=replace(INFO, run_id=run_id))
 
     return save
 

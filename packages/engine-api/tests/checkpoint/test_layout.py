@@ -1,12 +1,24 @@
 """What is on the disk decides: which steps are whole, which may go."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from temper_engine_api.checkpoint import begin, complete_steps, find_step, last_complete_step, prune, verify
-from temper_engine_api.checkpoint.layout import leftovers, partial_directory
+from temper_engine_api.checkpoint import (
+    begin,
+    complete_steps,
+    find_step,
+    last_complete_step,
+    leftovers,
+    prune,
+    reading,
+    set_aside,
+    verify,
+)
+from temper_engine_api.checkpoint.layout import partial_directory
 from temper_engine_api.errors import ConfigError, IncompleteCheckpointError
 
 SaveStep = Callable[..., Path]
@@ -79,6 +91,71 @@ def test_pruning_removes_what_died_before_its_commit(save_step: SaveStep, tmp_pa
     prune(tmp_path, max_to_keep=1)
     assert leftovers(tmp_path) == []
     assert complete_steps(tmp_path) == [1]
+
+
+def test_pruning_deletes_only_what_the_same_run_wrote(save_step: SaveStep, tmp_path: Path) -> None:
+    for step, run_id in ((1, None), (2, "other"), (3, "ours"), (4, "ours"), (5, "other")):
+        save_step(step, run_id=run_id)
+    left = {run_id: begin(tmp_path, 9, run_id=run_id).staging for run_id in (None, "other", "ours")}
+    assert prune(tmp_path, max_to_keep=1, run_id="ours") == [3]
+    assert complete_steps(tmp_path) == [1, 2, 4, 5]
+    assert set(leftovers(tmp_path)) == {left[None], left["other"]}
+
+
+def test_permanent_steps_are_kept_beyond_the_newest(save_step: SaveStep, tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save_step(step)
+    assert prune(tmp_path, max_to_keep=2, keep_every=3) == [1, 2, 4, 5]
+    assert complete_steps(tmp_path) == [3, 6, 7]
+
+
+def test_a_damaged_step_does_not_count_among_those_to_keep(save_step: SaveStep, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(step)
+    (tmp_path / "step_00000004" / "trainer" / "state.json").unlink()
+    assert prune(tmp_path, max_to_keep=2) == [1]
+    assert complete_steps(tmp_path) == [2, 3, 4]
+
+
+READER = """
+import sys
+from temper_engine_api.checkpoint import reading
+with reading(sys.argv[1]):
+    print("reading", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_step_that_another_process_reads_is_kept_until_it_is_done(save_step: SaveStep, tmp_path: Path) -> None:
+    first = save_step(1)
+    save_step(2)
+    command = [sys.executable, "-c", READER, str(first)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        assert prune(tmp_path, max_to_keep=1) == []
+        verify(first)
+        reader.communicate()
+    assert prune(tmp_path, max_to_keep=1) == [1]
+
+
+def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: Path) -> None:
+    first = save_step(1)
+    save_step(2)
+    prune(tmp_path, max_to_keep=1)
+    with pytest.raises(IncompleteCheckpointError, match=r"step_00000001 has no manifest\.json"), reading(first):
+        pass
+
+
+def test_setting_aside_never_replaces_what_was_set_aside_before(save_step: SaveStep, tmp_path: Path) -> None:
+    names = [set_aside(save_step(7), "damaged").name for _ in range(2)]
+    assert names == ["step_00000007.damaged-1", "step_00000007.damaged-2"]
+    partial = begin(tmp_path, 8, run_id="ours")
+    assert set_aside(partial.staging, "incomplete").name == "step_00000008.incomplete-1"
+    assert complete_steps(tmp_path) == []
+    save_step(9, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "step_00000009"]
 
 
 @pytest.mark.parametrize("number", [0, -1])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from temper_engine_api.checkpoint import config_hash, package_versions, verify
-from temper_engine_api.checkpoint.manifest import parse_manifest, read_manifest, topology_sizes
+from temper_engine_api.checkpoint import FileRecord, config_hash, package_versions, verify
+from temper_engine_api.checkpoint.manifest import parse_manifest, read_manifest, shares_by_size, topology_sizes
 from temper_engine_api.checkpoint.parts import read_json, report_part, write_json
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec
@@ -66,7 +66,7 @@ def test_any_altered_byte_of_a_manifest_is_noticed(save_step: SaveStep, tmp_path
     altered = content[:place] + bytes([data.draw(st.integers(33, 126))]) + content[place + 1 :]
     if json_of(altered) == json.loads(content):
         return
-    with pytest.raises(CheckpointError, match=r"the manifest"):
+    with pytest.raises(DamagedCheckpointError, match=r"the manifest"):
         parse_manifest(altered, source="the manifest")
 
 
@@ -87,9 +87,48 @@ def test_a_torn_manifest_is_damaged(save_step: SaveStep, cut: int) -> None:
 
 def test_a_newer_schema_is_refused(save_step: SaveStep) -> None:
     path = save_step(1) / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(CheckpointError, match=r"schema version 2, but this temper-engine-api reads up to 1: install a newer one"):
+    path.write_text(replace(read_manifest(path.parent), schema_version=3).to_json())
+    with pytest.raises(CheckpointError, match=r"schema version 3, but this temper-engine-api reads up to 2: install a newer one"):
         read_manifest(path.parent)
+
+
+def test_a_bit_flipped_in_the_schema_version_is_damage_and_no_newer_release(save_step: SaveStep) -> None:
+    path = save_step(1) / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
+    with pytest.raises(DamagedCheckpointError, match=r"does not match its own checksum"):
+        read_manifest(path.parent)
+
+
+def test_only_a_manifest_with_a_run_id_needs_the_newer_schema(save_step: SaveStep) -> None:
+    without, with_id = save_step(1), save_step(2, run_id="c0ffee")
+    assert "run_id" not in (without / "manifest.json").read_text()
+    assert [read_manifest(step).schema_version for step in (without, with_id)] == [1, 2]
+    assert [read_manifest(step).info.run_id for step in (without, with_id)] == [None, "c0ffee"]
+
+
+def test_shares_of_all_ranks_are_every_file_once_and_balanced_by_size() -> None:
+    files = [FileRecord(path=f"{size}", num_bytes=size, sha256="") for size in (7, 5, 4, 3, 1)]
+    shares = shares_by_size(files, num_shares=2)
+    assert [[record.num_bytes for record in share] for share in shares] == [[7, 3], [5, 4, 1]]
+
+
+def test_each_rank_reads_only_its_share_and_together_they_notice(save_step: SaveStep) -> None:
+    step = save_step(1)
+    flip(step / "trainer/state.json")  # the smaller one of two files: rank 1 reads it
+    verify(step, share=(0, 2))
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json has another checksum"):
+        verify(step, share=(1, 2))
+    verify(step, with_content=False)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "engine/shards/0.bin"])
+def test_a_file_that_cannot_be_read_is_no_damage(save_step: SaveStep, name: str) -> None:
+    step = save_step(1)
+    (step / name).unlink()
+    (step / name).symlink_to(Path(name).name)  # a loop: an OSError for every user, where a permission stops only some
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. This is no damage") as caught:
+        verify(step)
+    assert type(caught.value) is CheckpointError
 
 
 @pytest.mark.parametrize("outside", ["../up", "/etc/up"])

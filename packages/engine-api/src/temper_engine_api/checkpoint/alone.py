@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from temper_engine_api.checkpoint.layout import MARKER_NAME, find_step, prune, remove_step
+from temper_engine_api.checkpoint.layout import MARKER_NAME, find_step, prune, reading, remove_step
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     ManifestInfo,
@@ -141,6 +141,7 @@ def load_alone(
         if delete_download and rank == 0:
             undo.callback(lambda: remove_step(directory, read_manifest(directory)))
         _check_seen(directory / MANIFEST_NAME, gather)
+        _together(_attempt(lambda: undo.enter_context(reading(directory))), gather)
         share = (rank, engine.topology.world_size)
         _together(_attempt(lambda: verify(directory, share=share)), gather)
         if not (directory / ENGINE_PART).is_dir():

@@ -1,25 +1,38 @@
-"""Where steps lie under a root, which of them are whole, and which may go: always computed from the disk.
+"""Step directories below a root, which of them are complete, and which may be deleted.
 
-``step_00000010`` is committed; ``.step_00000010.<random>.partial`` is being written, or was when a run died.
+Nothing is remembered: every answer is computed from the disk.
+
+========================================  ====================================================
+``step_00000010``                         committed
+``.step_00000010.<random>.partial``       being written, or left by a run that died
+``step_00000010.damaged-1``               renamed by ``set_aside``; or ``incomplete``, ``superseded``
+========================================  ====================================================
 """
 
+import errno
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO, Literal
 
-from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
+from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
 
 logger = logging.getLogger(__name__)
 
 MARKER_NAME = ".temper-partial"
-"""Lies in every directory that is not committed yet: we made it, so prune may remove it."""
+"""File in every directory that is not committed yet. It holds the id of the run that writes it, so
+that only this run deletes it."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
-_PARTIAL = re.compile(r"\.step_\d{8,}\.[0-9a-f]+\.partial")
+_PARTIAL = re.compile(r"\.(step_\d{8,})\.[0-9a-f]+\.partial")
+_INCOMPLETE = re.compile(r"step_\d{8,}\.incomplete-\d+")
 
 
 def step_directory(root: str | Path, step: int) -> Path:
@@ -45,6 +58,28 @@ def complete_steps(root: str | Path) -> list[int]:
         return []
     named = ((STEP_NAME.fullmatch(path.name), path) for path in Path(root).iterdir())
     return sorted(int(match[1]) for match, path in named if match and (path / MANIFEST_NAME).is_file())
+
+
+def step_entries(root: str | Path) -> dict[int, Path]:
+    """Return everything that has the name of a step, complete or not, by ascending step."""
+    if not Path(root).is_dir():
+        return {}
+    named = ((STEP_NAME.fullmatch(path.name), path) for path in Path(root).iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]) -> Path:
+    """Rename a step directory, or what a crashed save left, so that its name is free again.
+
+    Returns:
+        The new path, ``step_NNNNNNNN.<reason>-<number>``; the number is the first that is free.
+    """
+    match = _PARTIAL.fullmatch(path.name)
+    stem, number = match[1] if match else path.name, 1
+    while os.path.lexists(goal := path.with_name(f"{stem}.{reason}-{number}")):
+        number += 1
+    os.rename(path, goal)
+    return goal
 
 
 def last_complete_step(root: str | Path) -> int | None:
@@ -81,55 +116,147 @@ def find_step(path: str | Path) -> Path:
     )
 
 
-def prune(root: str | Path, *, max_to_keep: int) -> list[int]:
-    """Remove the oldest complete steps, and what died before its commit; never the last complete step, never what we did not write.
+def prune(
+    root: str | Path,
+    *,
+    max_to_keep: int,
+    run_id: str | None = None,
+    keep_every: int = 0,
+    check: Callable[[Path], object] | None = None,
+) -> list[int]:
+    """Delete the oldest complete steps of a run, and what its crashed saves left.
 
-    A step with a damaged manifest, or with a file that its manifest does not name, is left alone and reported.
+    Kept are the newest ``max_to_keep`` steps that pass ``check``, permanent steps, steps that are
+    being read, steps of other runs, damaged steps, and directories that hold a file which their
+    manifest does not name.
 
     Args:
         root: folder of step directories. No save may be running in it.
         max_to_keep: complete steps to keep, at least 1.
+        run_id: delete only what this run wrote; None deletes only what has no run id.
+        keep_every: steps that are a multiple of this are permanent; 0 makes none permanent.
+        check: raises CheckpointError for a directory that does not count as kept. None compares
+            sizes with the manifest and reads no file.
 
     Returns:
-        The removed steps.
+        The deleted steps.
 
     Raises:
-        ConfigError: max_to_keep is below 1.
+        ConfigError: If max_to_keep is below 1.
     """
     if max_to_keep < 1:
         raise ConfigError(f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all.")
-    for partial in leftovers(root):
-        if (partial / MARKER_NAME).is_file():
-            logger.info("removing %s, which was never committed", partial)
-            shutil.rmtree(partial)
-    whole = {step: manifest for step in complete_steps(root) if (manifest := _readable(root, step)) is not None}
-    return [step for step in sorted(whole)[:-max_to_keep] if _remove(root, step, whole[step])]
+    for left in [*leftovers(root), *_set_aside_partials(root)]:
+        if _owner_of(left) == (run_id or ""):
+            logger.info("deleting %s, which was never committed", left)
+            shutil.rmtree(left)
+    num_kept, deleted = 0, []
+    for step in reversed(complete_steps(root)):
+        manifest = _readable(root, step)
+        if manifest is None or manifest.info.run_id != run_id:
+            continue
+        if num_kept < max_to_keep:
+            num_kept += _passes(check or _check_sizes, step_directory(root, step))
+        elif not (keep_every and step % keep_every == 0) and _remove(root, step, manifest):
+            deleted.append(step)
+    return sorted(deleted)
 
 
 def remove_step(directory: Path, manifest: Manifest) -> None:
     """Remove a step directory: out of sight in one move, then file by file, so that a crash never leaves half a step."""
-    (directory / MARKER_NAME).touch()
+    (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
     hidden = partial_directory(directory.parent, manifest.step)
     os.rename(directory, hidden)
     shutil.rmtree(hidden)
 
 
+@contextmanager
+def reading(directory: str | Path) -> Iterator[None]:
+    """Keep retention, in any process, from deleting a step directory while the body runs.
+
+    The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
+    clients. On a file system without locks (some Lustre mounts) nothing is locked, and a debug
+    line says so: keep steps that others read there with ``max_ckpt_to_keep=None``.
+
+    Raises:
+        IncompleteCheckpointError: If the step has no manifest, or is being deleted.
+    """
+    path = Path(directory) / MANIFEST_NAME
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+            is_free = _lock(file, fcntl.LOCK_SH) is not False
+            # Deleted between open and lock: the lock is on a file that no longer has this name.
+            if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise IncompleteCheckpointError(f"{directory} is being deleted by its run: load another step directory.")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise IncompleteCheckpointError(f"{directory} has no {MANIFEST_NAME}: load another step directory.") from error
+        yield
+
+
+def _lock(file: IO[bytes], kind: int) -> bool | None:
+    """Lock a file without waiting; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        logger.debug("%s: this file system has no locks (%s)", file.name, error.strerror)
+        return None
+    return True
+
+
+def _check_sizes(directory: Path) -> None:
+    verify(directory, with_content=False)
+
+
+def _passes(check: Callable[[Path], object], directory: Path) -> bool:
+    try:
+        check(directory)
+    except CheckpointError as error:
+        logger.warning("%s does not count among the checkpoints to keep: %s", directory, error)
+        return False
+    return True
+
+
+def _owner_of(partial_step: Path) -> str | None:
+    """Return the run id in an uncommitted directory's marker; None without one: not ours."""
+    try:
+        return (partial_step / MARKER_NAME).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _set_aside_partials(root: str | Path) -> list[Path]:
+    if not Path(root).is_dir():
+        return []
+    return sorted(path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name))
+
+
 def _readable(root: str | Path, step: int) -> Manifest | None:
     try:
         return read_manifest(step_directory(root, step))
-    except (IncompleteCheckpointError, DamagedCheckpointError, CheckpointError) as error:
+    except CheckpointError as error:
         logger.warning("step %d is left alone: %s", step, error)
         return None
 
 
 def _remove(root: str | Path, step: int, manifest: Manifest) -> bool:
+    """Delete a step unless it is being read or holds other files; return whether it was deleted."""
     directory = step_directory(root, step)
     ours = {record.path for record in manifest.files} | {MANIFEST_NAME, MARKER_NAME}
     present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
     if present - ours:
         logger.warning("%s is kept: %s is not ours to delete", directory, min(present - ours))
         return False
-    remove_step(directory, manifest)
+    # Writable, because NFS gives an exclusive lock only to a file that is open for writing.
+    with open(directory / MANIFEST_NAME, "rb+") as file:
+        if _lock(file, fcntl.LOCK_EX) is False:
+            logger.info("%s is kept for now: another process is reading it", directory)
+            return False
+        remove_step(directory, manifest)
     return True
 
 

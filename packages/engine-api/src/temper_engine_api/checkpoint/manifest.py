@@ -2,8 +2,11 @@
 
 import dataclasses
 import hashlib
+import heapq
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -14,8 +17,11 @@ from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, In
 from temper_engine_api.topology import Topology
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
-"""Of the manifest and of the layout beside it; a higher one is refused."""
+SCHEMA_VERSION = 2
+"""Newest version of the manifest and of the directory layout; a higher one is refused. Version 2
+adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
+MAX_READ_THREADS = 8
+"""Threads that compute checksums at once, in one process."""
 
 
 def package_versions(also: Iterable[str] = ("torch", "transformers", "megatron-core")) -> dict[str, str]:
@@ -40,6 +46,9 @@ class ManifestInfo:
     """SHA-256 of the configuration; see ``config_hash``."""
     packages: Mapping[str, str] = field(default_factory=package_versions)
     """Versions by distribution."""
+    run_id: str | None = None
+    """Run that wrote the step: retention deletes only steps of its own run. None if the writer has
+    no such identity, for example an engine that saves by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +62,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     """Every file but the manifest, ordered by path."""
     schema_version: int = SCHEMA_VERSION
-    """See SCHEMA_VERSION."""
+    """At most SCHEMA_VERSION."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +72,8 @@ class Manifest:
     def to_json(self) -> str:
         """As written: one JSON object with a checksum of its other entries."""
         body = dataclasses.asdict(self)
+        if self.info.run_id is None:
+            del body["info"]["run_id"]
         return json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n"
 
 
@@ -71,25 +82,36 @@ def _checksum(body: Mapping[str, object]) -> str:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """The manifest of a step directory.
+    """Return the manifest of a step directory.
 
     Raises:
-        IncompleteCheckpointError: there is none.
-        DamagedCheckpointError: it can't be read or was altered.
-        CheckpointError: a newer version wrote it.
+        IncompleteCheckpointError: If there is none.
+        DamagedCheckpointError: If it is no manifest or was altered.
+        CheckpointError: If a newer version wrote it, or it cannot be read at the moment.
     """
     path = Path(directory) / MANIFEST_NAME
-    if not path.is_file():
-        raise IncompleteCheckpointError(f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory.")
-    return parse_manifest(path.read_bytes(), source=str(path))
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise IncompleteCheckpointError(
+            f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory."
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return parse_manifest(content, source=str(path))
 
 
 def parse_manifest(content: bytes, *, source: str) -> Manifest:
-    """The manifest from its bytes; ``source`` names it in errors, which are those of ``read_manifest``."""
+    """Return the manifest from its bytes; ``source`` names it in errors.
+
+    Raises:
+        CheckpointError: Of the kinds that ``read_manifest`` raises.
+    """
     try:
         body = json.loads(content)
-        checksum = body.pop("checksum")
-        if body["schema_version"] > SCHEMA_VERSION:
+        # Before the version is looked at: a flipped bit in it is damage, not a newer release.
+        is_intact = body.pop("checksum") == _checksum(body)
+        if is_intact and body["schema_version"] > SCHEMA_VERSION:
             raise CheckpointError(
                 f"{source} has schema version {body['schema_version']}, but this temper-engine-api reads up to "
                 f"{SCHEMA_VERSION}: install a newer one."
@@ -100,33 +122,82 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
             files=tuple(FileRecord(**record) for record in body["files"]),
             schema_version=body["schema_version"],
         )
+        paths = [Path(record.path) for record in manifest.files]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{source} is damaged ({error}): load another step directory.") from error
-    if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in manifest.files):
+    if any(path.is_absolute() or ".." in path.parts for path in paths):
         raise DamagedCheckpointError(f"{source} names a file outside its directory: load another step directory.")
-    if checksum != _checksum(body):
+    if not is_intact:
         raise DamagedCheckpointError(f"{source} does not match its own checksum: load another step directory.")
     return manifest
 
 
-def verify(directory: str | Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """Check a step directory against its manifest: every file is there with its size, and with its checksum.
+def verify(
+    directory: str | Path,
+    *,
+    share: tuple[int, int] = (0, 1),
+    with_content: bool = True,
+    num_threads: int | None = None,
+) -> Manifest:
+    """Check a step directory against its manifest: every file has its size and its checksum.
 
     Args:
         directory: a step directory.
-        share: (rank, ranks): checksums of every ranks-th file only, so that many ranks share the reading; sizes are always checked.
+        share: (rank, ranks): read only this rank's share of the files, so that all ranks together
+            read every file once. Shares are balanced by size. Sizes of all files are always checked.
+        with_content: read the files and compare checksums; False checks only sizes.
+        num_threads: files that are read at once; None is one per CPU, up to 8.
 
     Raises:
-        IncompleteCheckpointError: no manifest.
-        DamagedCheckpointError: naming the first file that is missing, short or altered.
+        IncompleteCheckpointError: If there is no manifest.
+        DamagedCheckpointError: If a file is missing, short or altered; names the first one.
+        CheckpointError: If a file cannot be read, for example for lack of permission.
     """
     manifest = read_manifest(directory)
-    rank, num_ranks = share
-    for i, record in enumerate(manifest.files):
-        fault = fault_of(Path(directory), record, with_content=i % num_ranks == rank)
-        if fault is not None:
-            raise DamagedCheckpointError(f"{Path(directory) / record.path} {fault}: load another step directory.")
+    folder = Path(directory)
+    for record in manifest.files:
+        _check_file(folder, record, with_content=False)
+    if with_content:
+        records = shares_by_size(manifest.files, num_shares=share[1])[share[0]]
+        # hashlib releases the GIL, so threads hash in parallel.
+        workers = min(os.cpu_count() or 1, MAX_READ_THREADS) if num_threads is None else num_threads
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            checks = [pool.submit(_check_file, folder, r, with_content=True) for r in records]
+            try:
+                for check in checks:
+                    check.result()
+            except CheckpointError:
+                pool.shutdown(cancel_futures=True)
+                raise
     return manifest
+
+
+def shares_by_size(files: Sequence[FileRecord], *, num_shares: int) -> list[list[FileRecord]]:
+    """Divide files among ranks so that each reads about as many bytes; the same on every rank."""
+    shares: list[list[FileRecord]] = [[] for _ in range(num_shares)]
+    loads = [(0, i) for i in range(num_shares)]  # a heap: the least loaded rank takes the next file
+    for record in sorted(files, key=lambda r: (-r.num_bytes, r.path)):
+        num_bytes, rank = loads[0]
+        shares[rank].append(record)
+        heapq.heapreplace(loads, (num_bytes + record.num_bytes, rank))
+    return shares
+
+
+def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> None:
+    try:
+        fault = fault_of(directory, record, with_content=with_content)
+    except OSError as error:
+        raise _unreadable(directory / record.path, error) from error
+    if fault is not None:
+        path = directory / record.path
+        raise DamagedCheckpointError(f"{path} {fault}: load another step directory.")
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({error.strerror}). This is no damage of the checkpoint, which is left "
+        "as it is: fix the permission or the file system, then start again."
+    )
 
 
 def topology_sizes(topology: Topology) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,23 +49,30 @@ def _record(directory: Path, path: str) -> FileRecord:
 
 
 def fault_of(directory: Path, record: FileRecord, *, with_content: bool) -> str | None:
-    """What is wrong with a file, as the end of a sentence that begins with its name; None when it is as recorded.
+    """Return what is wrong with a file, worded to follow its name, or None if it is as recorded.
 
     Args:
         directory: that the record's path is relative to.
         record: what was written.
-        with_content: also read it and compare checksums.
+        with_content: also read the file and compare checksums.
+
+    Raises:
+        OSError: If the file cannot be read, for example for lack of permission. That is no damage.
     """
-    path = directory / record.path
-    if not path.is_file():
+    # Not Path.is_file(): from Python 3.14 on it returns False for every OSError, so that a file
+    # system which is briefly away would look like a deleted file.
+    try:
+        status = (directory / record.path).stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a file"
+        if status.st_size != record.num_bytes:
+            return f"has {status.st_size} bytes instead of {record.num_bytes}"
+        if with_content:
+            with open(directory / record.path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    return "has another checksum than when it was written"
+    except (FileNotFoundError, NotADirectoryError):
         return "is missing"
-    size = path.stat().st_size
-    if size != record.num_bytes:
-        return f"has {size} bytes instead of {record.num_bytes}"
-    if with_content:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                return "has another checksum than when it was written"
     return None
 
 

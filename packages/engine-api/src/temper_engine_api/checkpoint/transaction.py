@@ -68,7 +68,9 @@ class Transaction:
         Raises:
             CheckpointError: a reported file is missing or short, an unreported one is there, or another save committed this step.
         """
-        return self.publish(Manifest(step=self.step, info=info, files=_collect(reports)))
+        version = 1 if info.run_id is None else 2
+        files = _collect(reports)
+        return self.publish(Manifest(step=self.step, info=info, files=files, schema_version=version))
 
     def publish(self, manifest: Manifest) -> Path:
         """Commit with a manifest that is already made; otherwise like ``commit``."""
@@ -119,11 +121,16 @@ class Transaction:
             )
 
 
-def begin(root: str | Path, step: int) -> Transaction:
-    """Begin to write a step; makes the root where it is missing.
+def begin(root: str | Path, step: int, *, run_id: str | None = None) -> Transaction:
+    """Begin to write a step; creates the root if it does not exist.
+
+    Args:
+        root: folder of step directories.
+        step: global step.
+        run_id: run that writes it, so that the same run may delete what a crash leaves of it.
 
     Raises:
-        CheckpointError: the step's directory already exists; it is never overwritten.
+        CheckpointError: If the step's directory already exists; it is never overwritten.
     """
     final = step_directory(root, step)
     if final.exists():
@@ -132,7 +139,7 @@ def begin(root: str | Path, step: int) -> Transaction:
         logger.warning("%s was never committed: its run died, or is still saving", partial)
     staging = partial_directory(root, step)
     staging.mkdir(parents=True)
-    (staging / MARKER_NAME).touch()
+    (staging / MARKER_NAME).write_text(run_id or "")
     return Transaction(step=step, staging=staging, final=final)
 
 
