@@ -1,6 +1,7 @@
 """One row of the measurements at realistic sizes, in processes of its own; see `dense_models`."""
 
 import argparse
+import fcntl
 import math
 import os
 import shutil
@@ -343,7 +344,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
+    parser.add_argument("--lock", type=Path, help="file to lock before the GPU is used")
     options = parser.parse_args()
+    if options.lock:
+        # Held until the process ends, so that the next row can import its modules meanwhile.
+        descriptor = os.open(options.lock, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -121,6 +121,8 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
     command = [sys.executable, "-m", "tools.gpu.dense_jobs", row.name]
     command += ["--rows", str(options.results.path), "--world-size", str(len(gpus))]
     command += ["--rehearse"] if options.rehearse else []
+    if options.gpus == 1:
+        command += ["--lock", str(options.out / "gpu.lock")]
     output = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the row runs)
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     return Running(row=row, gpus=gpus, process=process, output=output)
@@ -156,7 +158,8 @@ def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Run rows side by side as far as GPUs and time allow."""
     deadline = time.monotonic() + options.budget_s
     waiting, running = list(rows), list[Running]()
-    free = list(range(options.gpus))
+    # Of a single GPU's two slots one waits with its modules imported.
+    free = list(range(options.gpus)) if options.gpus > 1 else [0, 0]
     while waiting or running:
         left_s = deadline - time.monotonic()
         if left_s < SHORTEST_S and waiting:
@@ -164,8 +167,8 @@ def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
                 reason = "no time left in this part"
                 options.results.add({"job": "left out", "name": row.name, "reason": reason})
             waiting.clear()
-        for row in [r for r in waiting if num_gpus_of(r) <= len(free)]:
-            if num_gpus_of(row) > len(free) or (waiting[0] is not row and options.in_order):
+        for row in list(waiting):
+            if num_gpus_of(row) > min(len(free), options.gpus) or (waiting[0] is not row and options.in_order):
                 continue
             waiting.remove(row)
             count = num_gpus_of(row)

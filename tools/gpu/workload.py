@@ -56,6 +56,27 @@ _QWEN3: Mapping[str, object] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
+_LLAMA_8B: Mapping[str, object] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
 CARDS: Mapping[str, Mapping[str, object]] = {
     "0.6B": {
         **_QWEN3,
@@ -78,30 +99,11 @@ CARDS: Mapping[str, Mapping[str, object]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
-    "8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-    },
+    "8B": _LLAMA_8B,
+    "8B-half": {**_LLAMA_8B, "num_hidden_layers": 16},
 }
 """Fields of `config.json` on the public model cards of Qwen/Qwen3-0.6B, Qwen/Qwen3-1.7B,
-Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B."""
+Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B; `8B-half` is the latter with half of its layers."""
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of an H100 or H200 SXM by the vendor's data sheet."""
 
