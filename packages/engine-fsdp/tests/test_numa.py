@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.numa import cores_near, parse_cores, stay_near
+from temper_engine_fsdp.runtime.host_device import cores_near, parse_cores, stay_near
 
 ADDRESS = "0000:1b:00.0"
 

@@ -7,8 +7,8 @@ import torch
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import PrecisionSpec
-from temper_engine_fsdp import numerics
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.runtime import numerics
 
 
 def test_the_matmul_precision_is_put_back_after_an_exception() -> None:

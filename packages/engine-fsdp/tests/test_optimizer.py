@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp import process_group
 from temper_engine_fsdp.optimizer import ShardedAdamW
+from temper_engine_fsdp.runtime import process_group
 from temper_engine_fsdp.sharded import RowSharded
 
 MakeOptimizer = Callable[[OptimizerSpec], ShardedAdamW]

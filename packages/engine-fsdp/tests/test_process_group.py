@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from temper_engine_fsdp.process_group import build_mesh, join, leave
+from temper_engine_fsdp.runtime.process_group import build_mesh, join, leave
 from temper_engine_fsdp.sharded import RowSharded
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.specs import ResidencySpec
-from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Mode, Offloading, Residency
+from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Mode, Offloading, Residency
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.process_group import Membership
-from temper_engine_fsdp.stages import Stages
+from temper_engine_fsdp.runtime.collective_tracer import Stages
+from temper_engine_fsdp.runtime.process_group import Membership
 
 SCRIPT = Path(__file__).with_name("wait_as_rank.py")
 

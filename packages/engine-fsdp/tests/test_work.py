@@ -11,7 +11,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp import attention
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.work import Work, matmul_rate, work_of
+from temper_engine_fsdp.runtime.performance import Work, matmul_rate, work_of
 
 TINY: dict[str, Scalar] = {
     "vocab_size": 61,

@@ -17,7 +17,7 @@ from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.stages import begun_collective
+from temper_engine_fsdp.runtime.collective_tracer import begun_collective
 
 ARCHITECTURE = {
     "model_type": "qwen2",

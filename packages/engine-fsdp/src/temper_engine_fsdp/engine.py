@@ -21,15 +21,16 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
-from temper_engine_fsdp import numerics, persistence, process_group, saving, state, weights
+from temper_engine_fsdp import persistence, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.expert_names import check_known
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import Parts, build_parts
 from temper_engine_fsdp.portable_files import open_files
-from temper_engine_fsdp.precision import dtype_named
-from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS
-from temper_engine_fsdp.telemetry import WhenRead, memory_metrics
+from temper_engine_fsdp.runtime import numerics, process_group
+from temper_engine_fsdp.runtime.numerics import dtype_named
+from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
+from temper_engine_fsdp.runtime.performance import WhenRead, memory_metrics
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.module import PREFIX, PackedModel, layers_of
-from temper_engine_fsdp.precision import dtype_named
+from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.sharded import FlatSharded, Parameters
 
 _WRAPPER = "_fsdp_wrapped_module."

@@ -18,7 +18,7 @@ from transformers import (
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
-from temper_engine_fsdp.seeds import seeded
+from temper_engine_fsdp.runtime.numerics import seeded
 
 NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
     "final_logit_softcapping": None,

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp.host_update import update_on_host
-from temper_engine_fsdp.launching import LateNumber
+from temper_engine_fsdp.runtime.host_device import LateNumber
 from temper_engine_fsdp.sharded import Parameters, ShardedParameter
 
 Gradients = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from temper_engine_fsdp.launching import to_device
+from temper_engine_fsdp.runtime.host_device import to_device
 from temper_engine_fsdp.sequence_parallel import SequenceGroup
 
 CALL_AREA = {"cpu": 2048, "cuda": 1 << 18}

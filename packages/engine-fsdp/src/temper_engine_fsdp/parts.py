@@ -15,27 +15,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
-from temper_engine_fsdp import attention, numerics, process_group
+from temper_engine_fsdp import attention
 from temper_engine_fsdp.adapter_names import hf_name, weights_and_adapter
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.liger import use_liger
 from temper_engine_fsdp.models import build_model
 from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
-from temper_engine_fsdp.numa import stay_near
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
-from temper_engine_fsdp.precision import dtype_named
-from temper_engine_fsdp.process_group import DataGroups, Membership, ThreadGroup
-from temper_engine_fsdp.profiling import UpdateProfiler
-from temper_engine_fsdp.residency import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runner import MicroBatchRunner
+from temper_engine_fsdp.runtime import numerics, process_group
+from temper_engine_fsdp.runtime.collective_tracer import Stages
+from temper_engine_fsdp.runtime.host_device import stay_near
+from temper_engine_fsdp.runtime.numerics import dtype_named
+from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
+from temper_engine_fsdp.runtime.performance import Speedometer, UpdateProfiler, work_of
+from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
 from temper_engine_fsdp.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.sharded import Parameters
-from temper_engine_fsdp.stages import Stages
 from temper_engine_fsdp.strategies import shard
 from temper_engine_fsdp.streamed import StreamedWeights, build_streamed
 from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 from temper_engine_fsdp.weights import Buffers
-from temper_engine_fsdp.work import Speedometer, work_of
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.adapter import Adapter

@@ -10,7 +10,7 @@ from temper_engine_api.weights import NamedWeight, WeightEntry
 from temper_engine_fsdp import huggingface, persistence
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.parts import Parts
-from temper_engine_fsdp.precision import dtype_named
+from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.staging import copy_to_host
 from temper_engine_fsdp.weights import describe_weights
 

@@ -19,8 +19,8 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.expert_names import shapes_in_files, split
 from temper_engine_fsdp.huggingface import INDEX_NAME
 from temper_engine_fsdp.models import build_model, is_of_new_head, is_of_old_head
-from temper_engine_fsdp.process_group import Membership
-from temper_engine_fsdp.seeds import seeded
+from temper_engine_fsdp.runtime.numerics import seeded
+from temper_engine_fsdp.runtime.process_group import Membership
 
 
 class StreamedWeights:

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from temper_engine_api.errors import CollectiveTimeoutError
-from temper_engine_fsdp.process_group import Membership
+from temper_engine_fsdp.runtime.process_group import Membership
 
 logger = logging.getLogger(__name__)
 

@@ -91,3 +91,28 @@ def check_deterministic_environment(device: torch.device) -> None:
             "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
             "set it before the process starts."
         )
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Of bf16, fp16 or fp32."""
+    return _DTYPES[name]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Numbers of this seed inside, and after it those that the process would have drawn without it.
+
+    On the CPU, where first values are made: ``torch.manual_seed`` would seed every GPU too, and to keep their states takes memory on each
+    of them, also on those of other ranks.
+    """
+    with torch.random.fork_rng(devices=[]):
+        begin_again(seed)
+        yield
+
+
+def begin_again(seed: int) -> None:
+    """The stream of a seed from its first number, inside ``seeded``."""
+    torch.default_generator.manual_seed(seed)
