@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.model.token_logprobs import linear_logprob
 
 CONTENDERS = ("naive", "TRL", "verl fused", "temper")
 MIB = 1024

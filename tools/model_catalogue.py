@@ -22,12 +22,12 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec
-from temper_engine_fsdp import attention
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.heads import request_head
-from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.module import PackedModel, always, build_head
-from temper_engine_fsdp.packing import PackLayout
+from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.output_head import request_head
+from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.packed_model import PackedModel, always, build_head
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)

@@ -11,8 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.fused_head import linear_logprob
-from temper_engine_fsdp.whole_head import whole_logprob
+from temper_engine_fsdp.model.token_logprobs import linear_logprob, whole_logprob
 from tools.gpu.fsdp_timing import Place, times_of
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]

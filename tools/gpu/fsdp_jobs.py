@@ -24,7 +24,7 @@ from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.model.token_logprobs import linear_logprob
 from tools.gpu.fsdp_heads import heads
 from tools.gpu.fsdp_timing import Place, report_speed, synchronize, times_of
 from tools.gpu.fsdp_workload import FULL, REHEARSAL, Scale, mini_batch, share_of

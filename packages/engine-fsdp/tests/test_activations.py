@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
-from temper_engine_fsdp.activations import ActivationParking
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.model.activation_checkpointing import ActivationParking
 
 Start = Callable[..., FSDPEngine]
 

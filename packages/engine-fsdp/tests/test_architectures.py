@@ -19,7 +19,7 @@ from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.expert_names import Joining, split
+from temper_engine_fsdp.model.weight_names import Joining, split
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},

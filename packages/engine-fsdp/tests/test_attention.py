@@ -12,9 +12,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec, Scalar
-from temper_engine_fsdp import attention
-from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.packing import PackLayout
+from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.packed_attention import PackLayout
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.fused_head import HeadColumns, linear_logprob
+from temper_engine_fsdp.model.token_logprobs import HeadColumns, linear_logprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
-from temper_engine_fsdp import attention
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.fused_head import linear_logprob
-from temper_engine_fsdp.liger import check_kernels, take_kernels
+from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model.liger_kernels import check_kernels, take_kernels
+from temper_engine_fsdp.model.token_logprobs import linear_logprob
 from temper_engine_fsdp.optimizer import ShardedAdamW
 
 pytestmark = [

@@ -10,8 +10,8 @@ from torch import Tensor
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.liger import PLAIN, Kernels, check_kernels, replace_layers
-from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.liger_kernels import PLAIN, Kernels, check_kernels, replace_layers
 
 CPU = torch.device("cpu")
 SIZES = {"norm": 32, "gate": 48}

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, Scalar
-from temper_engine_fsdp.attention import SDPA_VARLEN, register
-from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.packed_attention import SDPA_VARLEN, register
 
 TINY: Mapping[str, Scalar] = {
     "model_type": "qwen2",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.packing import CALL_AREA, PackLayout, _make_buckets, collect, spread
+from temper_engine_fsdp.model.packed_attention import CALL_AREA, PackLayout, _make_buckets, collect, spread
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.heads import HeadRequest, request_head
-from temper_engine_fsdp.sequence_parallel import check_heads
+from temper_engine_fsdp.model.output_head import HeadRequest, request_head
+from temper_engine_fsdp.model.sequence_parallel import check_heads
 
 
 def ask(*, bounds: tuple[int, int]) -> HeadRequest:

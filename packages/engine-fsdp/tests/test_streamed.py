@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import huggingface, parts
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.streamed import StreamedWeights
+from temper_engine_fsdp.model.streaming_load import StreamedWeights
 
 
 @pytest.fixture(params=[1 << 30, 4096], ids=["one file", "many files"])

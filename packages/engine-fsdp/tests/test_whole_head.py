@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from temper_engine_fsdp.fused_head import HeadColumns, linear_logprob
-from temper_engine_fsdp.whole_head import whole_logprob
+from temper_engine_fsdp.model.token_logprobs import HeadColumns, linear_logprob, whole_logprob
 
 # Torch's compiler looks at the gradients of tensors that have none, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -8,9 +8,9 @@ import torch
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
-from temper_engine_fsdp import attention
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.models import build_model
+from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.runtime.performance import Work, matmul_rate, work_of
 
 TINY: dict[str, Scalar] = {

@@ -23,7 +23,7 @@ from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
 from temper_engine_fsdp import persistence, saving, state, weights
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.expert_names import check_known
+from temper_engine_fsdp.model.weight_names import check_known
 from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.parts import Parts, build_parts
 from temper_engine_fsdp.portable_files import open_files

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.module import PREFIX, PackedModel, layers_of
+from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, layers_of
 from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.sharded import FlatSharded, Parameters
 

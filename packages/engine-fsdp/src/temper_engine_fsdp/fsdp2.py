@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.module import PREFIX, PackedModel, layers_of
+from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, layers_of
 from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.sharded import Parameters, RowSharded
 

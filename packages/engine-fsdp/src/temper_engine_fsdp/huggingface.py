@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry
-from temper_engine_fsdp.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_fsdp.safetensors_file import bytes_of, write_safetensors
 
 FOLDER = "huggingface"

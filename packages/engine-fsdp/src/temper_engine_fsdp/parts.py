@@ -15,12 +15,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
-from temper_engine_fsdp import attention
-from temper_engine_fsdp.adapter_names import hf_name, weights_and_adapter
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.liger import use_liger
-from temper_engine_fsdp.models import build_model
-from temper_engine_fsdp.module import PREFIX, PackedModel, always, build_head
+from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.liger_kernels import use_liger
+from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, always, build_head
+from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
+from temper_engine_fsdp.model.streaming_load import StreamedWeights, build_streamed
+from temper_engine_fsdp.model.weight_names import hf_name, weights_and_adapter
 from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.runtime import numerics, process_group
@@ -30,10 +32,8 @@ from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runtime.performance import Speedometer, UpdateProfiler, work_of
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
-from temper_engine_fsdp.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.strategies import shard
-from temper_engine_fsdp.streamed import StreamedWeights, build_streamed
 from temper_engine_fsdp.torch_optimizer import TorchOptimizer
 from temper_engine_fsdp.weights import Buffers
 

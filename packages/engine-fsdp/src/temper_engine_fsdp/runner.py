@@ -14,11 +14,11 @@ from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.engine import MicroLoss
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Answers, Query
-from temper_engine_fsdp.heads import request_head
-from temper_engine_fsdp.packing import PackLayout
+from temper_engine_fsdp.model.output_head import request_head
+from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.runtime.collective_tracer import Stages
 from temper_engine_fsdp.runtime.host_device import without_collections
-from temper_engine_fsdp.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.strategies import ShardedModule
 
 

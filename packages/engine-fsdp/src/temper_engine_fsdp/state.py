@@ -7,7 +7,7 @@ from torch import Tensor
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import TrainingState, WeightEntry, check_complete
-from temper_engine_fsdp.expert_names import Joining, split
+from temper_engine_fsdp.model.weight_names import Joining, split
 from temper_engine_fsdp.optimizer import Moments
 from temper_engine_fsdp.sharded import Parameters
 from temper_engine_fsdp.weights import describe_weights

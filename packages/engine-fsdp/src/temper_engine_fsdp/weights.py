@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
-from temper_engine_fsdp.expert_names import Joining, shapes_in_files, split
+from temper_engine_fsdp.model.weight_names import Joining, shapes_in_files, split
 from temper_engine_fsdp.sharded import Parameters
 
 Buffers = Mapping[str, Tensor]

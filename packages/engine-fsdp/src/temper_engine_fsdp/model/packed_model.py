@@ -14,10 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
-from temper_engine_fsdp.activations import parking
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.heads import Head, HeadRequest, LanguageHead, LinearNow, ScalarHead
-from temper_engine_fsdp.packing import PackLayout
+from temper_engine_fsdp.model.activation_checkpointing import parking
+from temper_engine_fsdp.model.output_head import Head, HeadRequest, LanguageHead, LinearNow, ScalarHead
+from temper_engine_fsdp.model.packed_attention import PackLayout
 
 PREFIX = "hf."
 """What our module puts before every Hugging Face name."""

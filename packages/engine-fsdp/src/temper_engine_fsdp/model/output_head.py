@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Query
-from temper_engine_fsdp.fused_head import linear_logprob
+from temper_engine_fsdp.model.token_logprobs import linear_logprob, whole_logprob
 from temper_engine_fsdp.runtime.host_device import to_device
-from temper_engine_fsdp.whole_head import whole_logprob
 
 LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
 

@@ -1,0 +1,1 @@
+"""The Hugging Face model with packed attention, sequence parallelism and output heads."""
