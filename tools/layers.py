@@ -46,7 +46,7 @@ GUESTS = (
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),
-    Guest(module="peft", hosts=(*(f"{engine}.adapter" for engine in ENGINES), KIT)),
+    Guest(module="peft", hosts=("temper_engine_fsdp.training.lora_adapter", "temper_engine_megatron.adapter", KIT)),
     Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
     # A program of its own, with requirements that are nobody's here.
     Guest(module="megatron.bridge.training", hosts=()),

@@ -23,7 +23,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.output_head import request_head
 from temper_engine_fsdp.model.packed_attention import PackLayout
@@ -129,7 +129,7 @@ def judge(name: str) -> tuple[str, str]:
         loss_masks=[torch.arange(length) >= 1 for length in LENGTHS],
     )
     try:
-        model = build_model(spec, attention=attention.SDPA_VARLEN).eval()
+        model = build_model(spec, attention=packed_attention.SDPA_VARLEN).eval()
         liven(model)
         found = in_a_pack(model, batch, spec=spec)
     except (CapabilityError, ConfigError) as error:
@@ -147,7 +147,7 @@ def main() -> int:
     part, num_parts = (int(number) for number in parser.parse_args().part.split("/"))
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    attention.register()
+    packed_attention.register()
     has_failed = False
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[part - 1 :: num_parts]:
         if CONFIG_MAPPING[name].sub_configs:

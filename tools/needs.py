@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-api": ("temper_engine_api.conformance",),
-    "engine-fsdp": ("temper_engine_fsdp.adapter",),
+    "engine-fsdp": ("temper_engine_fsdp.training.lora_adapter",),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{room}"
         for room in ("checkpoints", "data_proto", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")

@@ -31,7 +31,7 @@ def test_every_way_to_reach_a_guest_is_seen(source: str) -> None:
         ("temper_engine_fsdp.mesh", "import torch.distributed"),
         ("temper_engine_api.checkpoint.transaction", "import torch.distributed"),
         ("temper_engine_api.conformance.fleet", "import torch.distributed, peft, transformers, pytest"),
-        ("temper_engine_fsdp.adapter", "from peft import LoraConfig"),
+        ("temper_engine_fsdp.training.lora_adapter", "from peft import LoraConfig"),
         ("temper_trainer.rollout.vllm", "import vllm"),
         ("temper_engine_api.batch", "import os.path\nimport torch\nfrom typing_extensions import Self"),
         ("temper_engine_api.batch", "from temper_engine_api.errors import BatchError\nfrom . import plan"),

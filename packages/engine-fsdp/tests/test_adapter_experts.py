@@ -17,7 +17,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_fsdp import parts
+from temper_engine_fsdp import components
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
@@ -80,11 +80,11 @@ def test_it_begins_beside_streamed_weights(start: Start, config: FSDPConfig, tmp
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     lora = replace(LORA, target_modules=("q_proj",), target_parameters=BOTH)
     built: list[object] = []
-    build = parts.build_model
-    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs))
+    build = components.build_model
+    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs))
     streamed = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert not built
-    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
     whole = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert built
     (config_of, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()

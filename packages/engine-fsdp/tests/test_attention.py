@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec, Scalar
-from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
@@ -52,8 +52,8 @@ FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def packed_model(family: str) -> PreTrainedModel:
-    attention.register()
-    return build_model(ModelSpec(architecture={**COMMON, **FAMILIES[family]}), attention=attention.SDPA_VARLEN)
+    packed_attention.register()
+    return build_model(ModelSpec(architecture={**COMMON, **FAMILIES[family]}), attention=packed_attention.SDPA_VARLEN)
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -116,13 +116,13 @@ def test_no_mask_over_the_pack_is_made(tokens: Tensor) -> None:
 
 def test_torch_varlen_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="torch_varlen needs CUDA"):
-        attention.choose_kernel("torch_varlen", device=CPU, compute="bf16")
+        packed_attention.choose_kernel("torch_varlen", device=CPU, compute="bf16")
 
 
 def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
-    assert attention.choose_kernel("auto", device=CPU, compute="bf16") == attention.SDPA_VARLEN
-    assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32") == attention.SDPA_VARLEN
-    assert attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16") == attention.TORCH_VARLEN
+    assert packed_attention.choose_kernel("auto", device=CPU, compute="bf16") == packed_attention.SDPA_VARLEN
+    assert packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32") == packed_attention.SDPA_VARLEN
+    assert packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16") == packed_attention.TORCH_VARLEN
 
 
 class ReadsBack(TorchDispatchMode):
@@ -175,9 +175,9 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("kernel", [attention.SDPA_VARLEN, attention.TORCH_VARLEN])
+@pytest.mark.parametrize("kernel", [packed_attention.SDPA_VARLEN, packed_attention.TORCH_VARLEN])
 def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str, object], sentence: str) -> None:
-    attention.register()
+    packed_attention.register()
     query = torch.zeros(1, 4, 30, 8)
     known = {"scaling": 1.0, "packing": PackLayout(LENGTHS, device=CPU), "position_ids": torch.zeros(1, 30), "use_cache": False}
     with pytest.raises(CapabilityError, match=sentence):
@@ -186,6 +186,6 @@ def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str,
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
     with pytest.raises(CapabilityError, match="asks its attention for a mask of its own"):
-        attention.sdpa_varlen_forward(
+        packed_attention.sdpa_varlen_forward(
             torch.nn.Module(), *torch.zeros(3, 1, 4, 30, 8), torch.zeros(30, 30), scaling=1.0, packing=PackLayout(LENGTHS, device=CPU)
         )

@@ -235,7 +235,7 @@ def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> Non
 
 
 def test_an_adapter_without_peft_says_what_to_install(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "temper_engine_fsdp.adapter", raising=False)
+    monkeypatch.delitem(sys.modules, "temper_engine_fsdp.training.lora_adapter", raising=False)
     monkeypatch.setitem(sys.modules, "peft", None)  # what is None there can't be imported, as if it were not installed
     with pytest.raises(ConfigError, match=r"peft is not installed: pip install 'temper-engine-fsdp\[lora\]'\."):
         start(lora=LoraSpec(rank=2, alpha=4.0))

@@ -17,10 +17,10 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.liger_kernels import check_kernels, take_kernels
 from temper_engine_fsdp.model.token_logprobs import linear_logprob
-from temper_engine_fsdp.optimizer import ShardedAdamW
+from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,8 +43,8 @@ def logprobs(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
 
 
 def test_auto_chooses_the_variable_length_kernel_in_bf16() -> None:
-    chosen = attention.choose_kernel("auto", device=torch.device("cuda", 0), compute="bf16")
-    assert chosen == attention.TORCH_VARLEN
+    chosen = packed_attention.choose_kernel("auto", device=torch.device("cuda", 0), compute="bf16")
+    assert chosen == packed_attention.TORCH_VARLEN
 
 
 def test_float32_logprobs_equal_those_of_the_cpu(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:

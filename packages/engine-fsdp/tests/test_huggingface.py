@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from temper_engine_api.weights import NamedWeight, WeightEntry
-from temper_engine_fsdp import huggingface
+from temper_engine_fsdp.checkpoint import huggingface_files
 
 WEIGHTS = [NamedWeight(f"w{i}", torch.full((4,), float(i))) for i in range(3)]
 MEASURE = Path(__file__).with_name("measure_export.py")
@@ -22,7 +22,7 @@ def entries(weights: list[NamedWeight]) -> list[WeightEntry]:
 
 
 def write(weights: list[NamedWeight], folder: Path, *, shard_bytes: int = 1 << 30) -> list[str]:
-    return huggingface.write_weights(iter(weights), entries(weights), directory=str(folder), is_writer=True, shard_bytes=shard_bytes)
+    return huggingface_files.write_weights(iter(weights), entries(weights), directory=str(folder), is_writer=True, shard_bytes=shard_bytes)
 
 
 def test_few_weights_are_one_file(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
 
 def test_a_rank_that_does_not_write_still_consumes_the_stream(tmp_path: Path) -> None:
     stream = iter(WEIGHTS)
-    done = huggingface.write_weights(stream, entries(WEIGHTS), directory=str(tmp_path), is_writer=False, shard_bytes=32)
+    done = huggingface_files.write_weights(stream, entries(WEIGHTS), directory=str(tmp_path), is_writer=False, shard_bytes=32)
     assert done == []
     assert next(stream, None) is None
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +75,7 @@ def test_the_tokenizer_is_copied_beside_the_config(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     (source / "model.safetensors").write_bytes(b"")
     config = AutoConfig.for_model("qwen2", vocab_size=7)
-    files = huggingface.write_description(config, directory=str(tmp_path), source=str(source), dtype=torch.bfloat16)
+    files = huggingface_files.write_description(config, directory=str(tmp_path), source=str(source), dtype=torch.bfloat16)
     assert files == ["huggingface/config.json", "huggingface/tokenizer.json"]
     read = AutoConfig.from_pretrained(tmp_path / "huggingface")
     assert (read.model_type, read.vocab_size, read.dtype) == ("qwen2", 7, torch.bfloat16)

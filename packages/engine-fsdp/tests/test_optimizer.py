@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.optimizer import ShardedAdamW
 from temper_engine_fsdp.runtime import process_group
-from temper_engine_fsdp.sharded import RowSharded
+from temper_engine_fsdp.sharding.sharded_parameter import RowSharded
+from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 MakeOptimizer = Callable[[OptimizerSpec], ShardedAdamW]
 

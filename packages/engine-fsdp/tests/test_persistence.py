@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CheckpointError, EngineStateError
 from temper_engine_api.specs import Scalar
-from temper_engine_fsdp import persistence
+from temper_engine_fsdp.checkpoint import training_checkpoint
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
@@ -20,16 +20,19 @@ CPU = torch.device("cpu")
 
 def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    assert persistence.write_random_states(persistence.random_states(CPU), directory=str(tmp_path), rank=1) == "random/rank_1.pt"
+    assert (
+        training_checkpoint.write_random_states(training_checkpoint.random_states(CPU), directory=str(tmp_path), rank=1)
+        == "random/rank_1.pt"
+    )
     drawn = torch.rand(2)
-    assert persistence.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
+    assert training_checkpoint.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
     assert torch.equal(torch.rand(2), drawn)
 
 
 def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
-    persistence.write_random_states(persistence.random_states(CPU), directory=str(tmp_path), rank=0)
+    training_checkpoint.write_random_states(training_checkpoint.random_states(CPU), directory=str(tmp_path), rank=0)
     torch.manual_seed(4)
-    assert not persistence.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
+    assert not training_checkpoint.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
     after = torch.rand(2)
     torch.manual_seed(4)
     assert torch.equal(torch.rand(2), after)

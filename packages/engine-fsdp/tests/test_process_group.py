@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from temper_engine_fsdp.runtime.process_group import build_mesh, join, leave
-from temper_engine_fsdp.sharded import RowSharded
+from temper_engine_fsdp.sharding.sharded_parameter import RowSharded
 
 
 def _come_and_go(rank: int, port: int) -> None:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_fsdp import huggingface, parts
+from temper_engine_fsdp import components
+from temper_engine_fsdp.checkpoint import huggingface_files
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model.streaming_load import StreamedWeights
 
@@ -21,7 +22,7 @@ from temper_engine_fsdp.model.streaming_load import StreamedWeights
 def folder(start: Callable[..., FSDPEngine], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A model directory, of the usual tied model."""
     engine = start(save_huggingface_weights=True, huggingface_shard_bytes=request.param)
-    return Path(engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface.FOLDER)
+    return Path(engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface_files.FOLDER)
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -84,11 +85,11 @@ def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec
 ) -> None:
     loaded = []
-    build = parts.build_model
-    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    build = components.build_model
+    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
     streamed = start(model=ModelSpec(path=str(folder)), lora=lora)
     assert loaded == ([1] if lora.dora or lora.modules_to_save else [])
-    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
     whole = start(model=ModelSpec(path=str(folder)), lora=lora)
     (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
     assert config == other
@@ -103,12 +104,12 @@ def test_a_value_model_is_streamed_from_a_language_model(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []
-    build = parts.build_model
-    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    build = components.build_model
+    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
     spec = ModelSpec(path=str(folder), model_type="value_model", seed=3)
     streamed = weights_of(start(model=spec))
     assert not loaded
-    monkeypatch.setattr(parts, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
     whole = weights_of(start(model=spec))
     assert streamed.keys() == whole.keys()
     assert streamed["score.weight"].any()
@@ -144,7 +145,7 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
 ) -> None:
     in_files = {name: tensor for path in mixture.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
-    monkeypatch.setattr(parts, "build_model", _refused)
+    monkeypatch.setattr(components, "build_model", _refused)
     found = weights_of(start(model=ModelSpec(path=str(mixture))))
     assert found.keys() == in_files.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
@@ -160,8 +161,8 @@ def test_a_directory_with_other_names_is_left_to_transformers(
     embedding = whole["model.embed_tokens.weight"]
     save_file({**whole, "lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
     loaded = []
-    build = parts.build_model
-    monkeypatch.setattr(parts, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    build = components.build_model
+    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
     found = weights_of(start(model=ModelSpec(path=str(folder))))
     assert loaded == [1]
     assert torch.equal(found["model.embed_tokens.weight"], embedding)

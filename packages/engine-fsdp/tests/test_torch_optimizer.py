@@ -14,7 +14,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.torch_optimizer import TorchOptimizer
+from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 
 MOMENTUM = OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9}, lr=0.1, weight_decay=0.5, clip_grad_norm=None)
 

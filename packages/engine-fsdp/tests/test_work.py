@@ -9,7 +9,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.runtime.performance import Work, matmul_rate, work_of
 
@@ -27,9 +27,9 @@ LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
 
 
 def work(*, is_language_model: bool = True, **fields: Scalar) -> Work:
-    attention.register()
+    packed_attention.register()
     spec = ModelSpec(architecture={**TINY, **fields}, model_type="language_model" if is_language_model else "value_model")
-    return work_of(build_model(spec, attention=attention.SDPA_VARLEN), is_language_model=is_language_model)
+    return work_of(build_model(spec, attention=packed_attention.SDPA_VARLEN), is_language_model=is_language_model)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -21,19 +21,19 @@ from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
-from temper_engine_fsdp import persistence, saving, state, weights
+from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
+from temper_engine_fsdp.checkpoint.weight_export import open_files
+from temper_engine_fsdp.components import Parts, build_parts
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.weight_names import check_known
-from temper_engine_fsdp.optimizer import ShardedAdamW
-from temper_engine_fsdp.parts import Parts, build_parts
-from temper_engine_fsdp.portable_files import open_files
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_fsdp.runtime.performance import WhenRead, memory_metrics
+from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
-    from temper_engine_fsdp.adapter import Adapter
+    from temper_engine_fsdp.training.lora_adapter import Adapter
 
 ObjectT = TypeVar("ObjectT")
 
@@ -176,12 +176,12 @@ class FSDPEngine(BaseEngine):
         parts = self._parts
         self._check_names()
         merge = None if parts.adapter is None else partial(parts.adapter.merged, trained=parts.trained)
-        yield from weights.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
+        yield from weight_export.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         self._check_names()
         with self._parts.stages.stage("loading weights"):
-            weights.load_weights(self._parts.parameters, self._parts.buffers, stream)
+            weight_export.load_weights(self._parts.parameters, self._parts.buffers, stream)
         if self._parts.adapter is not None:
             self._parts.adapter.is_on_other_weights = True
 
@@ -204,11 +204,11 @@ class FSDPEngine(BaseEngine):
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         self._check_names()
-        return state.iterate_state(self._parts.trained, self._require_adamw().moments)
+        return weight_export.iterate_state(self._parts.trained, self._require_adamw().moments)
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         self._check_names()
-        state.load_state(self._parts.trained, self._require_adamw().moments, stream)
+        weight_export.load_state(self._parts.trained, self._require_adamw().moments, stream)
 
     def _require_adamw(self) -> ShardedAdamW:
         optimizer = self._parts.optimizer
@@ -220,12 +220,12 @@ class FSDPEngine(BaseEngine):
 
     def _write_state(self, directory: str) -> list[str]:
         with self._parts.stages.stage("saving a checkpoint"):
-            return saving.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
+            return training_checkpoint.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
 
     def _stage_state(self) -> Callable[[str], list[str]]:
         with self._parts.stages.stage("copying a checkpoint"):
             group = self._parts.saving_group.get()
-            return saving.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
+            return training_checkpoint.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
         return self._parts.saving_group.gather(item)
@@ -236,21 +236,21 @@ class FSDPEngine(BaseEngine):
             self._read_foreign(open_files(directory))
         else:
             if parts.adapter is not None:
-                parts.adapter.expect_weights(persistence.holds(directory, parts.parameters.keys()), directory=directory)
+                parts.adapter.expect_weights(training_checkpoint.holds(directory, parts.parameters.keys()), directory=directory)
             with parts.stages.stage("loading a checkpoint"):
-                persistence.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
-        persistence.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
+                training_checkpoint.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
+        training_checkpoint.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
 
     def _read_foreign(self, saved: SavedState) -> None:
         """What an engine that keeps its state in files has saved."""
         parts = self._parts
         if parts.adapter is not None:
             parts.adapter.expect_weights(bool(parts.parameters.keys() & saved.weights.keys()), directory=saved.directory)
-        expected = weights.describe_weights(parts.kept, {}, dtype=torch.float32)
+        expected = weight_export.describe_weights(parts.kept, {}, dtype=torch.float32)
         check_saved(expected, saved.entries(), directory=saved.directory)
         if parts.optimizer is None:
             own = (NamedWeight(name, buffer) for name, buffer in parts.buffers.items())
-            weights.load_weights(parts.kept, parts.buffers, chain(saved.iterate_weights(), own))
+            weight_export.load_weights(parts.kept, parts.buffers, chain(saved.iterate_weights(), own))
         else:
             self._load_state(saved.iterate_state())
 

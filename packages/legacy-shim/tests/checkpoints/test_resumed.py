@@ -52,7 +52,7 @@ class Old:
 MIXTURE = Old(name="v0.7.1_fsdp1-dsv3-buffer-bf16_ws2")
 nightly = pytest.mark.nightly
 narrow_values = pytest.mark.skipif(
-    find_spec("temper_engine_fsdp.model.weight_names") is None,
+    find_spec("temper_engine_fsdp.model") is None,
     reason="temper-engine-fsdp 0.1.0 needs values as wide as queries, which DeepSeek's are not",
 )
 KINDS = [

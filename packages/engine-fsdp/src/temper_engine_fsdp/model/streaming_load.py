@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api.specs import ModelSpec
-from temper_engine_fsdp.huggingface import INDEX_NAME
 from temper_engine_fsdp.model.huggingface_model import build_model, is_of_new_head, is_of_old_head
-from temper_engine_fsdp.model.weight_names import shapes_in_files, split
+from temper_engine_fsdp.model.weight_names import INDEX_NAME, shapes_in_files, split
 from temper_engine_fsdp.runtime.numerics import seeded
 from temper_engine_fsdp.runtime.process_group import Membership
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
-from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.sharding.sharded_parameter import Parameters
 
 _PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Of each expert, one above the other."""
@@ -77,6 +77,8 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of every tensor of an adapter."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter."""
+INDEX_NAME = "model.safetensors.index.json"
+"""Maps each tensor to its file where a model has several."""
 
 _WHOLE, _MAGNITUDE = ".modules_to_save.default.", ".lora_magnitude_vector.default.weight"
 _ADAPTER_PARTS = (".lora_A.default.", ".lora_B.default.", _MAGNITUDE, _WHOLE)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, layers_of
 from temper_engine_fsdp.runtime.numerics import dtype_named
-from temper_engine_fsdp.sharded import FlatSharded, Parameters
+from temper_engine_fsdp.sharding.sharded_parameter import FlatSharded, Parameters
 
 _WRAPPER = "_fsdp_wrapped_module."
 

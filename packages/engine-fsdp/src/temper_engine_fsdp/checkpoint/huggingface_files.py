@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,12 +14,10 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry
-from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from temper_engine_fsdp.safetensors_file import bytes_of, write_safetensors
+from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_NAME
 
 FOLDER = "huggingface"
 ADAPTER_FOLDER = "adapter"
-INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -117,3 +117,48 @@ def _cut(entries: Sequence[WeightEntry], *, shard_bytes: int) -> list[list[Weigh
         shards[-1].append(entry)
         held += bytes_of(entry)
     return shards
+
+
+_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+def bytes_of(entry: WeightEntry) -> int:
+    """Size of its data."""
+    return prod(entry.shape) * entry.dtype.itemsize
+
+
+def write_safetensors(path: Path, entries: Sequence[WeightEntry], weights: Iterator[NamedWeight]) -> None:
+    """Write these entries, which are the next of the stream."""
+    with open(path, "wb") as file:
+        file.write(_header(entries))
+        for entry in entries:
+            name, tensor = next(weights)
+            assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), "the stream is not as announced"
+            if tensor.numel() > 0:
+                # Not numpy's tofile: what it still buffers when the disk is full is lost without an error.
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _header(entries: Sequence[WeightEntry]) -> bytes:
+    # Libraries refuse a file whose metadata does not say which framework wrote it.
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in entries:
+        end = begin + bytes_of(entry)
+        fields[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

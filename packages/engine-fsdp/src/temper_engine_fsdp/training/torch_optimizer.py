@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.optimizer import Gradients, Piece, ShardedOptimizer
-from temper_engine_fsdp.sharded import FlatSharded, Parameters, local_of
+from temper_engine_fsdp.sharding.sharded_parameter import FlatSharded, Parameters, local_of
+from temper_engine_fsdp.training.sharded_optimizer import Gradients, Piece, ShardedOptimizer
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
 """Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""

@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, layers_of
 from temper_engine_fsdp.runtime.numerics import dtype_named
-from temper_engine_fsdp.sharded import Parameters, RowSharded
+from temper_engine_fsdp.sharding.sharded_parameter import Parameters, RowSharded
 
 _RESETS_AFTER_ERRORS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 

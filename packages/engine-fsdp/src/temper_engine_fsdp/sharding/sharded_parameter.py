@@ -191,3 +191,6 @@ def rows_of(whole: Tensor, *, mesh: DeviceMesh, placements: Placements) -> DTens
 
 Parameters = Mapping[str, ShardedParameter]
 """By Hugging Face name; tied ones once, under the name that a safetensors index holds."""
+
+Buffers = Mapping[str, Tensor]
+"""Those that belong to a checkpoint, by Hugging Face name; every rank holds them whole."""

@@ -4,7 +4,8 @@ DCP holds full logical tensors in pieces, cut by rows, so another world size or 
 states belong to ranks: a rank that finds none of its own (another world size) goes on with the stream it has.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved
-from temper_engine_fsdp.optimizer import Piece, ShardedOptimizer
-from temper_engine_fsdp.sharded import Parameters
-from temper_engine_fsdp.weights import Buffers
+from temper_engine_fsdp.checkpoint import huggingface_files
+from temper_engine_fsdp.checkpoint.weight_export import describe_weights
+from temper_engine_fsdp.components import Parts
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.runtime.numerics import dtype_named
+from temper_engine_fsdp.sharding.sharded_parameter import Buffers, Parameters
+from temper_engine_fsdp.training.sharded_optimizer import Piece, ShardedOptimizer
 
 STATE_FOLDER = "dcp"
 RANDOM_FOLDER = "random"
@@ -163,3 +168,115 @@ def read_random_state(*, directory: str, rank: int, device: torch.device) -> boo
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
     return True
+
+
+AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """Of one rank."""
+
+    tensors: Mapping[str, Tensor]
+    """Parameters, buffers and optimiser states, cut by rows."""
+    random_states: Mapping[str, Tensor]
+    """Of this rank."""
+    adapter: AdapterContent | None
+    """What PEFT's two files hold; None where there is no adapter."""
+
+
+def write_now(parts: Parts, *, config: FSDPConfig, directory: str, weights: Iterator[NamedWeight]) -> list[str]:
+    """Write the state as it is; relative paths of this rank's files. Collective.
+
+    Args:
+        parts: of the engine.
+        config: its configuration.
+        directory: of the checkpoint's part.
+        weights: full tensors for the safetensors, consumed only where they are asked for.
+    """
+    pieces = training_pieces(parts.kept, parts.buffers, parts.optimizer)
+    content = _content(parts, as_rows(pieces))
+    return _write(content, parts, config=config, directory=directory, group=None, weights=lambda: weights)
+
+
+def _content(parts: Parts, tensors: Mapping[str, Tensor]) -> _Content:
+    adapter = None if parts.adapter is None else parts.adapter.export(parts.trained)
+    return _Content(tensors=tensors, random_states=random_states(parts.membership.device), adapter=adapter)
+
+
+def stage(parts: Parts, *, config: FSDPConfig, group: ProcessGroup, weights: Iterator[NamedWeight]) -> Callable[[str], list[str]]:
+    """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective.
+
+    Args:
+        parts: of the engine.
+        config: its configuration.
+        group: of the threads.
+        weights: full tensors, consumed only where safetensors of a merged adapter are asked for: the one model that is copied whole.
+    """
+    pieces = training_pieces(parts.kept, parts.buffers, parts.optimizer)
+    copies, wait = copy_to_host(pieces, device=parts.membership.device)
+    if config.strategy == "fsdp1":
+        wait()  # cutting by rows reads the copies
+    content = _content(parts, as_rows(copies))
+    merged: list[NamedWeight] = []
+    if parts.adapter is not None and config.save_huggingface_weights:
+        merged = [NamedWeight(name, tensor.cpu()) for name, tensor in weights if parts.membership.rank == 0]
+
+    def write(directory: str) -> list[str]:
+        wait()
+        # Gathering would need the engine's groups; what was just written holds full tensors.
+        saved = iter(merged) if parts.adapter is not None else read_weights(_entries(parts, config), directory=directory)
+        return _write(content, parts, config=config, directory=directory, group=group, weights=lambda: saved)
+
+    return write
+
+
+def _write(
+    content: _Content,
+    parts: Parts,
+    *,
+    config: FSDPConfig,
+    directory: str,
+    group: ProcessGroup | None,
+    weights: Callable[[], Iterator[NamedWeight]],
+) -> list[str]:
+    rank = parts.membership.rank
+    files = write_tensors(content.tensors, directory=directory, rank=rank, group=group)
+    # A copy is exported by one rank, from the disk; a live model is gathered, by all of them. What each rank writes alone comes after it:
+    # one that fails there leaves no other rank waiting.
+    if config.save_huggingface_weights and (rank == 0 or group is None):
+        files += huggingface_files.write_weights(
+            weights(), _entries(parts, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
+        )
+    files.append(write_random_states(content.random_states, directory=directory, rank=rank))
+    if rank == 0:
+        dtype = dtype_named(config.precision.compute)
+        files += huggingface_files.write_description(parts.hf_config, directory=directory, source=config.model.path, dtype=dtype)
+    if rank == 0 and content.adapter is not None:
+        files += huggingface_files.write_adapter(*content.adapter, directory=directory)
+    return files
+
+
+def _entries(parts: Parts, config: FSDPConfig) -> list[WeightEntry]:
+    return describe_weights(parts.parameters, parts.buffers, dtype=dtype_named(config.precision.compute))
+
+
+def copy_to_host(pieces: Pieces, *, device: torch.device) -> tuple[dict[str, Piece], Callable[[], None]]:
+    """The pieces in host memory, and what waits until they are there."""
+    if device.type != "cuda":
+        return {name: Piece(owner=piece.owner, tensor=piece.tensor.clone()) for name, piece in pieces.items()}, lambda: None
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        copies = {name: Piece(owner=piece.owner, tensor=_pinned_copy(piece.tensor)) for name, piece in pieces.items()}
+    current.wait_stream(side)
+    done = torch.cuda.Event()
+    done.record(side)
+    return copies, done.synchronize
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)

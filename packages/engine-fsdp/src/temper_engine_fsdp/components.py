@@ -16,15 +16,13 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model import packed_attention as attention
+from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.liger_kernels import use_liger
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, always, build_head
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.model.streaming_load import StreamedWeights, build_streamed
 from temper_engine_fsdp.model.weight_names import hf_name, weights_and_adapter
-from temper_engine_fsdp.optimizer import ShardedAdamW, ShardedOptimizer
-from temper_engine_fsdp.runner import MicroBatchRunner
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import Stages
 from temper_engine_fsdp.runtime.host_device import stay_near
@@ -32,13 +30,14 @@ from temper_engine_fsdp.runtime.numerics import dtype_named
 from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
 from temper_engine_fsdp.runtime.performance import Speedometer, UpdateProfiler, work_of
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
-from temper_engine_fsdp.sharded import Parameters
-from temper_engine_fsdp.strategies import shard
-from temper_engine_fsdp.torch_optimizer import TorchOptimizer
-from temper_engine_fsdp.weights import Buffers
+from temper_engine_fsdp.sharding.sharded_module import shard
+from temper_engine_fsdp.sharding.sharded_parameter import Buffers, Parameters
+from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
+from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW, ShardedOptimizer
+from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 
 if TYPE_CHECKING:
-    from temper_engine_fsdp.adapter import Adapter
+    from temper_engine_fsdp.training.lora_adapter import Adapter
 
 _DUMMY_QUERIES = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
 
@@ -102,8 +101,8 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         stay_near(device)
     if config.deterministic:
         numerics.check_deterministic_environment(device)
-    kernel = attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
-    attention.register()
+    kernel = packed_attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
+    packed_attention.register()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     if device.type == "cpu" and membership.rank == 0:
         numerics.warn_without_kernels(config.precision.compute)
@@ -152,7 +151,7 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
         runner=MicroBatchRunner(
             sharded,
             device=device,
-            needs_buckets=kernel == attention.SDPA_VARLEN,
+            needs_buckets=kernel == packed_attention.SDPA_VARLEN,
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
             stages=stages,
@@ -174,7 +173,7 @@ def _adapters() -> ModuleType:
         ConfigError: it is not installed.
     """
     try:
-        return import_module("temper_engine_fsdp.adapter")
+        return import_module("temper_engine_fsdp.training.lora_adapter")
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise

@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.fsdp1 import FlatShardedModule
-from temper_engine_fsdp.fsdp2 import Fill, RowShardedModule
 from temper_engine_fsdp.model.activation_checkpointing import checkpoint_layers
 from temper_engine_fsdp.model.packed_model import PackedModel, compile_layers, layers_of
-from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.sharding.fsdp1 import FlatShardedModule
+from temper_engine_fsdp.sharding.fsdp2 import Fill, RowShardedModule
+from temper_engine_fsdp.sharding.sharded_parameter import Parameters
 
 
 class ShardedModule(Protocol):

@@ -19,7 +19,7 @@ from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.runtime.collective_tracer import Stages
 from temper_engine_fsdp.runtime.host_device import without_collections
-from temper_engine_fsdp.strategies import ShardedModule
+from temper_engine_fsdp.sharding.sharded_module import ShardedModule
 
 
 class MicroBatchRunner:

@@ -25,7 +25,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_complete
 from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, hf_name, is_of_adapter, peft_name
 from temper_engine_fsdp.runtime.numerics import begin_again, seeded
-from temper_engine_fsdp.sharded import Parameters
+from temper_engine_fsdp.sharding.sharded_parameter import Parameters
 
 _ADAPTER = "default"
 """What peft calls the one adapter."""

@@ -1,0 +1,1 @@
+"""Parameters sharded by FSDP1 or FSDP2."""

@@ -1,0 +1,1 @@
+"""Micro-batches, optimizers and the LoRA adapter."""
