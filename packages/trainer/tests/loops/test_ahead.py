@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from temper_engine_api.errors import BatchError
 from temper_trainer.loops import RunResult
@@ -28,6 +30,22 @@ def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(run: Run,
     # Both sample steps 1 with the first weights; so does one_step_off its second step, with the seeds of step 2.
     assert one[0]["actor/grad_norm"] == sync[0]["actor/grad_norm"]
     assert one[2] != sync[2]
+
+
+def test_sampling_thread_computes_with_the_default_matmul_kernels(run: Run, tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    def note(module: nn.Module, arguments: object) -> None:
+        if threading.current_thread().name.startswith("sampling"):
+            seen.add(torch.get_float32_matmul_precision())
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        run(tmp_path / "run", *ONE)
+    finally:
+        hook.remove()
+    # The engine sets "medium", for the whole process, while it trains the batch before.
+    assert seen == {"highest"}
 
 
 def test_one_step_off_goes_on_with_the_first_prompts_that_were_not_trained_on(run: Run, rows: Rows, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ included, comes from the same kind of step. Equal prompts are computed once.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -59,12 +60,14 @@ class Decoding:
         max_concurrent: int,
         weight_version: int,
         is_interrupted: Callable[[], bool] = lambda: False,
+        compute_lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._ends = ends
         self._version = weight_version
         self._is_interrupted = is_interrupted
+        self._compute_lock = compute_lock or nullcontext()
         self._device = model.device
         self._waiting = deque(_Sequence(index=i, request=request) for i, request in enumerate(requests))
         self._num_slots = min(max_concurrent, len(requests))
@@ -77,14 +80,16 @@ class Decoding:
         """Decode until every request has its completion, or until interrupted; in the order of the requests."""
         options: DrawOptions | None = None
         while (self._waiting or self._live) and not self._is_interrupted():
-            num_free = self._num_slots - len(self._live)
-            if self._waiting and num_free * _REFILL_SHARE >= self._num_slots:
-                self._admit(num_free)
-                options = None
-            if options is None:
-                options = self._options()
-            if self._step(options):
-                options = None
+            # Released after each step, so that an engine of this process gets its turn.
+            with self._compute_lock:
+                num_free = self._num_slots - len(self._live)
+                if self._waiting and num_free * _REFILL_SHARE >= self._num_slots:
+                    self._admit(num_free)
+                    options = None
+                if options is None:
+                    options = self._options()
+                if self._step(options):
+                    options = None
         for sequence in (*self._live, *self._waiting):
             self._completions[sequence.index] = self._completion(sequence, FinishReason.INTERRUPTED)
         return [self._completions[index] for index in range(len(self._completions))]

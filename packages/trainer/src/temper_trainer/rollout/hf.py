@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,17 +26,27 @@ _MAX_LOGITS = 1 << 25
 class HfSampler:
     """Completes prompts with a transformers model; see Sampler."""
 
-    def __init__(self, *, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, device: str | None = None) -> None:
-        """A sampler that holds the spec's own weights, as version 0.
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        device: str | None = None,
+        compute_lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Build the model with the spec's own weights, as version 0.
 
         Args:
-            model: what is built.
-            tokenizer: names the end token and decodes where stop texts are looked for.
-            config: how many sequences at once, and in which dtype.
-            device: None is CUDA where there is one.
+            model: The model to build.
+            tokenizer: Names the end token and decodes text to look for stop texts.
+            config: Number of concurrent sequences, and dtype.
+            device: None is CUDA where available.
+            compute_lock: Held during every forward pass. Engines of the same process hold it while
+                they change process-wide settings of torch; see InlineWorkerGroup.
 
         Raises:
-            ConfigError: the model can't be built, or nothing could ever end a completion.
+            ConfigError: The model can't be built, or there is no end token.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._model: PreTrainedModel | None = build_model(model, dtype=_DTYPES[config.dtype], device=self._device)
@@ -44,6 +55,7 @@ class HfSampler:
         self._config = config
         self._version = 0
         self._interrupted = threading.Event()
+        self._compute_lock = compute_lock or nullcontext()
 
     @property
     def weight_version(self) -> int:
@@ -63,6 +75,7 @@ class HfSampler:
             max_concurrent=self._config.max_concurrent,
             weight_version=self._version,
             is_interrupted=self._interrupted.is_set,
+            compute_lock=self._compute_lock,
         )
         return decoding.run()
 
@@ -98,7 +111,8 @@ class HfSampler:
         found: list[list[float]] = []
         for first in range(0, len(tokens), rows):
             chosen = tokens[first : first + rows]
-            values = self._teacher_forced(model, chosen, temperature=temperature)
+            with self._compute_lock:
+                values = self._teacher_forced(model, chosen, temperature=temperature)
             found += [row[: len(sequence) - 1] for row, sequence in zip(values.tolist(), chosen, strict=True)]
         return found
 

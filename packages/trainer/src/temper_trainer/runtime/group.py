@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
@@ -161,10 +163,28 @@ class WorkerGroup(ABC):
 
 
 class InlineWorkerGroup(WorkerGroup):
-    """A role of one rank in the driver's own process."""
+    """A role of one rank in the driver's own process.
 
-    def __init__(self, role: str, *, engine_name: str, config: EngineConfig, is_deprecated: bool = False) -> None:
+    Some engines change settings of torch that belong to the whole process while they compute: float32
+    matmul kernels on a CPU (``fast_float32_matmul``) and deterministic algorithms. torch offers
+    neither per thread, so a sampler on another thread would compute with them or without them,
+    depending on timing. Such a role holds ``compute_lock`` during its calls, as the sampler does
+    during each forward pass.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        engine_name: str,
+        config: EngineConfig,
+        is_deprecated: bool = False,
+        compute_lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         super().__init__(role)
+        is_on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+        changes_settings = is_on_cpu or config.deterministic
+        self._compute_lock = compute_lock if compute_lock and changes_settings else nullcontext()
         self._worker = open_worker(engine_name=engine_name, config=config, num_threads=None, is_deprecated=is_deprecated)
 
     @property
@@ -173,9 +193,9 @@ class InlineWorkerGroup(WorkerGroup):
         return 1
 
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
-        """Call the method here."""
+        """Call the function here, with the lock if this role needs it."""
         (only,) = arguments
-        with waiting(f"{self.role}: {call.__qualname__} in this process"):
+        with self._compute_lock, waiting(f"{self.role}: {call.__qualname__} in this process"):
             return [call_worker(self._worker, call, only)]
 
     def close(self) -> None:

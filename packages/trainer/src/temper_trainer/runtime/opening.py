@@ -1,6 +1,7 @@
 """Which implementation of a role and of the sampler a configuration means."""
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -43,17 +44,30 @@ class InlineRuntime:
 
     def __init__(self, engine_name: str) -> None:
         self._engine_name = engine_name
+        # Reentrant: publishing runs inside a call to a role and may ask the sampler.
+        self._compute_lock = threading.RLock()
 
     def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
         """One rank."""
         assert num_workers == 1
-        return InlineWorkerGroup(role, engine_name=self._engine_name, config=engine, is_deprecated=is_deprecated)
+        return InlineWorkerGroup(
+            role,
+            engine_name=self._engine_name,
+            config=engine,
+            is_deprecated=is_deprecated,
+            compute_lock=self._compute_lock,
+        )
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
         """In this process; vLLM's servers beside it."""
         if config.rollout.sampler == "vllm":
             return open_local_servers(config, tokenizer=tokenizer)
-        return HfSampler(model=config.actor.engine.model, tokenizer=tokenizer, config=config.rollout)
+        return HfSampler(
+            model=config.actor.engine.model,
+            tokenizer=tokenizer,
+            config=config.rollout,
+            compute_lock=self._compute_lock,
+        )
 
     def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
         """Beside this process."""
