@@ -35,7 +35,44 @@ def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict
             "forward_tflops": round(flops / 3e12 / forward_s),
             "both_tflops": round(flops / 1e12 / both_s),
         }
+    found["sdpa_cudnn_new_length_ms"] = new_length_ms(shape, length=length, scale=scale)
     return found
+
+
+def new_length_ms(shape: Mapping[str, int], *, length: int, scale: Scale) -> list[float]:
+    """Return how much longer cuDNN takes for a length it has not seen, forward and backward."""
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    found = []
+    for other in range(length - 3, length):
+        kernel = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+        query, key, value = (
+            torch.randn(
+                other,
+                n,
+                shape["head_dim"],
+                device=scale.device,
+                dtype=torch.bfloat16,
+                requires_grad=True,
+            )
+            for n in (heads, kv_heads, kv_heads)
+        )
+        inputs, slope = (query, key, value), torch.randn_like(query)
+        once = partial(_forward_and_backward, kernel, inputs, slope)
+        first_s = times_of(scale, once, repeats=1)[0]
+        found.append(round(1e3 * (first_s - times_of(scale, once, repeats=3)[1]), 1))
+    return found
+
+
+def _forward_and_backward(kernel: Kernel, inputs: tuple[Tensor, ...], slope: Tensor) -> None:
+    query, key, value = inputs
+    torch.autograd.grad(kernel(query, key, value), inputs, slope)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, backend: SDPBackend) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    with sdpa_kernel(backend):
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return mixed[0].transpose(0, 1)
 
 
 def _seconds(kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale) -> tuple[float, float]:
@@ -43,9 +80,7 @@ def _seconds(kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale) -> tuple[
     query, key, value = (x.detach().requires_grad_() for x in inputs)
     slope = torch.randn_like(kernel(query, key, value))
 
-    def both() -> None:
-        torch.autograd.grad(kernel(query, key, value), (query, key, value), slope)
-
+    both = partial(_forward_and_backward, kernel, (query, key, value), slope)
     both()
     forward_s = times_of(scale, lambda: kernel(query, key, value), repeats=5)[2]
     return forward_s, times_of(scale, both, repeats=5)[2]
@@ -59,12 +94,6 @@ def _kernels(length: int, device: str) -> dict[str, Kernel]:
         assert isinstance(mixed, Tensor)
         return mixed
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: SDPBackend) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        with sdpa_kernel(backend):
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed[0].transpose(0, 1)
-
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = create_block_mask(_is_seen, None, None, length, length, device=device)
 
@@ -76,8 +105,8 @@ def _kernels(length: int, device: str) -> dict[str, Kernel]:
 
     return {
         "varlen": varlen,
-        "sdpa_flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
-        "sdpa_cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "sdpa_flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
         "flex": flex,
     }
 
