@@ -145,10 +145,13 @@ def engine_update(row: Row, place: Place) -> Measurement:
 
 
 def attention_backend(row: Row) -> AbstractContextManager[None]:
-    """Choose cuDNN for scaled-dot-product attention where the row asks for it."""
+    """Choose cuDNN for scaled-dot-product attention, or FlashAttention 4, as the row asks."""
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+
+    if "fa4" in row.options:
+        activate_flash_attention_impl("FA4")
     if "cudnn" not in row.options:
         return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen: AbstractContextManager[None] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
     return chosen
@@ -262,7 +265,8 @@ def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
 def attention_rates(row: Row, place: Place) -> Measurement:
     """Time attention kernels alone over one causal sequence."""
     shape, case = shape_of(row.model, place.scale), case_of(row.case, place.scale)
-    found = kernel_rates(shape, length=case.lengths[0], scale=place.scale)
+    with attention_backend(row):
+        found = kernel_rates(shape, length=case.lengths[0], scale=place.scale)
     return Measurement(seconds=[1.0], tokens=case.lengths[0], first_norm=0.0, extra=found)
 
 
