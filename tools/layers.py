@@ -42,6 +42,7 @@ GUESTS = (
             *ENGINES,
             KIT,
             "temper_engine_api.checkpoint",
+            "temper_engine_api.rendezvous",
             "temper_trainer.rollout.channel",
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),

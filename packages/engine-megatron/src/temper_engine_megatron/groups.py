@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import store_from_environment
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.cpu_device import megatron_on_cpu
@@ -251,7 +251,7 @@ def _join_default(device: torch.device, *, timeout_s: float) -> bool:
         return True
     place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     if place not in _STORES:
-        _STORES[place] = next(rendezvous("env://", timeout=timeout))
+        _STORES[place] = store_from_environment(timeout)
     store, rank, world_size = _STORES[place]
     _NUM_GROUPS[place] += 1
     own = PrefixStore(f"temper_engine_megatron/{_NUM_GROUPS[place]}", store)

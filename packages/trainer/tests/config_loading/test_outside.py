@@ -116,10 +116,10 @@ def test_prometheus_that_is_not_installed_is_named(there: list[str], monkeypatch
 
 def test_a_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
     with socket.socket() as other:
-        other.bind(("", 0))
+        other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        expected = f"run.prometheus_port is {port}, which can't be listened on: Address already in use. Choose a free port."
+        expected = f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address 127.0.0.1: Address already in use."
         assert expected in refusal([*there, f"run.prometheus_port={port}"])
 
 

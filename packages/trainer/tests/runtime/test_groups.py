@@ -73,7 +73,7 @@ def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
     from temper_trainer.runtime.ray_workers import RoleActor
 
     actor = RoleActor()
-    place = actor.rendezvous()
+    place = actor.rendezvous("token")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(place)
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper_engine_api.rendezvous import run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.changes import apply_changes, check_result
-from temper_trainer.rollout.channel import Channel, open_channel
+from temper_trainer.rollout.channel import Channel, ChannelSpec, open_channel
 from temper_trainer.rollout.parcels import Parcel, named_weights
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.weight_sync.collective import CollectiveTransport, find_place
+from temper_trainer.weight_sync.collective import CollectiveTransport, listen
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 
@@ -53,9 +54,9 @@ class Worker:
         """What a server answers."""
         return self._thread.submit(getattr(self, method), *arguments)
 
-    def join_channel(self, plain: dict[str, object]) -> None:
+    def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
-        self._channel: Channel = open_channel(plain, worker_rank=0, device=torch.device("cpu"))
+        self._channel: Channel = open_channel(spec.plain(), worker_rank=0, device=torch.device("cpu"))
 
     def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
         """Every bucket."""
@@ -131,10 +132,28 @@ def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part
     transport.close()
 
 
-def test_nobody_else_can_take_the_port_of_a_channel_before_it_is_open() -> None:
-    place = find_place(cast("Any", Actor()))
+def test_a_channel_listens_on_the_configured_address_alone() -> None:
+    address, port, token = listen(cast("Any", Actor()), "127.0.0.3")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(place)
+        other.bind((address, port))
+    with socket.socket() as elsewhere:
+        elsewhere.bind(("127.0.0.1", port))
+    assert (address, token) == ("127.0.0.3", run_token())
+
+
+def test_a_channel_stops_listening_when_it_is_closed() -> None:
+    transport = transport_between(Actor(), Worker())
+    place = (transport._spec.address, transport._spec.port)
+    transport.send(1)
+    transport.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
+
+
+def test_neither_token_nor_nonce_of_a_channel_is_shown_in_its_spec() -> None:
+    spec = ChannelSpec(backend="gloo", address="a", port=1, size=2, buffer_bytes=1, with_digest=False, token="T0K3N", nonce="N0NC3")
+    assert "T0K3N" not in repr(spec)
+    assert "N0NC3" not in repr(spec)
 
 
 def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number() -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.rollout.channel import ChannelSpec
 from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
 from temper_trainer.weight_sync.buckets import pack_buckets, unpack_buckets
 from temper_trainer.weight_sync.held import forget_held
@@ -133,10 +134,10 @@ class Receiver(Worker):
         self.target = target
         self.live = LiveBytes(*target.values())
 
-    def join_channel(self, plain: dict[str, object]) -> None:
+    def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
         with self.live:
-            super().join_channel(plain)
+            super().join_channel(spec)
 
     def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
         """Every bucket."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
 
@@ -49,7 +49,7 @@ class _Rendezvous:
         """(store, rank, world size) of the next group; ranks agree on its keys because they make their groups in the same order."""
         place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
         if place not in self._stores:
-            self._stores[place] = next(rendezvous("env://", timeout=timeout))
+            self._stores[place] = store_from_environment(timeout)
         store, rank, world_size = self._stores[place]
         self._num_groups[place] += 1
         return PrefixStore(f"temper_engine_fsdp/{self._num_groups[place]}", store), rank, world_size

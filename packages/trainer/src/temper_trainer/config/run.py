@@ -13,7 +13,7 @@ from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.generate import GenerateConfig
 from temper_trainer.config.preference import PreferenceConfig
-from temper_trainer.config.ranges import check_range
+from temper_trainer.config.ranges import LOOPBACK, check_listen_address, check_range
 from temper_trainer.config.reward_model import reward_model_problems
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 from temper_trainer.config.tasks import task_problems
@@ -61,7 +61,10 @@ class RunConfig:
     trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = ("jsonl", "tensorboard")
     """Where metrics go; mlflow and trackio need jsonl beside them, from which they take earlier steps after a resume."""
     prometheus_port: int | None = None
-    """Serve the newest value of every metric to Prometheus on this port while the run lasts; None serves nothing."""
+    """Serve the newest value of every metric to Prometheus on this port while the run lasts; None serves nothing. Scrapes need the token in
+    RUN.DIR/prometheus_token."""
+    prometheus_address: str = LOOPBACK
+    """IP address of the driver's machine on which that port is opened."""
 
     def __post_init__(self) -> None:
         if "://" in self.dir:
@@ -81,6 +84,7 @@ class RunConfig:
         check_range("run.table_every", self.table_every, at_least=0)
         check_range("run.num_threads", self.num_threads, at_least=1)
         check_range("run.prometheus_port", self.prometheus_port, at_least=1, at_most=65535)
+        check_listen_address("run.prometheus_address", self.prometheus_address, may_be_any=True)
         for name in ("mlflow", "trackio"):
             if name in self.trackers and "jsonl" not in self.trackers:
                 raise ConfigError(f"run.trackers names {name} without jsonl, from which it takes earlier steps after a resume: add jsonl.")
@@ -114,6 +118,9 @@ class RuntimeConfig:
     """ray only; colocated roles of one pool share it."""
     address: str | None = None
     """ray only: an existing cluster; None starts one on this machine."""
+    bind_address: str = LOOPBACK
+    """IP address of this machine at which the run's own listeners, and a Ray that the run starts, can be reached. Nodes of an existing
+    cluster listen on the address that they were started with (``ray start --node-ip-address``)."""
     rollout_python: str | None = None
     """sampler vllm only: the Python interpreter of the servers, such as that of a virtual environment with vLLM, temper-engine-api and
     temper-trainer in it; None is the trainer's own."""
@@ -126,6 +133,13 @@ class RuntimeConfig:
     """Waits longer than this are told, with who has not answered, once per interval; None tells nothing."""
 
     def __post_init__(self) -> None:
+        check_listen_address("runtime.bind_address", self.bind_address)
+        if self.address is not None and self.bind_address != LOOPBACK:
+            raise ConfigError(
+                f"runtime.bind_address is {self.bind_address}, but runtime.address names an existing "
+                "cluster, whose nodes listen on their own addresses: remove runtime.bind_address, and "
+                "start the nodes with ray start --node-ip-address."
+            )
         check_range("runtime.cpus_per_worker", self.cpus_per_worker, above=0)
         check_range("runtime.gpus_per_worker", self.gpus_per_worker, at_least=0)
         check_range("runtime.worker_timeout_s", self.worker_timeout_s, above=0)

@@ -113,6 +113,11 @@ RULES = (
         reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing, or your own, which has policy_loss_arguments: remove it",
     ),
     Rule(
+        keys=("run.prometheus_address",),
+        applies=lambda config: config.run.prometheus_port is None,
+        reason="without run.prometheus_port: remove it, or set the port",
+    ),
+    Rule(
         keys=("runtime.cpus_per_worker", "runtime.gpus_per_worker", "runtime.address", "runtime.worker_timeout_s"),
         applies=lambda config: config.runtime.kind == "inline",
         reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",

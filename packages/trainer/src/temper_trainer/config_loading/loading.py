@@ -39,6 +39,7 @@ WITHOUT_INFLUENCE = (
     "run.progress",
     "run.trackers",
     "run.prometheus_port",
+    "run.prometheus_address",
     "runtime",
     *(f"{role}.{key}" for role in ("actor", "critic", "ref") for key in ("num_workers", "pool")),
     "rollout.max_concurrent",

@@ -139,18 +139,21 @@ def _problems_of_run(run: RunConfig) -> Iterator[str]:
                 f"run.trackers names {name}, which is not installed: pip install 'temper-trainer[{name}]', or take it out of run.trackers."
             )
     if run.prometheus_port is not None:
-        yield from _problems_of_port(run.prometheus_port)
+        yield from _problems_of_port(run.prometheus_address, run.prometheus_port)
 
 
-def _problems_of_port(port: int) -> Iterator[str]:
+def _problems_of_port(address: str, port: int) -> Iterator[str]:
     if not _is_installed("prometheus_client"):
         yield "run.prometheus_port is set, but prometheus_client is not installed: pip install 'temper-trainer[prometheus]', or remove it."
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError as error:
-            yield f"run.prometheus_port is {port}, which can't be listened on: {error.strerror}. Choose a free port."
+            yield (
+                f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address "
+                f"{address}: {error.strerror}. Choose a free port, and an address of this machine."
+            )
 
 
 def _is_installed(module: str) -> bool:

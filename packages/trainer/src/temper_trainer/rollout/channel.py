@@ -4,21 +4,21 @@ Rank 0 sends buckets of bytes, every other rank receives each of them. ``nccl`` 
 the sender wrote them, for receivers on the same GPU, and uses gloo to take turns.
 """
 
-import pickle
+import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from inspect import signature
 from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
+from temper_engine_api.rendezvous import StoreServer, TokenStore
 from temper_trainer.rollout.changes import Change, ChangeParcel, fill_changes, size_of
 from temper_trainer.rollout.parcels import Parcel, ParcelEntry, check_digest, digest_of
+from temper_trainer.rollout.shared_buffer import read_shared_buffer, share_buffer
 
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
@@ -43,6 +43,10 @@ class ChannelSpec:
     """Of the workers of one replica; 0 is the sender."""
     timeout_s: float = 600.0
     """Longest wait for another member."""
+    token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Of the store at which the members meet: the run's."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    """Of this channel; cuda_ipc: marks the sender's buffer."""
 
     def plain(self) -> dict[str, object]:
         """For a message."""
@@ -63,32 +67,38 @@ class _Group(Protocol):
     def abort(self) -> None: ...
 
 
-class MeetingPoint:
-    """A port that is listened at as long as this lives, so that nobody else can take it before those who are to meet there come."""
-
-    def __init__(self, address: str) -> None:
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        self.port: int = self._store.port
-
-
 class Channel:
-    """One member's end; rank 0 brings the meeting point, or listens at the port itself."""
+    """One member's end of a channel."""
 
-    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device, meeting: MeetingPoint | None = None) -> None:
+    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device, server: StoreServer | None = None) -> None:
+        """Meet the other members; returns when all of them have come, with nccl at the first transfer.
+
+        Args:
+            spec: The same for all members.
+            rank: 0 is the sender.
+            device: Where the buckets are.
+            server: rank 0 only: the store that listens at the spec's port; None opens it.
+        """
         self._spec = spec
         self._rank = rank
         self._device = device
         timeout = timedelta(seconds=spec.timeout_s)
-        listens = rank == 0 and meeting is None
-        store = dist.TCPStore(spec.address, spec.port, spec.size, is_master=listens, timeout=timeout)  # type: ignore[attr-defined]
+        if rank == 0 and server is None:
+            server = StoreServer(spec.address, port=spec.port, token=spec.token)
+        store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
         else:
-            made = dist.ProcessGroupGloo(store, rank, spec.size, _gloo_options(spec, timeout=timeout))  # type: ignore[arg-type]
+            made = dist.ProcessGroupGloo(
+                store,
+                rank,
+                spec.size,
+                _gloo_options(spec, timeout=timeout),  # type: ignore[arg-type]
+            )
             self._group = cast("_Group", made)
-        self._store, self._meeting = store, meeting
+        self._store, self._server = store, server
         self._buffer = self._shared_buffer() if spec.backend == "cuda_ipc" else self._own_buffer()
 
     def send(self, data: Tensor) -> None:
@@ -167,8 +177,12 @@ class Channel:
 
     def close(self) -> None:
         """Leave."""
+        if self._server is not None:
+            self._server.close()
         if self._spec.backend == "nccl":
-            self._group.abort()
+            self._group.abort()  # its watchdog may still ask the store, which therefore stays
+        else:
+            self._store.close()
 
     @property
     def _control_device(self) -> torch.device:
@@ -193,13 +207,11 @@ class Channel:
         """The sender's buffer, mapped into every receiver."""
         if self._rank == 0:
             own = self._own_buffer()
-            self._store.set("buffer", pickle.dumps(reduce_tensor(own)))  # type: ignore[arg-type]  # bytes are taken too
+            self._store.set("buffer", share_buffer(own, nonce=self._spec.nonce).to_json())
             return own
-        rebuild, arguments = pickle.loads(self._store.get("buffer"))  # noqa: S301 - written by our own sender a moment ago
-        given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
-        # The same GPU may have another number here, where other ones are visible.
-        shared: Tensor = rebuild(**{**given, "storage_device": self._device.index})
-        return shared
+        num_bytes = self._spec.buffer_bytes
+        shared = read_shared_buffer(self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes)
+        return shared.map(num_bytes, device=self._device)
 
 
 def open_channel(plain: dict[str, object], *, worker_rank: int, device: torch.device) -> Channel:

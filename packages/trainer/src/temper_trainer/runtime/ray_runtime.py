@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import cast
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
@@ -27,6 +29,9 @@ from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teach
 
 logger = logging.getLogger(__name__)
 
+_RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
+"""False on macOS and Windows, where Ray stays on the loopback interface by itself."""
+
 
 class RayRuntime:
     """Ray and one placement group, from the start of a run to its end."""
@@ -37,7 +42,7 @@ class RayRuntime:
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            _begin(runtime.address)
+            _begin(runtime.address, runtime.bind_address)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
         logger.info("placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)]))
@@ -120,14 +125,31 @@ def open_ray_runtime(config: TrainerConfig, *, roles: Mapping[str, RoleRequest])
         runtime.close()
 
 
-def _begin(address: str | None) -> None:
-    """Raises ConfigError where there is no cluster to join."""
+def _begin(address: str | None, bind_address: str) -> None:
+    """Join a cluster, or start Ray on this machine.
+
+    Raises:
+        ConfigError: If no cluster answers at the address.
+    """
+    starts_here = address is None and "RAY_ADDRESS" not in os.environ
+    is_on_loopback = starts_here and bind_address == LOOPBACK
+    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all of them,
+    # except in the mode that is its default on macOS and Windows. The driver has read the variable
+    # when it imported Ray; Ray's own processes read it now.
+    ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address="local" if starts_here else address,
+            _node_ip_address=bind_address if starts_here else None,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
     except ConnectionError as error:
         raise ConfigError(
-            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start --head), mend the address, or leave it "
-            "out to have one on this machine. A cluster that is guarded by a token wants RAY_AUTH_MODE=token and the same "
+            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start --head), correct the address, or "
+            "leave it out to have one on this machine. A cluster that is guarded by a token wants RAY_AUTH_MODE=token and the same "
             "~/.ray/auth_token here."
         ) from error
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.registry import engine_class
+from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, interface_of, run_token
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.changes import ChangeBucket
-from temper_trainer.rollout.channel import MeetingPoint
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGroup
 from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
@@ -52,17 +52,21 @@ class RoleActor:
 
     def __init__(self) -> None:
         self._worker: TrainingWorker | None = None
-        self._meeting: MeetingPoint | None = None
+        self._server: StoreServer | None = None
 
     def prepare(self, engine_name: str) -> None:
         """Import the engine, which takes seconds: actors of every role do so side by side, before the first one builds its model."""
         engine_class(engine_name)
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address of this node and the port on it where rank 0 is met; it is listened at from now on, so that nobody else takes it."""
+    def rendezvous(self, token: str) -> tuple[str, int]:
+        """Open the store at which the ranks of the role meet.
+
+        Returns:
+            This node's address, as Ray knows it, and a port that is the store's from now on.
+        """
         address = ray.util.get_node_ip_address()
-        self._meeting = MeetingPoint(address)
-        return address, self._meeting.port
+        self._server = StoreServer(address, token=token)
+        return address, self._server.port
 
     def configure(
         self,
@@ -73,12 +77,17 @@ class RoleActor:
         world_size: int,
         address: str,
         port: int,
+        token: str,
         is_deprecated: bool,
     ) -> None:
         """Take a place in the role's process group."""
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
-        # As under torchrun: rank 0 need not listen, somebody does.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        os.environ[TOKEN_VARIABLE] = token
+        # Left to themselves, gloo and NCCL listen on whatever interface they find first.
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
@@ -174,10 +183,12 @@ class RayWorkerGroup(WorkerGroup):
     def _take_places(self) -> None:
         """Tell every rank where rank 0 is, at the first call."""
         _wait_all(self._preparing, timeout_s=self._timeout_s, what=f"{self.role}: start")
-        (place,) = _wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._timeout_s, what=f"{self.role} rank 0: rendezvous")
+        (place,) = _wait_all(
+            [self._actors[0].rendezvous.remote(run_token())], timeout_s=self._timeout_s, what=f"{self.role} rank 0: rendezvous"
+        )
         address, port = cast("tuple[str, int]", place)
         refs = [
-            actor.configure.remote(*self._settings, rank, len(self._actors), address, port, self._is_deprecated)
+            actor.configure.remote(*self._settings, rank, len(self._actors), address, port, run_token(), self._is_deprecated)
             for rank, actor in enumerate(self._actors)
         ]
         _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: configure")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,8 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from temper_engine_api.rendezvous import StoreServer, run_token
+from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.rollout.changes import digest_of_tensors, find_changes, write_change
-from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec, MeetingPoint, own_address
+from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
 from temper_trainer.rollout.parcels import Parcel, cut, fill, layout_of
 from temper_trainer.rollout.place import Place, place_of
 from temper_trainer.rollout.replica import Replica, ReplicaError
@@ -22,9 +23,9 @@ from temper_trainer.weight_sync.held import HeldSet, drain, forget_held, hold, i
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 logger = logging.getLogger(__name__)
-_meetings: dict[str, MeetingPoint] = {}
+_servers: dict[str, StoreServer] = {}
 _channels: dict[str, Channel] = {}
-"""The sender's ends in this process, by address and port: a worker's method has no place to keep one."""
+"""The sender's stores and ends in this process, by address and port: a worker's method has no place to keep them."""
 
 
 class CollectiveTransport:
@@ -45,6 +46,7 @@ class CollectiveTransport:
         with_digest: bool,
         may_send_again: bool,
         max_share: float | None = None,
+        bind_address: str = LOOPBACK,
     ) -> None:
         """Open the channel.
 
@@ -57,7 +59,9 @@ class CollectiveTransport:
             with_digest: whether checksums are compared.
             may_send_again: whether the actor can be asked at any time while completions are made.
             max_share: send what changed, where every worker holds the last set; see ``find_changes``. None always sends everything.
+            bind_address: Where rank 0 listens, unless its process group already has an address.
         """
+        self._bind_address = bind_address
         self._actor = actor
         self._sampler = sampler
         self._backend: Backend = backend
@@ -118,7 +122,7 @@ class CollectiveTransport:
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
         """A channel to these servers, which leave the one that they are in."""
-        address, port = self._actor.run(find_place, [()] * self._actor.num_workers)[0]
+        address, port, token = self._actor.run(listen, [(self._bind_address,)] * self._actor.num_workers)[0]
         spec = ChannelSpec(
             backend=self._backend,
             address=address,
@@ -127,6 +131,7 @@ class CollectiveTransport:
             # A tensor larger than a bucket travels alone.
             buffer_bytes=max(parcel.num_bytes for parcel in self._layout),
             with_digest=self._with_digest,
+            token=token,
         )
         joins = []
         for number, replica in enumerate(replicas):
@@ -176,15 +181,20 @@ def sender_place(worker: ExportsWeights, may_have_gpu: bool) -> Place:
     return place_of(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
 
 
-def find_place(worker: ExportsWeights) -> tuple[str, int]:
-    """Runs on every rank of the actor: an address and a port where rank 0 can be met, and which it holds from now on."""
-    # Where ranks meet rank 0 already, servers meet it too: Ray says by which of its addresses a node is reached.
-    address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if socket.gethostname() == "localhost" else _own_address())
+def listen(worker: ExportsWeights, bind_address: str) -> tuple[str, int, str]:
+    """Open the store of a channel on rank 0; runs on every rank of the actor.
+
+    Returns:
+        The address, the port and the token with which rank 0 is met.
+    """
+    # Where ranks meet rank 0 already, servers meet it too: Ray says by which of its addresses a
+    # node is reached. Without Ray everything is on this machine.
+    address = os.environ.get("MASTER_ADDR") or bind_address
     if not worker.is_first:
-        return address, 0
-    meeting = MeetingPoint(address)
-    _meetings[f"{address}:{meeting.port}"] = meeting
-    return address, meeting.port
+        return address, 0, ""
+    server = StoreServer(address, token=run_token())
+    _servers[f"{address}:{server.port}"] = server
+    return address, server.port, run_token()
 
 
 def plan_set(worker: ExportsWeights, bucket_bytes: int) -> list[Parcel]:
@@ -199,7 +209,7 @@ def open_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
     if worker.is_first:
         device = torch.device("cpu") if spec.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
         place = f"{spec.address}:{spec.port}"
-        _channels[place] = Channel(spec, rank=0, device=device, meeting=_meetings.pop(place))
+        _channels[place] = Channel(spec, rank=0, device=device, server=_servers.pop(place))
 
 
 def send_set(
@@ -270,14 +280,6 @@ def close_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
     channel = _channels.pop(f"{spec.address}:{spec.port}", None)
     if channel is not None:
         channel.close()
-
-
-def _own_address() -> str:
-    """The address of this machine that others reach, where it has a way to them."""
-    try:
-        return own_address(towards="10.255.255.255")
-    except OSError:
-        return "127.0.0.1"
 
 
 def _wait(futures: "Sequence[Future[object]]") -> None:

@@ -52,6 +52,7 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         with_digest=sync.checksum,
         may_send_again=config.loop == "sync",
         max_share=max_share,
+        bind_address=config.runtime.bind_address,
     )
 
 

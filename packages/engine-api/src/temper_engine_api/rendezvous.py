@@ -1,0 +1,370 @@
+"""A key-value store through which ranks meet, guarded by a token.
+
+torch's own TCPStore listens on every address and answers whoever connects, so a stranger who finds
+the port can read NCCL's identifiers or spoil the keys. `StoreServer` binds to one address and
+talks only to clients that know its token; `TokenStore` is the client, a `torch.distributed.Store`
+that every process group accepts. The handshake is the one of `multiprocessing.connection` (an HMAC
+challenge in both directions), and everything after it is length-prefixed bytes: nothing is pickled.
+The connection is authenticated but not encrypted.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from temper_engine_api.errors import EngineStateError
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "TEMPER_STORE_TOKEN"
+"""Set next to MASTER_ADDR and MASTER_PORT where a `StoreServer` listens there."""
+HANDSHAKE_S = 10.0
+"""How long a client may take to prove that it knows the token."""
+_FOREVER_S = 365 * 86400.0
+
+
+@functools.cache
+def run_token() -> str:
+    """Return the token of this run: random, made at the first call, kept in memory only."""
+    return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+
+
+class StoreServer:
+    """Holds the keys and answers `TokenStore` clients from threads of this process."""
+
+    def __init__(self, address: str, *, token: str, port: int = 0) -> None:
+        """Listen on one address from now on, so that no other process can take the port.
+
+        Args:
+            address: Of this machine; its port is not opened on any other one.
+            token: What clients must know.
+            port: 0 takes a free one.
+
+        Raises:
+            OSError: If the address is not one of this machine, or the port is in use.
+        """
+        self._key = token.encode()
+        self._values: dict[bytes, bytes] = {}
+        self._arrivals: dict[bytes, threading.Event] = {}
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((address, port), backlog=1024)
+        self.address = address
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="store-server").start()
+
+    def close(self) -> None:
+        """Stop listening; clients that are connected are still answered."""
+        # On Linux close() alone leaves a thread in accept(), which keeps the port open.
+        # macOS refuses to shut down a socket that only listens; there close() is enough.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, (origin, *_) = self._listener.accept()
+            except OSError:
+                return
+            # A thread each: a client that connects and is silent must not keep others waiting.
+            threading.Thread(target=self._serve, args=(client, origin), daemon=True).start()
+
+    def _serve(self, client: socket.socket, origin: str) -> None:
+        try:
+            with _authenticated(client, self._key, is_server=True) as connection:
+                while True:
+                    method, *parts = _unpack(connection.recv_bytes())
+                    connection.send_bytes(_pack(*self._answer(method, *parts)))
+        except AuthenticationError:
+            logger.warning("refused a client of the store from %s: it has another token", origin)
+        except (EOFError, OSError) as error:
+            logger.debug("a client of the store from %s has left: %s", origin, error)
+
+    def _answer(self, method: bytes, *parts: bytes) -> tuple[bytes, ...]:
+        """Run one request; the first part of the answer is b"timeout" where a key did not come."""
+        if method in (b"get", b"wait"):
+            wait_s, *keys = parts
+            if not self._wait(keys, float(wait_s)):
+                return (b"timeout",)
+            with self._lock:
+                return (b"", *(self._values.get(key, b"") for key in keys if method == b"get"))
+        with self._lock:
+            if method == b"set":
+                for key, value in zip(parts[::2], parts[1::2], strict=True):
+                    self._put(key, value)
+                return (b"",)
+            if method == b"append":
+                key, value = parts
+                self._put(key, self._values.get(key, b"") + value)
+                return (b"",)
+            if method == b"add":
+                key, amount = parts
+                total = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
+                self._put(key, total)
+                return b"", total
+            if method == b"compare_set":
+                key, expected, desired = parts
+                found = self._values.get(key)
+                # As torch's stores: a key that is absent is set only where nothing was expected.
+                if found == expected or (found is None and not expected):
+                    self._put(key, desired)
+                return b"", self._values.get(key, expected)
+            if method == b"check":
+                return b"", b"%d" % all(key in self._values for key in parts)
+            if method == b"delete":
+                return b"", b"%d" % (self._values.pop(parts[0], None) is not None)
+            if method == b"count":
+                return b"", b"%d" % len(self._values)
+        raise EngineStateError(f"a client of the store asked for {method!r}, which it does not offer.")
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        event = self._arrivals.pop(key, None)
+        if event is not None:
+            event.set()
+
+    def _wait(self, keys: Sequence[bytes], wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        for key in keys:
+            while True:
+                with self._lock:
+                    if key in self._values:
+                        break
+                    event = self._arrivals.setdefault(key, threading.Event())
+                if not event.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+        return True
+
+
+_OPEN_STORES: set["TokenStore"] = set()
+"""Keeps the Python half of each store alive until it is closed: a process group or PrefixStore holds
+only the C++ half, whose methods are gone once the Python half is collected."""
+
+
+class TokenStore(Store):
+    """A client of a `StoreServer`; thread-safe, one request at a time."""
+
+    def __init__(self, address: str, port: int, *, token: str, timeout: timedelta) -> None:
+        """Connect, and prove to each other that both sides know the token.
+
+        Raises:
+            EngineStateError: If nobody listens there, or one side has another token.
+        """
+        super().__init__()
+        self.set_timeout(timeout)
+        self._arguments = (address, port, token)
+        self._lock = threading.Lock()
+        where = f"the store at {address}:{port}"
+        try:
+            client = socket.create_connection((address, port), timeout=timeout.total_seconds())
+            client.settimeout(None)
+            self._connection = _authenticated(client, token.encode(), is_server=False)
+        except (AuthenticationError, EOFError) as error:
+            raise EngineStateError(f"{where} has another token: is the port that of another run?") from error
+        except OSError as error:
+            raise EngineStateError(f"{where} can't be reached: {error}.") from error
+        _OPEN_STORES.add(self)
+
+    def close(self) -> None:
+        """Disconnect; process groups that were made with this store can't be used afterwards."""
+        _OPEN_STORES.discard(self)
+        self._connection.close()
+
+    @property
+    def _timeout(self) -> timedelta:
+        # The C++ half has it, because set_timeout() of a PrefixStore arrives there only.
+        found: timedelta = self.timeout  # type: ignore[attr-defined]
+        return found
+
+    def clone(self) -> "TokenStore":
+        """Return a client with a connection of its own, so that its requests wait for no other."""
+        address, port, token = self._arguments
+        return TokenStore(address, port, token=token, timeout=self._timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask(b"set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys at once."""
+        self._ask(b"set", *(part for pair in zip(keys, values, strict=True) for part in pair))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a key's value."""
+        self._ask(b"append", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, and wait for it where it is not there yet.
+
+        Raises:
+            DistStoreError: If it does not come in time.
+        """
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys; see `get`."""
+        return self._wait_for(b"get", keys, self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until every key is there.
+
+        Raises:
+            DistStoreError: If one does not come in time.
+        """
+        self._wait_for(b"wait", keys, timeout or self._timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0; return its new value."""
+        return int(self._ask(b"add", key, str(amount))[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key where its value is the expected one; return the value that it has then."""
+        return self._ask(b"compare_set", key, expected, desired)[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether every key is there."""
+        return self._ask(b"check", *keys)[0] == b"1"
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return whether it was there."""
+        return self._ask(b"delete", key)[0] == b"1"
+
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        return int(self._ask(b"count")[0])
+
+    # torch looks these two up by their C++ names when C++ calls them.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    def has_extended_api(self) -> bool:
+        """Return True: `append`, `multi_get` and `multi_set` save gloo a round trip for each rank."""
+        return True
+
+    def _wait_for(self, method: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        # torch means "no limit" by a negative time.
+        wait_s = timeout.total_seconds() if timeout.total_seconds() >= 0 else _FOREVER_S
+        status, *values = self._send(method, repr(wait_s), *keys)
+        if status == b"timeout":
+            raise dist.DistStoreError(f"timed out after {wait_s:g} s waiting for keys {', '.join(keys)}")
+        return values
+
+    def _ask(self, method: bytes, *parts: str | bytes) -> list[bytes]:
+        return self._send(method, *parts)[1:]
+
+    def _send(self, *parts: str | bytes) -> list[bytes]:
+        encoded = (part.encode() if isinstance(part, str) else bytes(part) for part in parts)
+        with self._lock:
+            try:
+                self._connection.send_bytes(_pack(*encoded))
+                return _unpack(self._connection.recv_bytes())
+            except (OSError, EOFError) as error:
+                address, port, _ = self._arguments
+                raise dist.DistNetworkError(f"the store at {address}:{port} has gone: {error}") from error
+
+
+def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store, rank and world size that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name.
+
+    The trainer's runtime also sets TEMPER_STORE_TOKEN and listens there with a `StoreServer`; without
+    it, such as under torchrun, the store is the one that torch's ``env://`` makes.
+
+    Raises:
+        EngineStateError: If the trainer's store can't be reached.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is None:
+        found: tuple[Store, int, int] = next(rendezvous("env://", timeout=timeout))
+        return found
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TokenStore(address, port, token=token, timeout=timeout)
+    return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address, or None where Linux does not say so."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _authenticated(client: socket.socket, key: bytes, *, is_server: bool) -> Connection:
+    """Return the connection of a socket once both sides have proved that they know the key.
+
+    Raises:
+        AuthenticationError: If the other side has another key.
+        OSError: If it does not answer within HANDSHAKE_S, or speaks another protocol.
+    """
+    with client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HANDSHAKE_S))
+        connection = Connection(os.dup(client.fileno()))
+        try:
+            first, second = deliver_challenge, answer_challenge
+            if not is_server:
+                first, second = second, first
+            first(connection, key)
+            second(connection, key)
+        except AssertionError as error:  # Python 3.11 asserts that a challenge is one
+            connection.close()
+            raise AuthenticationError(str(error)) from error
+        except BaseException:
+            connection.close()
+            raise
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(0))
+    return connection
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), 0)
+
+
+def _pack(*parts: bytes) -> bytes:
+    """Return the parts behind their number and their lengths."""
+    lengths = struct.pack(f"!{1 + len(parts)}I", len(parts), *map(len, parts))
+    return lengths + b"".join(parts)
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    """Return what `_pack` was given.
+
+    Raises:
+        ValueError: If the lengths do not add up.
+    """
+    (count,) = struct.unpack_from("!I", data)
+    if count > len(data) // 4 - 1:
+        raise ValueError(f"a message of {len(data)} bytes can't have {count} parts")
+    lengths = struct.unpack_from(f"!{count}I", data, 4)
+    begin, parts = 4 * (1 + count), []
+    for length in lengths:
+        parts.append(data[begin : begin + length])
+        begin += length
+    if begin != len(data):
+        raise ValueError(f"a message of {len(data)} bytes says that it has {begin}")
+    return parts

@@ -1,0 +1,182 @@
+"""The store through which ranks meet: what torch asks of a store, and who is turned away."""
+
+import logging
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from temper_engine_api import rendezvous
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.rendezvous import StoreServer, TokenStore, interface_of, run_token, store_from_environment
+
+LOOPBACK = "127.0.0.1"
+SOON = timedelta(seconds=20)
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    made = StoreServer(LOOPBACK, token="right")
+    yield made
+    made.close()
+
+
+def client_of(server: StoreServer, *, token: str = "right", timeout: timedelta = SOON) -> TokenStore:
+    return TokenStore(server.address, server.port, token=token, timeout=timeout)
+
+
+@pytest.mark.parametrize("wrap", [lambda store: store, lambda store: dist.PrefixStore("group", store)])  # the second calls it from C++
+def test_a_client_reads_what_another_wrote(server: StoreServer, wrap: Callable[[Any], Any]) -> None:
+    one, two = wrap(client_of(server)), wrap(client_of(server))
+    one.set("a", "text")
+    one.set("b", b"\x00\xff")
+    assert (two.get("a"), two.get("b")) == (b"text", b"\x00\xff")
+    assert [one.add("n", 2), two.add("n", 3)] == [2, 5]
+    assert one.get("n") == b"5"
+    assert (two.check(["a", "n"]), two.check(["a", "missing"])) == (True, False)
+    assert (one.compare_set("c", "", "new"), one.compare_set("c", "other", "newer")) == (b"new", b"new")
+    assert one.compare_set("c", "new", "newer") == b"newer"
+    assert one.compare_set("absent", "something", "new") == b"something"
+    one.multi_set(["x", "y"], ["1", b"2"])
+    one.append("y", "3")
+    assert two.multi_get(["x", "y"]) == [b"1", b"23"]
+    assert one.num_keys() == 6
+    assert [two.delete_key("x"), two.delete_key("x")] == [True, False]
+
+
+def test_a_client_waits_for_a_key_and_gives_up_in_time(server: StoreServer) -> None:
+    one, two = client_of(server), client_of(server)
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(one.get, "late")
+        two.wait([], timedelta(seconds=1))
+        two.set("late", "now")
+        assert value.result(timeout=20) == b"now"
+    with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.01 s waiting for keys late, never"):
+        two.wait(["late", "never"], timedelta(seconds=0.01))
+    two.set_timeout(timedelta(seconds=0.01))
+    with pytest.raises(dist.DistStoreError):
+        two.get("never")
+
+
+def test_a_clone_waits_beside_its_original(server: StoreServer) -> None:
+    store = client_of(server)
+    clone = store.clone()
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(clone.get, "late")
+        store.set("late", "now")
+        assert value.result(timeout=20) == b"now"
+
+
+def test_gloo_meets_through_it(server: StoreServer) -> None:
+    def sum_of_ranks(rank: int) -> float:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = SOON
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        store = client_of(server)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 3, options)
+        tensor = torch.ones(1) * rank
+        group.allreduce([tensor]).wait()
+        return tensor.item()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(sum_of_ranks, range(3))) == [3.0, 3.0, 3.0]
+
+
+def test_a_client_without_the_token_neither_reads_nor_writes(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    mine = client_of(server)
+    mine.set("secret", "value")
+    with pytest.raises(EngineStateError, match="has another token"):
+        client_of(server, token="wrong")
+    assert mine.num_keys() == 1
+    assert "refused a client of the store from 127.0.0.1: it has another token" in caplog.text
+
+
+def test_a_pickle_that_a_stranger_sends_is_not_executed(server: StoreServer, tmp_path: Path) -> None:
+    # What used to work: a torch client that knows the port alone, and a pickle in place of a message.
+    with pytest.raises(RuntimeError):
+        dist.TCPStore(server.address, server.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
+    proof = tmp_path / "executed"
+    with socket.create_connection((server.address, server.port)) as stranger:
+        connection = Connection(os.dup(stranger.fileno()))
+        connection.recv_bytes()  # the challenge
+        connection.send(Evil(proof))
+        refusal = connection.recv_bytes()
+        with pytest.raises((EOFError, OSError)):
+            connection.recv_bytes()
+    assert refusal == b"#FAILURE#"
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(Evil(proof)))
+    assert proof.exists(), "the pickle would have done it"
+    assert client_of(server).num_keys() == 0
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
+    with socket.create_connection((server.address, server.port), timeout=20) as silent:
+        client_of(server).set("a", "b")
+        while silent.recv(1024):
+            pass  # the challenge, then the end
+
+
+def test_it_listens_on_its_own_address_alone_and_keeps_its_port(server: StoreServer) -> None:
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((server.address, server.port))
+    with socket.socket() as elsewhere:
+        elsewhere.bind(("127.0.0.2", server.port))  # which a listener on every address would not allow
+
+
+def test_a_closed_server_gives_its_port_back() -> None:
+    server = StoreServer(LOOPBACK, token="t")
+    server.close()
+    with pytest.raises(EngineStateError, match="can't be reached"):
+        client_of(server, timeout=timedelta(seconds=1))
+
+
+def test_many_clients_at_once_lose_no_count(server: StoreServer) -> None:
+    def count(_: int) -> None:
+        store = client_of(server)
+        for _ in range(50):
+            store.add("n", 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count, range(8)))
+    assert client_of(server).get("n") == b"400"
+
+
+def test_ranks_find_the_store_that_their_environment_names(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"MASTER_ADDR": server.address, "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "2", "TEMPER_STORE_TOKEN": "right"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    store, rank, world_size = store_from_environment(SOON)
+    assert (type(store), rank, world_size) == (TokenStore, 1, 2)
+
+
+def test_the_run_has_one_long_token() -> None:
+    assert run_token() == run_token()
+    assert len(run_token()) == 64
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="needs Linux with the interface lo")
+def test_the_loopback_interface_is_found_by_its_address() -> None:
+    assert interface_of(LOOPBACK) == "lo"
+    assert interface_of("192.0.2.1") is None

@@ -1,0 +1,146 @@
+"""A buffer on a GPU that another process maps through CUDA IPC, described by plain fields.
+
+torch.multiprocessing would pickle a function and its arguments. Here only numbers and handles travel,
+as JSON, and every one of them is checked before torch sees it.
+"""
+
+import hmac
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from inspect import signature
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import TypedStorage
+
+from temper_engine_api.errors import WeightError
+
+_MAX_BYTES = 1 << 48
+"""No GPU has more memory."""
+_EVENT_BYTES = 64
+"""sizeof(cudaIpcEventHandle_t)."""
+_HANDLE_BYTES = range(64, 4097)
+"""cudaIpcMemHandle_t, or torch's own description of an expandable segment."""
+_COUNTER_NAME = re.compile(r"/torch_[0-9A-Za-z_]{1,200}")
+"""The file in shared memory in which torch counts who still maps the buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBuffer:
+    """What a process needs to map a buffer of another one: the arguments of `rebuild_cuda_tensor`."""
+
+    nonce: str
+    """Chosen for the channel and told to its members in another way: whose buffer this is."""
+    handle: str
+    """Of the allocation; hexadecimal."""
+    storage_bytes: int
+    storage_offset: int
+    """Bytes from the begin of the allocation."""
+    tensor_offset: int
+    """Bytes from the begin of the storage."""
+    counter: str
+    """Name of torch's file of reference counts."""
+    counter_offset: int
+    """Of this buffer's count in it."""
+    event: str
+    """Of a CUDA event that the sender records; hexadecimal."""
+    must_sync: bool
+    """Whether to wait for that event."""
+
+    def to_json(self) -> bytes:
+        """Return the message for the receivers."""
+        return json.dumps(asdict(self)).encode()
+
+    def map(self, num_bytes: int, *, device: torch.device) -> Tensor:
+        """Return the sender's buffer, [num_bytes] uint8, in this process."""
+        # The same GPU may have another index here, where other ones are visible.
+        shared: Tensor = rebuild_cuda_tensor(
+            tensor_cls=Tensor,
+            tensor_size=torch.Size([num_bytes]),
+            tensor_stride=(1,),
+            tensor_offset=self.tensor_offset,
+            storage_cls=TypedStorage,
+            dtype=torch.uint8,
+            storage_device=device.index,
+            storage_handle=bytes.fromhex(self.handle),
+            storage_size_bytes=self.storage_bytes,
+            storage_offset_bytes=self.storage_offset,
+            requires_grad=False,
+            ref_counter_handle=self.counter.encode(),
+            ref_counter_offset=self.counter_offset,
+            event_handle=bytes.fromhex(self.event),
+            event_sync_required=self.must_sync,
+        )
+        return shared
+
+
+def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
+    """Describe a [num_bytes] uint8 buffer on a GPU, which must live as long as others map it."""
+    rebuild, arguments = reduce_tensor(buffer)
+    given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
+    return SharedBuffer(
+        nonce=nonce,
+        handle=given["storage_handle"].hex(),
+        storage_bytes=given["storage_size_bytes"],
+        storage_offset=given["storage_offset_bytes"],
+        tensor_offset=given["tensor_offset"],
+        counter=given["ref_counter_handle"].decode(),
+        counter_offset=given["ref_counter_offset"],
+        event=given["event_handle"].hex(),
+        must_sync=given["event_sync_required"],
+    )
+
+
+def read_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedBuffer:
+    """Return what `SharedBuffer.to_json` wrote.
+
+    Args:
+        message: As received.
+        nonce: Of the channel.
+        num_bytes: Of the buffer, as the channel has it.
+
+    Raises:
+        WeightError: If the message has another nonce, other fields, or values out of their range.
+    """
+    try:
+        found = json.loads(message)
+    except ValueError as error:
+        raise WeightError(_refused(f"{len(message)} bytes that are not JSON")) from error
+    kinds = {each.name: each.type for each in fields(SharedBuffer)}
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
+        raise WeightError(_refused(f"not exactly the fields {', '.join(kinds)}"))
+    for name, kind in kinds.items():
+        if type(found[name]) is not kind:  # also tells True from 1
+            raise WeightError(_refused(f"{name} = {found[name]!r:.40}"))
+    buffer = SharedBuffer(**found)
+    # Not "!=", whose time tells how many characters fit.
+    if not hmac.compare_digest(buffer.nonce.encode(), nonce.encode()):
+        raise WeightError(_refused("the nonce of another channel"))
+    ranges = {
+        "storage_bytes": range(num_bytes, _MAX_BYTES),
+        "storage_offset": range(_MAX_BYTES),
+        "tensor_offset": range(buffer.storage_bytes - num_bytes + 1),
+        "counter_offset": range(1 << 32),
+    }
+    for name, allowed in ranges.items():
+        if getattr(buffer, name) not in allowed:
+            raise WeightError(_refused(f"{name} = {getattr(buffer, name)}"))
+    if _num_bytes(buffer.handle) not in _HANDLE_BYTES or _num_bytes(buffer.event) != _EVENT_BYTES:
+        raise WeightError(_refused("a handle of another length"))
+    if _COUNTER_NAME.fullmatch(buffer.counter) is None:
+        raise WeightError(_refused(f"counter = {buffer.counter!r:.40}"))
+    return buffer
+
+
+def _num_bytes(text: str) -> int:
+    """Return how many bytes a hexadecimal text stands for; -1 where it is none."""
+    return len(text) // 2 if re.fullmatch(r"([0-9a-f]{2})*", text) else -1
+
+
+def _refused(what: str) -> str:
+    return (
+        f"the description of the sender's buffer has {what}, so it is not mapped: no other program "
+        "may use the channel's port. Check who can reach it (SECURITY.md), and start the run again."
+    )
