@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import run_token
 from temper_trainer.metrics.log import RunLog
 
 # What the clients' own libraries say of each other.
@@ -242,10 +244,15 @@ def port() -> int:
     return found
 
 
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+def scrape(port: int, *, token: str) -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         text: str = answer.read().decode()
         return text
+
+
+def token_in(directory: Path) -> str:
+    return (directory / "prometheus_token").read_text()
 
 
 @PROMETHEUS
@@ -253,24 +260,54 @@ def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(tm
     with open_log(tmp_path, "", port=port) as log:
         log_steps(log, [1, 2])
         log.log(2, {"eval/greedy/reward": math.nan, "a/b_c": 1.0, "a_b/c": 2.0}, phase="eval")
-        text = scrape(port)
+        token = token_in(tmp_path)
+        text = scrape(port, token=token)
     assert 'temper_actor_loss{metric="actor/loss",phase="rl"} 1.0\n' in text
     assert 'temper_step{phase="rl"} 2.0\n' in text
     assert 'temper_eval_greedy_reward{metric="eval/greedy/reward",phase="eval"} NaN\n' in text
     assert 'temper_a_b_c{metric="a/b_c",phase="eval"} 1.0\n' in text
     assert 'temper_a_b_c{metric="a_b/c",phase="eval"} 2.0\n' in text
     with pytest.raises(OSError, match="refused"):
-        scrape(port)
+        scrape(port, token=token)
     with open_log(tmp_path, "", port=port, resume_step=2) as log:
         log_steps(log, [3])
-        assert 'temper_step{phase="rl"} 3.0\n' in scrape(port)
+        assert 'temper_step{phase="rl"} 3.0\n' in scrape(port, token=token_in(tmp_path))
+
+
+@PROMETHEUS
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}])
+def test_prometheus_tells_nobody_without_the_token_anything(tmp_path: Path, port: int, header: dict[str, str]) -> None:
+    with open_log(tmp_path, "", port=port) as log:
+        log_steps(log, [1])
+        with pytest.raises(urllib.error.HTTPError, match="401") as refusal:
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=header), timeout=10)
+        assert b"temper_" not in refusal.value.read()
+        refusal.value.close()
+
+
+@PROMETHEUS
+def test_the_token_of_prometheus_is_this_users_alone_and_not_the_runs(tmp_path: Path, port: int) -> None:
+    (tmp_path / "prometheus_token").write_text("old")
+    with open_log(tmp_path, "", port=port):
+        assert (tmp_path / "prometheus_token").stat().st_mode & 0o777 == 0o600
+        assert token_in(tmp_path) not in ("old", run_token())
+    assert not (tmp_path / "prometheus_token").exists()
+
+
+@PROMETHEUS
+def test_prometheus_is_served_on_loopback_alone(tmp_path: Path, port: int) -> None:
+    with open_log(tmp_path, "", port=port), socket.socket() as elsewhere:
+        elsewhere.bind(("127.0.0.2", port))  # which a listener on every address would not allow
 
 
 @PROMETHEUS
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     with socket.socket() as other:
-        other.bind(("", 0))
+        other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"run\.prometheus_port is {port}, which can't be listened on: Address already in use"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"run\.prometheus_port is {port}, which can't be opened on run\.prometheus_address 127\.0\.0\.1: Address already in use",
+        ):
             open_log(tmp_path, "", port=port)

@@ -70,6 +70,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             progress=config.run.progress,
             resume_step=done if found else None,
             prometheus_port=config.run.prometheus_port,
+            prometheus_address=config.run.prometheus_address,
         ) as log,
     ):
         run = _Run(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.metrics.dashboard import Dashboard
 from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
@@ -61,6 +62,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         progress: bool,
         resume_step: int | None = None,
         prometheus_port: int | None = None,
+        prometheus_address: str = LOOPBACK,
         console: Console | None = None,
     ) -> None:
         """Open the files of a run.
@@ -72,6 +74,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             resume_step: the last step that is done; rows of later steps are moved to ``*.superseded-N.jsonl``. None begins anew: all rows
                 that lie there are moved, except those of a warm start, of which ``bar`` moves what is done again.
             prometheus_port: where the newest values are served, if anywhere.
+            prometheus_address: of this machine, at which that port is opened.
             console: where lines go; standard output by default.
 
         Raises:
@@ -86,7 +89,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         moved = [
             set_aside(directory / n, after_step=-1 if resume_step is None else resume_step) for n in ("metrics.jsonl", "samples.jsonl")
         ]
-        self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_port)]
+        self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_address, prometheus_port, directory)]
         self._trackers += [_tracker(name, directory, is_superseded=moved[0] > 0) for name in trackers]
 
     def __enter__(self) -> Self:
@@ -153,10 +156,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         return write_report(self._directory)
 
 
-def _prometheus(port: int) -> Tracker:
+def _prometheus(address: str, port: int, directory: Path) -> Tracker:
     from temper_trainer.metrics.prometheus import PrometheusTracker  # an extra
 
-    return PrometheusTracker(port)
+    return PrometheusTracker(address, port, token_file=directory / "prometheus_token")
 
 
 def _tracker(name: str, directory: Path, *, is_superseded: bool) -> Tracker:

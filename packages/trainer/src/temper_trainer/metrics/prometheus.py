@@ -1,10 +1,20 @@
 """Metrics for Prometheus: an extra of temper-trainer."""
 
+import hmac
+import os
 import re
-from collections.abc import Mapping
-from typing import Protocol
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import run_token
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 class _Gauge(Protocol):
@@ -16,13 +26,23 @@ class _Gauge(Protocol):
 
 
 class PrometheusTracker:
-    """Serves the newest value of every metric at ``http://HOST:PORT/metrics``, on every address of this machine, while the run lasts.
+    """Serves the newest value of every metric at ``http://ADDRESS:PORT/metrics`` while the run lasts.
 
     ``actor/loss`` of phase ``rl`` is the gauge ``temper_actor_loss{metric="actor/loss",phase="rl"}``; the step that it was logged at is
-    ``temper_step{phase="rl"}``.
+    ``temper_step{phase="rl"}``. A scrape needs the bearer token that the token file holds.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, address: str, port: int, *, token_file: Path) -> None:
+        """Start serving.
+
+        Args:
+            address: IPv4 address of this machine to listen on.
+            port: To listen on.
+            token_file: Written with the token, readable by this user only; removed at the end.
+
+        Raises:
+            ConfigError: If prometheus_client is not installed, or the port can't be opened.
+        """
         try:
             import prometheus_client  # an extra
         except ImportError as error:
@@ -34,12 +54,20 @@ class PrometheusTracker:
         self._registry = prometheus_client.CollectorRegistry()
         self._step = prometheus_client.Gauge("temper_step", "Step that was logged last.", ["phase"], registry=self._registry)
         self._gauges: dict[str, _Gauge] = {"temper_step": self._step}
+        # Not the run's token itself: a scraper has no business in the run's other listeners.
+        token = hmac.digest(run_token().encode(), b"prometheus", "sha256").hex()
+        app = _guarded(prometheus_client.make_wsgi_app(self._registry), token=token)
         try:
-            self._server, self._thread = prometheus_client.start_http_server(port, registry=self._registry)
+            self._server = make_server(address, port, app, _ThreadingServer, _SilentHandler)
         except OSError as error:
             raise ConfigError(
-                f"run.prometheus_port is {port}, which can't be listened on: {error.strerror}. Choose a free port."
+                f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address "
+                f"{address}: {error.strerror}. Choose a free port, and an address of this machine."
             ) from error
+        self._token_file = token_file
+        _write_private(token_file, token)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus")
+        self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Set every gauge, then the step."""
@@ -55,6 +83,7 @@ class PrometheusTracker:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._token_file.unlink(missing_ok=True)
 
     def _gauge(self, metric: str) -> _Gauge:
         name = "temper_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
@@ -62,3 +91,38 @@ class PrometheusTracker:
             text = f"{metric}, see docs/metrics.md."
             self._gauges[name] = self._make_gauge(name, text, ["metric", "phase"], registry=self._registry)
         return self._gauges[name]
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    """Answers each scrape in a thread, so that a client that is silent keeps no other waiting."""
+
+    daemon_threads = True
+
+
+class _SilentHandler(WSGIRequestHandler):
+    timeout = 10
+    """Seconds in which a client must have sent its request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Leave scrapes out of the run's output."""
+
+
+def _guarded(app: "WSGIApplication", *, token: str) -> "WSGIApplication":
+    """Return an application that passes on only requests with the token."""
+    expected = f"Bearer {token}".encode()
+
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
+        if hmac.compare_digest(given, expected):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"The token is in the file prometheus_token of the run folder.\n"]
+
+    return answer
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read, also where an older one was open to others."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
