@@ -2,13 +2,14 @@
 
 import argparse
 import fcntl
+import itertools
 import math
 import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.nn.attention._registry import FlashAttentionHandle
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
@@ -27,7 +29,7 @@ from temper_engine_fsdp.engine import FSDPEngine
 from tools.gpu.dense_attention import kernel_rates
 from tools.gpu.dense_workload import (
     card_of,
-    case_of,
+    cases_of,
     config_of,
     rl_batch,
     shape_of,
@@ -36,6 +38,7 @@ from tools.gpu.dense_workload import (
 from tools.gpu.fsdp_jobs import update
 from tools.gpu.fsdp_timing import Place, gemm_rate, synchronize, times_of, where_time_goes
 from tools.gpu.fsdp_workload import FULL, REHEARSAL, share_of
+from tools.gpu.megatron_cases import LAYOUTS
 from tools.gpu.plain_loop import PlainLoop
 from tools.gpu.trl_update import grpo_update_seconds
 from tools.gpu.workload import (
@@ -81,11 +84,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Seconds of an update's repetitions, in ascending order."""
+    """Seconds of the timed updates."""
 
     seconds: list[float]
-    tokens: int
-    """Tokens of an update over all GPUs."""
+    lengths: list[int]
+    """Sequence lengths of a rank over the timed updates."""
     first_norm: float
     """Gradient norm of the first update, equal among contenders of one objective."""
     extra: Mapping[str, object]
@@ -102,22 +105,36 @@ def folder_of(row: Row, place: Place) -> Path:
     return folder
 
 
-def batch_of(row: Row, place: Place, *, num_replicas: int) -> SequenceBatch:
-    """Return the mini-batch over all data-parallel ranks."""
-    lengths = case_of(row.case, place.scale).lengths * num_replicas
-    return rl_batch(lengths, vocabulary=shape_of(row.model, place.scale)["vocab_size"])
+def batches_of(row: Row, place: Place, *, num_replicas: int) -> list[SequenceBatch]:
+    """Return the mini-batches of the updates, over all data-parallel ranks."""
+    vocabulary = shape_of(row.model, place.scale)["vocab_size"]
+    cases = cases_of(row.case, place.scale)
+    return [rl_batch(case.lengths * num_replicas, vocabulary=vocabulary) for case in cases]
 
 
-def measure(row: Row, place: Place, once: Callable[[], float], batch: SequenceBatch) -> Measurement:
-    """Time updates after warm-up."""
-    norms = [once() for _ in range(NUM_WARM_UP)]
+def max_tokens_of(row: Row, place: Place) -> int:
+    """Return the cap of a micro-batch."""
+    return cases_of(row.case, place.scale)[0].max_tokens
+
+
+def measure(row: Row, place: Place, updates: Sequence[Callable[[], float]]) -> Measurement:
+    """Time updates after warm-up; different updates follow each other in turn."""
+    turn = itertools.cycle(range(len(updates)))
+    cases = cases_of(row.case, place.scale)
+    norms = [updates[next(turn)]() for _ in range(NUM_WARM_UP)]
     if place.scale.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = times_of(place.scale, once, repeats=NUM_TIMED)
+    timed = [next(turn) for _ in range(NUM_TIMED)]
+    seconds = [times_of(place.scale, updates[i], repeats=1)[0] for i in timed]
     extra: Mapping[str, object] = {}
     if "profile" in row.options:
-        extra = where_time_goes(place, once, shape=row.model, who=row.contender)
-    return Measurement(seconds=seconds, tokens=batch.num_tokens, first_norm=norms[0], extra=extra)
+        extra = where_time_goes(place, updates[0], shape=row.model, who=row.contender)
+    return Measurement(
+        seconds=seconds,
+        lengths=[length for i in timed for length in cases[i].lengths],
+        first_norm=norms[0],
+        extra=extra,
+    )
 
 
 def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
@@ -139,16 +156,21 @@ def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
 def engine_update(row: Row, place: Place) -> Measurement:
     """Measure FSDPEngine."""
     engine = FSDPEngine(fsdp_config(row, place, folder_of(row, place)))
-    batch = batch_of(row, place, num_replicas=place.world_size)
     with attention_backend(row):
-        return _measure_engine(row, place, engine, batch)
+        return _measure_engine(row, place, engine, num_replicas=place.world_size)
 
 
 def attention_backend(row: Row) -> AbstractContextManager[None]:
     """Choose cuDNN for scaled-dot-product attention, or FlashAttention 4, as the row asks."""
-    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+    from torch.nn.attention import (
+        SDPBackend,
+        activate_flash_attention_impl,
+        register_flash_attention_impl,
+        sdpa_kernel,
+    )
 
     if "fa4" in row.options:
+        register_flash_attention_impl("FA4", register_fn=register_current_fa4)
         activate_flash_attention_impl("FA4")
     if "cudnn" not in row.options:
         return nullcontext()
@@ -157,12 +179,27 @@ def attention_backend(row: Row) -> AbstractContextManager[None]:
     return chosen
 
 
-def _measure_engine(row: Row, place: Place, engine: BaseEngine, batch: SequenceBatch) -> Measurement:
+def register_current_fa4() -> FlashAttentionHandle:
+    """Register FlashAttention 4 with torch, whose newer versions return more than it expects."""
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+    return register_flash_attention_fa4("tools.gpu.flash_attention_4")
+
+
+def _measure_engine(
+    row: Row,
+    place: Place,
+    engine: BaseEngine,
+    *,
+    num_replicas: int,
+) -> Measurement:
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
-    packed = engine.shard_data(batch, max_tokens=case_of(row.case, place.scale).max_tokens)
-    once = partial(update, engine, packed, (Query.ENTROPY,))
-    found = measure(row, place, once, batch)
+    max_tokens = max_tokens_of(row, place)
+    batches = batches_of(row, place, num_replicas=num_replicas)
+    packs = [engine.shard_data(batch, max_tokens=max_tokens) for batch in batches]
+    updates = [partial(update, engine, pack, (Query.ENTROPY,)) for pack in packs]
+    found = measure(row, place, updates)
     if "checkpoint" in row.options:
         found = replace(found, extra={**found.extra, **checkpoint_seconds(place, engine)})
     if "export" in row.options:
@@ -175,9 +212,8 @@ def megatron_update(row: Row, place: Place) -> Measurement:
     """Measure MegatronEngine."""
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
-    from tools.gpu.megatron_cases import LAYOUTS
 
-    layout = {k: v for option in row.options for k, v in LAYOUTS.get(option, {}).items()}
+    layout = megatron_layout(row)
     config = MegatronConfig(
         model=ModelSpec(path=str(folder_of(row, place))),
         optimizer=OptimizerSpec(lr=1e-6),
@@ -187,16 +223,28 @@ def megatron_update(row: Row, place: Place) -> Measurement:
         **layout,  # type: ignore[arg-type]
     )
     num_replicas = place.world_size // config.replica_size
-    batch = batch_of(row, place, num_replicas=num_replicas)
-    return _measure_engine(row, place, MegatronEngine(config), batch)
+    return _measure_engine(row, place, MegatronEngine(config), num_replicas=num_replicas)
+
+
+def megatron_layout(row: Row) -> dict[str, object]:
+    """Return the parallel sizes that the row's options name."""
+    return {k: v for option in row.options for k, v in LAYOUTS.get(option, {}).items()}
+
+
+def replica_size_of(row: Row) -> int:
+    """Return how many ranks of a Megatron row share one replica's tokens."""
+    layout = megatron_layout(row)
+    sizes = (layout.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline"))
+    return math.prod(int(str(size)) for size in sizes)
 
 
 def plain_update(row: Row, place: Place) -> Measurement:
     """Measure the plain loop, which computes a cross-entropy alone."""
-    batch = batch_of(row, place, num_replicas=place.world_size)
-    max_tokens = case_of(row.case, place.scale).max_tokens
-    scale = replace(place.scale, micro_batch_tokens=max_tokens)
-    packed = share_of(scale, batch, rank=place.rank, world_size=place.world_size)
+    scale = replace(place.scale, micro_batch_tokens=max_tokens_of(row, place))
+    packs = [
+        share_of(scale, batch, rank=place.rank, world_size=place.world_size)
+        for batch in batches_of(row, place, num_replicas=place.world_size)
+    ]
     loop = PlainLoop(
         config_of(card_of(row.model, scale)),
         device=scale.device,
@@ -204,16 +252,18 @@ def plain_update(row: Row, place: Place) -> Measurement:
         recomputes="recompute" in row.options,
         reshards="reshard" in row.options,
     )
-    return measure(row, place, partial(loop.update, packed), batch)
+    return measure(row, place, [partial(loop.update, pack) for pack in packs])
 
 
 def trl_update(row: Row, place: Place) -> Measurement:
     """Measure TRL's GRPOTrainer."""
-    case = case_of(row.case, place.scale)
-    # GRPO wants two completions a group.
+    # GRPO wants two completions a group. Of several updates it repeats the first timed one.
+    cases = cases_of(row.case, place.scale)
+    case = cases[NUM_WARM_UP % len(cases)]
     lengths = case.lengths * (2 if len(case.lengths) == 1 else 1)
     batch = rl_batch(lengths, vocabulary=shape_of(row.model, place.scale)["vocab_size"])
     is_equal = len(set(lengths)) == 1
+    num_timed = 2
     seconds, norm = grpo_update_seconds(
         folder_of(row, place),
         batch,
@@ -221,9 +271,9 @@ def trl_update(row: Row, place: Place) -> Measurement:
         device=place.scale.device,
         recomputes="kept" not in row.options,
         num_warm_up=1,
-        num_timed=2,
+        num_timed=num_timed,
     )
-    return Measurement(seconds=seconds, tokens=batch.num_tokens, first_norm=norm, extra={})
+    return Measurement(seconds=seconds, lengths=lengths * num_timed, first_norm=norm, extra={})
 
 
 def checkpoint_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
@@ -264,10 +314,10 @@ def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
 
 def attention_rates(row: Row, place: Place) -> Measurement:
     """Time attention kernels alone over one causal sequence."""
-    shape, case = shape_of(row.model, place.scale), case_of(row.case, place.scale)
+    shape, length = shape_of(row.model, place.scale), max_tokens_of(row, place)
     with attention_backend(row):
-        found = kernel_rates(shape, length=case.lengths[0], scale=place.scale)
-    return Measurement(seconds=[1.0], tokens=case.lengths[0], first_norm=0.0, extra=found)
+        found = kernel_rates(shape, length=length, scale=place.scale)
+    return Measurement(seconds=[1.0], lengths=[length], first_norm=0.0, extra=found)
 
 
 CONTENDERS: Mapping[str, Callable[[Row, Place], Measurement]] = {
@@ -282,12 +332,12 @@ CONTENDERS: Mapping[str, Callable[[Row, Place], Measurement]] = {
 def report(row: Row, place: Place, found: Measurement, *, gemm: float) -> dict[str, object]:
     """Return the row of the results."""
     shape = shape_of(row.model, place.scale)
-    lengths = case_of(row.case, place.scale).lengths
-    tokens = sum(lengths)
+    tokens = sum(found.lengths)
     per_token, per_square = flops_per_token_and_square(shape)
-    flops_per_token = per_token + per_square * sum(n * n for n in lengths) / tokens
-    median = found.seconds[len(found.seconds) // 2]
-    tokens_per_s = found.tokens / place.world_size / median
+    flops_per_token = per_token + per_square * sum(n * n for n in found.lengths) / tokens
+    tokens_per_s = tokens / sum(found.seconds)
+    if "megatron" in row.name:
+        tokens_per_s /= replica_size_of(row)
     rate = tokens_per_s * flops_per_token
     on_cuda = place.scale.device == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
@@ -295,7 +345,7 @@ def report(row: Row, place: Place, found: Measurement, *, gemm: float) -> dict[s
         "job": "dense",
         "name": row.name,
         "gpus": place.world_size,
-        "tokens": found.tokens,
+        "tokens_per_update": tokens // len(found.seconds),
         "tokens_per_s": round(tokens_per_s, 1),
         "gflop_per_token": round(flops_per_token / 1e9, 3),
         "tflops": round(rate / 1e12, 1),

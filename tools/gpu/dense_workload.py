@@ -61,16 +61,16 @@ class Case:
         return Case(micro_batches=tuple(tuple(max(4, length // SHRINK) for length in micro) for micro in self.micro_batches))
 
 
-def _log_normal(num_micro_batches: int, *, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+def _log_normal(seed: int, *, num_micro_batches: int, max_tokens: int) -> Case:
     """Draw full micro-batches of log-normal lengths, median 3,000, sigma 1."""
-    draw = random.Random(1)
+    draw = random.Random(seed)
     found = []
     for _ in range(num_micro_batches):
         sizes: list[int] = []
         while (left := max_tokens - sum(sizes)) > 0:
             sizes.append(min(left, max(128, round(draw.lognormvariate(math.log(3000), 1.0)))))
         found.append(tuple(sizes))
-    return tuple(found)
+    return Case(micro_batches=tuple(found))
 
 
 CASES: Mapping[str, Case] = {
@@ -79,9 +79,14 @@ CASES: Mapping[str, Case] = {
     "8kx2": Case(micro_batches=((8192,) * 2,) * 2),
     "16k": Case(micro_batches=((16384,),) * 4),
     "64k": Case(micro_batches=((65536,),)),
-    "mix": Case(micro_batches=_log_normal(4, max_tokens=16384)),
 }
 """65,536 tokens a rank and update, 32,768 of 8,192 each: `4k` is 16 sequences of 4,096 tokens."""
+
+
+NUM_DRAWS = 5
+"""Different updates of the case `mix`."""
+MIX = tuple(_log_normal(seed, num_micro_batches=4, max_tokens=16384) for seed in range(1, 1 + NUM_DRAWS))
+"""As many tokens as the other cases, in log-normal lengths that no two updates share."""
 
 
 def card_of(model: str, scale: Scale) -> Mapping[str, object]:
@@ -94,9 +99,10 @@ def shape_of(model: str, scale: Scale) -> dict[str, int]:
     return {name: size for name, size in card_of(model, scale).items() if type(size) is int}
 
 
-def case_of(name: str, scale: Scale) -> Case:
-    """Return a case, shortened for a rehearsal."""
-    return CASES[name] if scale.device == "cuda" else CASES[name].shrunk()
+def cases_of(name: str, scale: Scale) -> list[Case]:
+    """Return the updates of a case in their order, shortened for a rehearsal."""
+    cases = MIX if name == "mix" else (CASES[name],)
+    return list(cases) if scale.device == "cuda" else [case.shrunk() for case in cases]
 
 
 def config_of(card: Mapping[str, object]) -> PretrainedConfig:
