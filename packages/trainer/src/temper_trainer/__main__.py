@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(f"configuration error:\n{error}", code=EXIT_WRONG_CONFIG)
     except TemperError as error:
-        return _fail(f"{type(error).__name__}: {error}", code=EXIT_FAILED)
+        notes = getattr(error, "__notes__", [])  # such as which step is saved
+        return _fail("\n".join([f"{type(error).__name__}: {error}", *notes]), code=EXIT_FAILED)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise

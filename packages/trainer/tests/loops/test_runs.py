@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
-from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer import progress
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
@@ -119,7 +119,7 @@ def cut_back_to(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("task", ["rl", "sft"])
 def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, rows: Rows, tmp_path: Path, task: str) -> None:
     sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16") if task == "sft" else ("data.eval=null",)
-    lean = (*sft, "run.total_steps=3", "run.save_every=1", "run.save_in_background=true")
+    lean = (*sft, "run.total_steps=3", "run.save_every=1", "run.save_in_background=true", "run.max_ckpt_to_keep=null")
     base = {"base": TINY} if task == "sft" else {}
     run(tmp_path / "run", *lean, **base)
     whole, model = rows(tmp_path / "run", phase=task), load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
@@ -183,31 +183,59 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_a_damaged_checkpoint_is_refused_by_name_and_an_earlier_one_accepted_when_told(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
-    victim = tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer" / "state.json"
+SHORT = ("run.save_every=1", "run.save_model=false", "data.eval=null", "warm_start=null")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_had_not_been(
+    run: Run, rows: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run(tmp_path / "run", "run.total_steps=2", *SHORT)
+    whole = rows(tmp_path / "run")
+    victim = checkpoints / "step_00000002" / "trainer" / "state.json"
     victim.write_text(victim.read_text().replace("2", "3"))
-    with pytest.raises(DamagedCheckpointError, match=r"state\.json.*run\.resume="):
-        run(tmp_path / "run", "run.total_steps=3", "run.resume=auto", "data.eval=null")
-    (tmp_path / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "set_aside")
-    earlier = tmp_path / "run" / "checkpoints" / "step_00000001"
-    run(tmp_path / "run", "run.total_steps=3", f"run.resume={earlier}", "data.eval=null")
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", *SHORT)
+    assert rows(tmp_path / "run") == whole
+    assert "renamed to step_00000002.damaged-1" in caplog.text
+    assert f"going on from step 1 ({checkpoints / 'step_00000001'})" in capsys.readouterr().out
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000002.damaged-1",
+    ]
 
 
-def test_a_step_directory_without_manifest_is_never_resumed_from(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
-    (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").unlink()
-    (tmp_path / "run" / "checkpoints" / "step_00000002").rename(tmp_path / "run" / "checkpoints" / ".step_00000002.0a.partial")
-    run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", "run.save_model=false", "data.eval=null")
+def test_what_a_killed_save_left_is_never_resumed_from(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", *SHORT)
+    step = tmp_path / "run" / "checkpoints" / "step_00000002"
+    (step / "manifest.json").unlink()
+    step.rename(step.with_name(".step_00000002.0a.partial"))
+    run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", *SHORT)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-def test_going_back_behind_later_checkpoints_is_refused(run: Run, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.total_steps=2", "run.save_every=1", "run.save_model=false", "data.eval=null")
-    earlier = tmp_path / "run" / "checkpoints" / "step_00000001"
-    with pytest.raises(CheckpointError, match=r"step_00000002.*another run\.dir"):
-        run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", "data.eval=null")
+def test_naming_an_earlier_step_goes_back_to_it_in_one_command(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.total_steps=2", *SHORT)
+    whole, earlier = rows(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step_00000001"
+    run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", *SHORT)
+    assert rows(tmp_path / "run") == whole
+    names = sorted(path.name for path in earlier.parent.iterdir())
+    assert names == ["step_00000001", "step_00000002", "step_00000002.superseded-1"]
+
+
+def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = ("run.total_steps=1", "reward.function=temper_trainer_test_rewards:fails_on_even", "batching.prompts_per_step=64")
+    with pytest.raises(RewardFailureError) as caught:
+        run(tmp_path / "run", *broken, *SHORT)
+    assert caught.value.__notes__ == [
+        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
+    ]
+    run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", *SHORT)
+    said = capsys.readouterr().out
+    assert f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: starting from step 1" in said
+    assert "the newest 2 verified ones are kept" in said
 
 
 def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
-from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
+from temper_engine_api.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    unreadable,
+    verify,
+)
 from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -150,11 +156,12 @@ def prune(
         if _owner_of(left) == (run_id or ""):
             logger.info("deleting %s, which was never committed", left)
             shutil.rmtree(left)
+    manifests = {step: _readable(root, step) for step in complete_steps(root)}
+    own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
+    if len(own) <= max_to_keep:
+        return []
     num_kept, deleted = 0, []
-    for step in reversed(complete_steps(root)):
-        manifest = _readable(root, step)
-        if manifest is None or manifest.info.run_id != run_id:
-            continue
+    for step, manifest in sorted(own.items(), reverse=True):
         if num_kept < max_to_keep:
             num_kept += _passes(check or _check_sizes, step_directory(root, step))
         elif not (keep_every and step % keep_every == 0) and _remove(root, step, manifest):
@@ -179,7 +186,8 @@ def reading(directory: str | Path) -> Iterator[None]:
     line says so: keep steps that others read there with ``max_ckpt_to_keep=None``.
 
     Raises:
-        IncompleteCheckpointError: If the step has no manifest, or is being deleted.
+        IncompleteCheckpointError: If the step has no manifest.
+        CheckpointError: If the step is being deleted, or cannot be read.
     """
     path = Path(directory) / MANIFEST_NAME
     with ExitStack() as stack:
@@ -188,9 +196,11 @@ def reading(directory: str | Path) -> Iterator[None]:
             is_free = _lock(file, fcntl.LOCK_SH) is not False
             # Deleted between open and lock: the lock is on a file that no longer has this name.
             if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise IncompleteCheckpointError(f"{directory} is being deleted by its run: load another step directory.")
+                raise CheckpointError(f"{directory} is being deleted by its run: load another step.")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise IncompleteCheckpointError(f"{directory} has no {MANIFEST_NAME}: load another step directory.") from error
+        except OSError as error:
+            raise unreadable(path, error) from error
         yield
 
 

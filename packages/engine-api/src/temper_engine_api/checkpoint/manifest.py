@@ -97,7 +97,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory."
         ) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return parse_manifest(content, source=str(path))
 
 
@@ -187,13 +187,14 @@ def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> N
     try:
         fault = fault_of(directory, record, with_content=with_content)
     except OSError as error:
-        raise _unreadable(directory / record.path, error) from error
+        raise unreadable(directory / record.path, error) from error
     if fault is not None:
         path = directory / record.path
         raise DamagedCheckpointError(f"{path} {fault}: load another step directory.")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that is there but cannot be read."""
     return CheckpointError(
         f"{path} cannot be read ({error.strerror}). This is no damage of the checkpoint, which is left "
         "as it is: fix the permission or the file system, then start again."

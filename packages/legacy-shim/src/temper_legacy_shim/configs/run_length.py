@@ -70,9 +70,10 @@ def build_habits(draft: Draft) -> None:
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
-    if keeps is not None and keeps > 0:
-        old = ["trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"]
-        draft.put("run.max_ckpt_to_keep", keeps, rule="keep-checkpoints", old=old)
+    # The old trainer kept every checkpoint unless it was told otherwise; ours keeps two.
+    old = ["trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"]
+    value = keeps if keeps is not None and keeps > 0 else None
+    draft.put("run.max_ckpt_to_keep", value, rule="keep-checkpoints", old=old)
     _resume(draft)
     folder = draft.text("trainer.default_local_dir")
     if folder:

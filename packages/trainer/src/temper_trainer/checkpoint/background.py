@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.checkpoint import PartReport, Transaction, begin
+from temper_engine_api.checkpoint import PartReport, Transaction
 from temper_engine_api.errors import TemperError
 from temper_trainer.checkpoint.save import Checkpointer, guarded
 from temper_trainer.checkpoint.state import TrainerState
@@ -88,7 +88,7 @@ class Saves:
         if waits or not self._in_background:
             writers = {name: role.write_part for name, role in self._roles.items()}
             return self._checkpointer.save(state, roles=writers, topology=self._topology)
-        transaction = begin(self._checkpointer.root, state.step)
+        transaction = self._checkpointer.begin(state.step)
         with guarded(transaction):
             for name, role in self._roles.items():
                 role.stage_part(str(transaction.part(name)))

@@ -33,15 +33,22 @@ class RunConfig:
     total_epochs: int | None = None
     """Passes over the training problems, in place of total_steps: as many whole steps as each holds, counted when they have been read."""
     resume: str = "never"
-    """never refuses a folder that holds a run; auto goes on from its last complete checkpoint; or the path of a step directory, or of what
-    an old run was converted to."""
+    """never refuses a folder that holds a run. auto continues from the newest good checkpoint: damaged
+    ones are renamed, never deleted. Or the path of a step directory, whose later steps in the same run
+    are renamed, or of what an old run was converted to."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
     save_in_background: bool = False
     """Let a step wait only until its state is copied to host memory, and write it while the next ones run; the last save of a run is
     waited for. One save is under way at most."""
-    max_ckpt_to_keep: int | None = None
-    """Complete checkpoints to keep; None keeps all."""
+    max_ckpt_to_keep: int | None = 2
+    """Newest verified checkpoints to keep; older ones that this run wrote are deleted. None keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this are permanent: they are kept in addition to
+    max_ckpt_to_keep. 0 makes none permanent."""
+    verify_checkpoints: Literal["full", "size"] = "full"
+    """How files are compared with the manifest before a checkpoint is resumed from, and before older
+    ones are deleted. full reads every file and compares its checksum; size reads no file."""
     save_model: bool = True
     """Write a Hugging Face model directory at the end."""
     eval_every: int = 0
@@ -79,6 +86,12 @@ class RunConfig:
                 "set run.save_every, or switch it off."
             )
         check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
+        check_range("run.keep_every", self.keep_every, at_least=0)
+        if self.keep_every and self.max_ckpt_to_keep is None:
+            raise ConfigError(
+                f"run.keep_every is {self.keep_every}, but run.max_ckpt_to_keep is null, which keeps all "
+                "checkpoints: set run.max_ckpt_to_keep, or leave run.keep_every out."
+            )
         check_range("run.eval_every", self.eval_every, at_least=0)
         check_range("run.num_table_rows", self.num_table_rows, at_least=0)
         check_range("run.table_every", self.table_every, at_least=0)

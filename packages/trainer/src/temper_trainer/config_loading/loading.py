@@ -29,6 +29,8 @@ WITHOUT_INFLUENCE = (
     "run.save_every",
     "run.save_in_background",
     "run.max_ckpt_to_keep",
+    "run.keep_every",
+    "run.verify_checkpoints",
     "run.save_model",
     "run.eval_every",
     "run.eval_sampling",

@@ -1,14 +1,16 @@
 """Whole runs, by task: RL and distillation with an optional warm start, supervised stages, evaluation, generation."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import CheckpointError
+from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.algorithms.objectives import preference_objective
-from temper_trainer.checkpoint.save import Checkpointer
+from temper_trainer.checkpoint.policy import describe_policy
+from temper_trainer.checkpoint.save import Checkpointer, describe_last_save
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
 from temper_trainer.data.pairs import PairRow, encode_pairs, load_pairs
@@ -19,9 +21,9 @@ from temper_trainer.data.streaming import StreamedItems
 from temper_trainer.loops.evaluation import evaluate_all, trained_among
 from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.inference import generate, open_inference
-from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
 from temper_trainer.loops.length import with_length, with_schedule_length
-from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_tokenizer, with_training
+from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_checkpointer, open_tokenizer, with_training
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
@@ -51,7 +53,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
         TemperError: of the kinds in ``temper_engine_api.errors``, each with what to do.
     """
     folder = open_folder(config.run)
-    checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
+    checkpointer = open_checkpointer(config, folder=folder)
     found = checkpointer.find(config.run.resume)
     done = 0 if found is None else _steps_done(checkpointer, found, config)
     if config.run.total_epochs is None:
@@ -85,7 +87,12 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             runtime=runtime,
             done=done,
         )
-        evaluation = run.start(found)
+        if config.task not in ("eval", "generate"):
+            log.say(describe_policy(config.run))
+            if found is None and config.run.resume == "auto":
+                log.say(f"no checkpoint in {folder.checkpoints}: starting from step 1")
+        with _last_save_named(folder):
+            evaluation = run.start(found)
         log.draw()
         log.report()
     return RunResult(directory=folder.root, evaluation=evaluation)
@@ -165,7 +172,7 @@ class _Run:
         if not (folder.model / "config.json").exists():
             config = fit_models(self.config, self.tokenizer)
             rows = self.problems.get("warm_start", self.problems["train"])
-            found = Checkpointer(root=folder.checkpoints, max_to_keep=None).find("never" if config.run.resume == "never" else "auto")
+            found = open_checkpointer(config, folder=folder).find("never" if config.run.resume == "never" else "auto")
             stage = self._stage(config, phase="warm_start", rows=rows, folder=folder, resume_from=found)
             run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
         return str(folder.model)
@@ -242,6 +249,19 @@ class _Run:
             limit = self.config.data.max_prompt_tokens
             self.log.say(f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}")
             self.log.log(0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase)
+
+
+@contextmanager
+def _last_save_named(folder: RunFolder) -> Iterator[None]:
+    """Add to an error of the body which step is really saved, as a note that is printed after it."""
+    try:
+        yield
+    except RunInterrupted:  # names its checkpoint itself
+        raise
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            error.add_note(describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints))
+        raise
 
 
 def _steps_done(checkpointer: Checkpointer, found: Path, config: TrainerConfig) -> int:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
+from temper_trainer.checkpoint.save import Checkpointer, load_run_id
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig, TrainerConfig
@@ -14,6 +16,19 @@ from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import load_rows
 from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.loops.folder import RunFolder
+from temper_trainer.runtime.verification import checkpoint_verifier
+
+
+def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
+    """Return the checkpoints of a run folder, or of its warm start's, under the settings of the run."""
+    run = config.run
+    return Checkpointer(
+        root=folder.checkpoints,
+        max_to_keep=run.max_ckpt_to_keep,
+        keep_every=run.keep_every,
+        run_id=load_run_id(Path(run.dir)),
+        verify=checkpoint_verifier(config),
+    )
 
 
 def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:

@@ -24,6 +24,7 @@ from temper_trainer.loops.controllers import Controllers, restored_controllers
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
 from temper_trainer.loops.step import StepResult, measures_old_logprobs
@@ -64,7 +65,7 @@ def run_rl(
     Raises:
         RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
     """
-    checkpointer = Checkpointer(root=folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
+    checkpointer = open_checkpointer(config, folder=folder)
     state = TrainerState(
         phase="rl",
         step=0,

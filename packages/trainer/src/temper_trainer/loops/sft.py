@@ -18,12 +18,12 @@ from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_
 from temper_trainer.batching.step_plan import layout_of, plan_step
 from temper_trainer.checkpoint.background import Saves
 from temper_trainer.checkpoint.huggingface import write_model_directory
-from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step import forward_pass, update_metrics
 from temper_trainer.metrics.log import RunLog
@@ -96,7 +96,7 @@ def run_sft(
     Raises:
         RunInterrupted: stopped from outside; the checkpoint is saved.
     """
-    checkpointer = Checkpointer(root=stage.folder.checkpoints, max_to_keep=config.run.max_ckpt_to_keep)
+    checkpointer = open_checkpointer(config, folder=stage.folder)
     stream = stage.open_stream(DataCursor())
     with ExitStack() as stack:
         groups = {"actor": runtime.open_group("actor", engine=stage.engine, num_workers=config.actor.num_workers)}

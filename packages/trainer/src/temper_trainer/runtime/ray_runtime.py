@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.ranges import LOOPBACK
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.run import RuntimeConfig, TrainerConfig
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.sampler import VllmSampler
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
 """False on macOS and Windows, where Ray stays on the loopback interface by itself."""
 
+_sessions: set[str] = set()
+"""Ids of the Ray jobs that ``connect`` began in this process; a user's own is never shut down."""
+
 
 class RayRuntime:
     """Ray and one placement group, from the start of a run to its end."""
@@ -39,10 +42,7 @@ class RayRuntime:
     def __init__(self, config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> None:
         self._config = config
         runtime = config.runtime
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            _begin(runtime.address, runtime.bind_address)
+        self._owns_ray = connect(runtime)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
         logger.info("placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)]))
@@ -96,6 +96,7 @@ class RayRuntime:
         remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
+            _sessions.clear()  # a later connection may get the same id
 
     def _nodes(self) -> list[str]:
         """The address of each bundle's node."""
@@ -123,6 +124,22 @@ def open_ray_runtime(config: TrainerConfig, *, roles: Mapping[str, RoleRequest])
         yield runtime
     finally:
         runtime.close()
+
+
+def connect(runtime: RuntimeConfig) -> bool:
+    """Connect this process to Ray unless it is connected.
+
+    Returns:
+        Whether this module made the connection, now or earlier, so that a run may end it.
+
+    Raises:
+        ConfigError: If there is no cluster at the address.
+    """
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        _begin(runtime.address, runtime.bind_address)
+        _sessions.add(ray.get_runtime_context().get_job_id())
+    return ray.get_runtime_context().get_job_id() in _sessions
 
 
 def _begin(address: str | None, bind_address: str) -> None:

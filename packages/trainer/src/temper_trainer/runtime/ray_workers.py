@@ -322,7 +322,7 @@ def _full(what: str, error: BaseException) -> FullStoreError:
     return FullStoreError(
         f"{what}: Ray's object store is full, and so is the disk that it spills to ({str(error).splitlines()[0]}). Give it more room "
         "(object_store_memory of ray start, or free the disk of its temporary folder), or send less at once: lower "
-        "weight_sync.bucket_bytes or batching.prompts_per_step. Completed steps are safe: go on with run.resume=auto."
+        "weight_sync.bucket_bytes or batching.prompts_per_step."
     )
 
 
@@ -338,15 +338,13 @@ def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception
             cause.__cause__ = error
         return cause or error
     except ray.exceptions.RayActorError as error:
-        died = WorkerError(
-            f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}). Completed steps are safe: go on with run.resume=auto."
-        )
+        died = WorkerError(f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}).")
         died.__cause__ = error
         return died
     except _FULL as error:
         return _full(f"{what}, answer of rank {rank}", error)
     except ray.exceptions.RayError as error:
-        lost = WorkerError(f"{what}: the answer of rank {rank} was lost ({str(error).splitlines()[0]}). Go on with run.resume=auto.")
+        lost = WorkerError(f"{what}: the answer of rank {rank} was lost ({str(error).splitlines()[0]}).")
         lost.__cause__ = error
         return lost
     return None

@@ -1,0 +1,17 @@
+"""What the start of a run says about its checkpoints."""
+
+from temper_trainer.config.run import RunConfig
+
+
+def describe_policy(run: RunConfig) -> str:
+    """Return the line that says when a run saves and what it keeps."""
+    when = [f"every {run.save_every} steps"] if run.save_every else []
+    return f"checkpoints: saved {' and '.join([*when, 'at the end'])}; {describe_retention(run)}"
+
+
+def describe_retention(run: RunConfig) -> str:
+    """Return which checkpoints a run keeps, as the end of a line."""
+    if run.max_ckpt_to_keep is None:
+        return "all are kept"
+    permanent = f" and every {run.keep_every}th step" if run.keep_every else ""
+    return f"the newest {run.max_ckpt_to_keep} verified ones{permanent} are kept, older ones that this run wrote are deleted"
