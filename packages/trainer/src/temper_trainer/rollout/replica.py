@@ -1,6 +1,6 @@
 """What a sampler of several servers needs of each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -18,6 +18,11 @@ class Replica(Protocol):
     @property
     def name(self) -> str:
         """For sentences, such as ``rollout replica 1``."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of vllm, torch and transformers in its environment; empty before `start`."""
         ...
 
     def start(self) -> None:

@@ -35,11 +35,11 @@ class ReplicaActor:
     def __init__(self, plan: ServerPlan) -> None:
         self._server = plan.make()
 
-    def start(self) -> int:
-        """Start the server; its process id."""
+    def start(self) -> tuple[int, dict[str, str]]:
+        """Start the server; return its process id and the versions of its software."""
         self._server.start()
         assert self._server.process_id is not None
-        return self._server.process_id
+        return self._server.process_id, dict(self._server.versions)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Completions in order."""
@@ -58,6 +58,8 @@ class RayReplica:
         self._name = name
         self._start_timeout_s = start_timeout_s
         self._actor: ReplicaHandle | None = None
+        self.versions: dict[str, str] = {}
+        """See Replica."""
         self.process_id: int | None = None
         """Of the server on its node."""
 
@@ -72,7 +74,8 @@ class RayReplica:
         self._actor = self._make_actor()
         try:
             # The server has its own limit; the rest is for Ray to start an actor.
-            self.process_id = cast("int", ray.get(self._actor.start.remote(), timeout=self._start_timeout_s + 120))
+            started = ray.get(self._actor.start.remote(), timeout=self._start_timeout_s + 120)
+            self.process_id, self.versions = cast("tuple[int, dict[str, str]]", started)
         except ray.exceptions.RayError as error:
             self.close()
             raise _translated(error, name=self._name) from error

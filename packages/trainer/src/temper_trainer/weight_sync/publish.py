@@ -39,7 +39,23 @@ class Canary:
 class Publisher:
     """Numbers the sets of weights and hands them over; knows what the sampler must hold."""
 
-    def __init__(self, *, transport: Transport, sampler: ReceivesWeights, version: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        sampler: ReceivesWeights,
+        version: int = 0,
+        software: str = "",
+    ) -> None:
+        """Create a publisher.
+
+        Args:
+            transport: How weights get to the sampler.
+            sampler: What receives them.
+            version: Of the weights that the sampler has now.
+            software: What the sampler runs on, with versions, for error messages.
+        """
+        self._software = software
         self._transport = transport
         self._sampler = sampler
         self.version = version
@@ -78,9 +94,13 @@ class Publisher:
         # torch rather than max(): a NaN on either side must not hide behind a number.
         difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())
         if not difference <= canary.tolerance:
+            software = f" The sampler runs on {self._software}." if self._software else ""
             raise WeightError(
-                f"after publishing weights {self.version}, engine and sampler differ by {difference:.4g} in a log-prob of the canary "
-                f"prompt (accepted: rollout.canary_tolerance = {canary.tolerance}): the sampler does not hold the engine's weights, or "
-                "their compute dtypes differ more than the tolerance allows."
+                f"after publishing weights {self.version}, engine and sampler differ by "
+                f"{difference:.4g} in a log-prob of the canary prompt (accepted: "
+                f"rollout.canary_tolerance = {canary.tolerance}): the sampler does not hold the "
+                "engine's weights, or their compute dtypes differ more than the tolerance allows."
+                f"{software} If that version is not a tested one, install one that is; if both "
+                "sides compute in bfloat16, set rollout.canary_tolerance=0.2."
             )
         return difference

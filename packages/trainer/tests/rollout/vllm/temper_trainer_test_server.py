@@ -13,12 +13,12 @@ from temper_trainer.rollout.vllm.messages import Hello, Ready, ServerSpec, decod
 
 if __name__ == "__main__":
     connection: "Connection[Any, Any]" = Connection(int(sys.argv[1]))
-    connection.send_bytes(encode(Hello()))
+    connection.send_bytes(encode(Hello(versions={"vllm": "0.32.0"})))
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     behaviour = spec.environment["BEHAVIOUR"]
     if behaviour != "gives-up":
-        connection.send_bytes(encode(Ready(vllm_version="none", device="cpu")))
+        connection.send_bytes(encode(Ready(device="cpu")))
         connection.recv_bytes()
     if behaviour in ("gives-up", "hangs-up"):
         connection.close()

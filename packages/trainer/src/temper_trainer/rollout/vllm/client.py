@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
+from temper_trainer.rollout.vllm.versions import describe
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class ServerProcess:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._last_sign = time.monotonic()
+        self.versions: Mapping[str, str] = {}
+        """Of vllm, torch and transformers in the server's environment, once it was started."""
         self.process_id: int | None = None
         """Of the server, while it runs."""
 
@@ -75,7 +78,8 @@ class ServerProcess:
         """Begin, and wait until the model is built.
 
         Raises:
-            ReplicaError: the process ended or took too long; with the end of its log.
+            ConfigError: Its environment cannot run vLLM, or has one that is too old.
+            ReplicaError: The process ended or took too long; with the end of its log.
         """
         self.close()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,12 +104,16 @@ class ServerProcess:
         self.process_id = self._process.pid
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
+        if hello.problem is not None:
+            self.close()
+            raise ConfigError(f"{self._name} cannot start: {hello.problem}")
+        self.versions = hello.versions
         # Sent only now, because a spec larger than the socket's buffer waits until someone reads it.
         with contextlib.suppress(OSError):  # the server has ended, which the next line reports
             self._connection.send_bytes(encode(self._spec))
         ready = self._receive(deadline=deadline, ended="ended while it built its model")
         assert isinstance(ready, Ready)
-        logger.info("%s: vLLM %s on %s", self._name, ready.vllm_version, ready.device)
+        logger.info("%s: %s, on %s", self._name, describe(hello.versions), ready.device)
         logger.info("%s is ready after %.0f s; its log is %s", self._name, time.monotonic() - begin, self._log_file)
         self._last_sign = time.monotonic()
         self._open = {}

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import vllm
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -53,6 +52,10 @@ class VllmEngine:
             if spec.sleep_level:
                 raise ConfigError(f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM can't sleep on a CPU: set it to 0.")
             arguments["enforce_eager"] = True
+            # A prompt that is computed in pieces makes vLLM (0.27.1 and 0.32.0) rewind the seeded
+            # generator of its request, which generators on a CPU refuse.
+            if "max_num_batched_tokens" not in arguments:
+                arguments.setdefault("enable_chunked_prefill", False)
         worker = f"{transfer.__name__}.{transfer.RegistersTransfer.__name__}"
         self._llm = LLM(**arguments, weight_transfer_config={"backend": transfer.NAME}, worker_extension_cls=worker)
         self._engine = self._llm.llm_engine
@@ -64,7 +67,7 @@ class VllmEngine:
 
     def ready(self) -> Ready:
         """What the client logs."""
-        return Ready(vllm_version=vllm.__version__, device=current_platform.device_type)
+        return Ready(device=current_platform.device_type)
 
     @property
     def is_idle(self) -> bool:

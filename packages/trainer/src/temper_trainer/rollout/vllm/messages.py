@@ -20,6 +20,11 @@ Argument = str | int | float | bool | None
 class Hello:
     """The server runs and waits for its `ServerSpec`; the first message on a connection."""
 
+    versions: Mapping[str, str]
+    """Of vllm, torch and transformers in the server's environment; absent if not installed."""
+    problem: str | None = None
+    """Why vLLM cannot run in that environment; None if nothing was found."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
@@ -89,8 +94,6 @@ class Alive:
 class Ready:
     """The model is built."""
 
-    vllm_version: str
-    """For the log."""
     device: str
     """cpu, cuda ..."""
 

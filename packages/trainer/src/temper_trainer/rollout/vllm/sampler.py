@@ -11,6 +11,7 @@ from temper_trainer.rollout.balancing import LoadBalancer
 from temper_trainer.rollout.replica import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.promises import check_completion, check_requests
+from temper_trainer.rollout.vllm.versions import describe, untested_warning
 from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import waiting
 
@@ -51,6 +52,15 @@ class VllmSampler:
         except BaseException:
             self.close()
             raise
+        for warning in sorted({untested_warning(replica.versions) or "" for replica in replicas}):
+            if warning:
+                logger.warning("%s", warning)
+
+    @property
+    def software(self) -> str:
+        """What computes the completions, with versions, for error messages."""
+        found = sorted({describe(replica.versions) for replica in self._replicas})
+        return "; ".join(found)
 
     @property
     def weight_version(self) -> int:

@@ -3,7 +3,6 @@
 FD is the file descriptor of the inherited end of a socket pair, whose other end the client holds.
 """
 
-import importlib.util
 import os
 import queue
 import sys
@@ -24,6 +23,11 @@ from temper_trainer.rollout.vllm.messages import (
     decode_arguments,
     encode,
     encode_value,
+)
+from temper_trainer.rollout.vllm.versions import (
+    import_problem,
+    installed_versions,
+    version_problem,
 )
 from temper_trainer.types import Completion, SamplingRequest
 
@@ -113,14 +117,13 @@ def main(descriptor: int) -> None:
     """Build the engine and serve the client at the other end of the socket pair."""
     os.set_inheritable(descriptor, False)
     connection: Connection[object, object] = Connection(descriptor)
-    connection.send_bytes(encode(Hello()))
+    versions = installed_versions()
+    problem = version_problem(versions, python=sys.executable) or import_problem()
+    connection.send_bytes(encode(Hello(versions=versions, problem=problem)))
+    if problem is not None:
+        sys.exit(problem)
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
-    if importlib.util.find_spec("vllm") is None:
-        sys.exit(
-            f"{sys.executable} has no vLLM, which rollout=vllm needs: pip install 'temper-trainer[vllm]' there, or name the interpreter of "
-            "an environment that has it in runtime.rollout_python."
-        )
     os.environ.update(spec.environment)
     # vLLM reads its variables when it is imported.
     from temper_trainer.rollout.vllm.engine import VllmEngine
