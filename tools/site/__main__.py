@@ -29,7 +29,8 @@ TITLES = {
     "Reference": ("reference/*.md",),
     "Benchmarks": ("docs/benchmarks/*.md",),
     "Decisions": ("docs/decisions/*.md",),
-    "Contributing": ("CONTRIBUTING.md",),
+    "Records": ("docs/records/*.md",),
+    "Contributing": ("CONTRIBUTING.md", "SECURITY.md"),
 }
 """The sections, and the pages that stand in each, in order; a page stands in the first section that names it."""
 

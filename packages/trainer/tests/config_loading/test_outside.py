@@ -9,6 +9,7 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.outside import check_libraries, check_outside
+from temper_trainer.environment.sandbox import open_sandbox
 
 
 @pytest.fixture
@@ -165,6 +166,13 @@ def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str
     assert "environment.name names 'Missing' in fractions" in refusal([*there, "+environment.name=fractions:Missing"])
     assert "environment.name is json:loads, which is no class there" in refusal([*there, "+environment.name=json:loads"])
     check_outside(load([*there, "+environment.name=fractions:Fraction"]).config)
+
+
+def test_python_tool_without_its_sandbox_is_refused_before_the_run(there: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    open_sandbox.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "the program bwrap is not installed" in refusal([*there, "+environment.name=python"])
+    check_outside(load([*there, "+environment.name=python", "environment.sandbox=none"]).config)
 
 
 def test_home_directory_is_found_in_paths_and_nowhere_else(there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.importing import import_named, is_import_path
@@ -10,6 +10,8 @@ from temper_trainer.config.ranges import check_range
 
 BUILT_IN = ("calculator", "python")
 """Environments that come with the trainer."""
+SandboxName = Literal["bubblewrap", "none"]
+"""What programs of the environment python run in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,7 @@ class EnvironmentConfig:
     """Rollouts of several turns: the policy writes, the environment answers, in tokens throughout."""
 
     name: str = "calculator"
-    """calculator, python (code in a sandbox), or an import path ``package.module:Class`` of your own Environment."""
+    """calculator, python (programs in `sandbox`), or an import path ``package.module:Class`` of your own Environment."""
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: int = 4
@@ -38,7 +40,10 @@ class EnvironmentConfig:
     tool_timeout_s: float = 5.0
     """Longest time of one tool call, after which the answer says so."""
     tool_memory_mib: int = 256
-    """python only: memory of the sandbox."""
+    """python only: memory of one program."""
+    sandbox: SandboxName = "bubblewrap"
+    """python only: bubblewrap isolates a program from files, network and processes of this machine; none runs it as your user, with limits
+    on time, memory and output alone."""
     turn_discount: float = 1.0
     """Credit over turns: advantages of a turn are multiplied by turn_discount ** (turns after it)."""
 
@@ -49,6 +54,8 @@ class EnvironmentConfig:
             )
         if self.name in BUILT_IN and self.arguments:
             raise ConfigError(f"environment.arguments are set, but the environment {self.name} takes none: remove them.")
+        if self.sandbox != "bubblewrap" and self.name != "python":
+            raise ConfigError(f"environment.sandbox is {self.sandbox}, but the environment {self.name} runs no programs in it: remove it.")
         check_range("environment.max_turns", self.max_turns, at_least=1)
         check_range("environment.max_tokens", self.max_tokens, at_least=1)
         check_range("environment.max_observation_tokens", self.max_observation_tokens, at_least=1)

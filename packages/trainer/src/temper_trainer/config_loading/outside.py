@@ -16,6 +16,7 @@ from temper_trainer.config.images import image_part
 from temper_trainer.config.importing import is_import_path
 from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
 from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
+from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, reward_parts
 
 _NEED_PEFT = ("fsdp", "megatron")
@@ -36,6 +37,8 @@ def check_outside(config: TrainerConfig) -> None:
                 resolve_reward(part)
     if config.environment is not None and config.environment.name not in BUILT_IN:
         environment_class(config.environment)
+    elif config.environment is not None and config.environment.name == "python":
+        open_sandbox(config.environment.sandbox)
     if config.task == "rl":
         _check_own_algorithm(config.algorithm)
 

@@ -1,93 +1,94 @@
-"""Python code in a process of its own: bounded in time, memory and output, without network, files to write or further processes.
+"""Run Python programs that the policy wrote: in bubblewrap, or with limits alone."""
 
-The bounds hold back accidents and curiosity of a model. They are no wall against an attacker: for code from strangers run the whole
-trainer in a container without network.
-"""
-
-import os
-import signal
-import subprocess
+import logging
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import IO
+from functools import cache
+from pathlib import Path
+from typing import Protocol
 
-MAX_OUTPUT_BYTES = 1 << 16
-"""Output that is read; the rest is dropped."""
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.environment import SandboxName
+from temper_trainer.environment.bubblewrap import Bubblewrap
+from temper_trainer.environment.protocol import BrokenEnvironmentError
+from temper_trainer.environment.python_process import (
+    INTERPRETER_FLAGS,
+    RUNNER,
+    SandboxResult,
+    resource_limits,
+    run_process,
+)
 
-_RUNNER = """
-import resource, sys
-cpu_s, memory_bytes, max_output = (int(word) for word in sys.argv[1:4])
-code = sys.stdin.read()
-for limit, value in ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, max_output),
-                     (resource.RLIMIT_CORE, 0)):
-    resource.setrlimit(limit, (value, value))
-# Imported before the hook, since importing opens files.
-import collections, datetime, decimal, fractions, functools, itertools, json, math, random, re, statistics, string  # noqa
-BLOCKED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.kill",
-           "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate",
-           "shutil.", "ctypes.", "os.putenv", "os.listdir", "os.scandir", "glob.", "webbrowser.", "resource.", "signal.", "pty.")
-LIBRARY = tuple(path for path in sys.path if path)
+logger = logging.getLogger(__name__)
 
-def refuse(event, arguments):
-    if event.startswith(BLOCKED):
-        raise PermissionError("not allowed in the sandbox: " + event)
-    if event == "open":
-        name, mode = arguments[0], arguments[1]
-        is_read = mode is None or not set(str(mode)) & set("wax+")
-        if not (is_read and str(name).startswith(LIBRARY)):
-            raise PermissionError("not allowed in the sandbox: opening " + str(name))
-
-sys.addaudithook(refuse)
-del sys.modules["resource"], resource
-exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
-"""
+_PROBE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxResult:
-    """What a run left."""
+class Sandbox(Protocol):
+    """Runs programs, several at once from different threads."""
 
-    output: str
-    """What it printed, then the last line of its error where there was one."""
-    is_timeout: bool
-    """Whether it was ended for its time."""
-    is_failed: bool
-    """Whether it raised or was ended."""
+    def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
+        """Run a program to its end and return what it printed.
+
+        Args:
+            code: Python source. It may import the standard library.
+            timeout_s: Wall-clock time, after which it is killed.
+            memory_mib: Address space of its process.
+
+        Raises:
+            BrokenEnvironmentError: If the sandbox could not be started. Never the program's doing.
+        """
+        ...
 
 
-def run_python(code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
-    """Run code and return what it printed.
+@dataclass(frozen=True, slots=True)
+class NoSandbox:
+    """`environment.sandbox=none`: limits on time, memory and output, and no isolation at all."""
 
-    Args:
-        code: a Python program; the standard library's pure modules are there.
-        timeout_s: wall time, after which its whole process group is ended.
-        memory_mib: address space.
+    def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
+        """See Sandbox."""
+        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {"RLIMIT_CORE": 0}
+        arguments = [f"{name}={value}" for name, value in limits.items()]
+        with tempfile.TemporaryDirectory(prefix="temper-python-") as folder:
+            process = run_process(
+                [sys.executable, *INTERPRETER_FLAGS, "-c", RUNNER, *arguments],
+                stdin=code.encode(),
+                timeout_s=timeout_s,
+                folder=Path(folder),
+                environment={"HOME": folder, "PATH": "/usr/bin:/bin"},
+            )
+        return process.result()
+
+
+@cache
+def open_sandbox(name: SandboxName) -> Sandbox:
+    """Return the sandbox of `environment.sandbox`, after one program ran in it; once per process.
+
+    Raises:
+        ConfigError: If bubblewrap is not installed or cannot be used here.
     """
-    arguments = [str(max(1, int(timeout_s) + 1)), str(memory_mib << 20), str(MAX_OUTPUT_BYTES)]
-    with tempfile.TemporaryDirectory(prefix="temper-sandbox-") as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _RUNNER, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin"},
-            start_new_session=True,
+    if name == "none":
+        logger.warning(
+            "environment.sandbox is none: programs that the policy writes run as your user. They can read and "
+            "change your files, read your tokens and use the network. Install bubblewrap and remove the setting, "
+            "or run the trainer in a container that holds nothing of value."
         )
-        is_timeout = False
-        try:
-            process.communicate(code.encode(), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            is_timeout = True
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        output, error = (_read(file) for file in (out, err))
-    last = error.strip().splitlines()[-1:] if process.returncode else []
-    text = "\n".join(part for part in (output.rstrip("\n"), *last) if part)
-    return SandboxResult(output=text, is_timeout=is_timeout, is_failed=process.returncode != 0)
+        return NoSandbox()
+    try:
+        sandbox = Bubblewrap.find()
+        result = sandbox.run("print(6 * 7)", timeout_s=_PROBE_TIMEOUT_S, memory_mib=256)
+    except BrokenEnvironmentError as error:
+        raise ConfigError(_refusal(str(error))) from error
+    if result.output != "42":
+        raise ConfigError(_refusal(f"a first program printed {result.output!r} and not '42'"))
+    return sandbox
 
 
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(MAX_OUTPUT_BYTES).decode("utf-8", errors="replace")
+def _refusal(reason: str) -> str:
+    return (
+        f"environment.name is python, but its sandbox cannot be started: {reason}. It needs Linux, bubblewrap 0.8 or "
+        "newer and libseccomp (apt-get install bubblewrap libseccomp2, or dnf install bubblewrap libseccomp), and a kernel or "
+        "container that allows user namespaces. To run the policy's programs without isolation, as your "
+        "user, set environment.sandbox=none."
+    )

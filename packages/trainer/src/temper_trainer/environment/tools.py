@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.calculator import CalculationError, calculate
 from temper_trainer.environment.protocol import Observation
-from temper_trainer.environment.sandbox import run_python
+from temper_trainer.environment.sandbox import Sandbox
 from temper_trainer.types import Prompt
 
 Tool = Callable[[str], tuple[str, bool]]
@@ -78,11 +78,11 @@ def calculator_tool(expression: str) -> tuple[str, bool]:
         return f"error: {error}", True
 
 
-def python_tool(config: EnvironmentConfig) -> Tool:
-    """A tool that runs code in the sandbox."""
+def python_tool(config: EnvironmentConfig, sandbox: Sandbox) -> Tool:
+    """Return a tool that runs a call as a Python program in the sandbox."""
 
     def run(code: str) -> tuple[str, bool]:
-        result = run_python(code, timeout_s=config.tool_timeout_s, memory_mib=config.tool_memory_mib)
+        result = sandbox.run(code, timeout_s=config.tool_timeout_s, memory_mib=config.tool_memory_mib)
         if result.is_timeout:
             return f"error: no result within {config.tool_timeout_s:g} s", True
         return result.output, result.is_failed

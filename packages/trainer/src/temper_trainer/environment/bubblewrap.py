@@ -1,0 +1,256 @@
+"""Python programs in bubblewrap: namespaces of their own, the interpreter's files, and an empty folder."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from temper_trainer.environment.protocol import BrokenEnvironmentError
+from temper_trainer.environment.python_process import (
+    INTERPRETER_FLAGS,
+    MAX_FILE_BYTES,
+    MAX_THREADS,
+    RUNNER,
+    SandboxResult,
+    resource_limits,
+    run_process,
+)
+from temper_trainer.environment.system_calls import system_call_filter
+
+FOLDER = "/tmp"
+"""The program's own folder, empty at its start, in memory and gone at its end."""
+MAX_FILES = 4096
+"""Files in it. tmpfs can bound them by a mount option only, which bubblewrap lacks: see _Watch."""
+UNPRIVILEGED_ID = 65534
+"""User and group of the program where the trainer runs as root."""
+
+_NAMESPACES = (
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+    *("--cap-drop", "ALL", "--hostname", "sandbox"),
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_SCREEN_MODULES = ("_tkinter", "_curses", "readline", "nis", "_dbm", "_gdbm")
+"""Extension modules whose libraries are left out: there is no screen, keyboard or name service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """Files of the interpreter that runs the trainer, without third-party packages."""
+
+    executable: str
+    folders: tuple[str, ...]
+    """The standard library."""
+    libraries: tuple[str, ...]
+    """Shared libraries of the executable and of the extension modules, where the loader looks for them."""
+    hidden: tuple[str, ...]
+    """Folders inside `folders` that hold third-party packages."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Everything that a program sees of it."""
+        return (self.executable, *self.folders, *self.libraries)
+
+    @classmethod
+    def find(cls) -> "Interpreter":
+        """Ask the interpreter below the current environment and the dynamic loader for its files."""
+        # Of a virtual environment, the interpreter it was made from: its files are the complete ones.
+        executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        search_path = _output_of([executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"])
+        listed = [os.path.normpath(path) for path in search_path.splitlines() if os.path.exists(path)]
+        folders = [path for path in listed if not any(path.startswith(f"{other}/") for other in listed)]
+        modules = [
+            str(module)
+            for folder in listed
+            if os.path.isdir(folder)
+            for module in Path(folder).glob("*.so")
+            if not module.name.startswith(_SCREEN_MODULES)
+        ]
+        # A line of ldd is "name => path (address)", or "path (address)" for the loader itself.
+        found = re.findall(r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$", _output_of(["ldd", executable, *modules]), re.M)
+        packages = (os.path.join(folder, name) for folder in folders for name in ("site-packages", "dist-packages"))
+        return cls(
+            executable=executable,
+            folders=tuple(folders),
+            libraries=tuple(sorted({os.path.normpath(path) for path in found})),
+            hidden=tuple(path for path in packages if os.path.isdir(path)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubblewrap:
+    """Runs each program in new namespaces of all kinds, below a filter of system calls.
+
+    The program sees the files of the interpreter, read-only, three devices, and its folder. There is
+    no /proc, no network, no other process, and no environment: /proc/1/environ could not show a
+    secret even if it were mounted, since bubblewrap itself starts with an empty environment.
+
+    If the trainer runs as root, an outer bubblewrap starts the same sandbox as UNPRIVILEGED_ID: see
+    unprivileged_options.
+    """
+
+    outer: tuple[str, ...]
+    """bubblewrap and its options below a trainer that runs as root; else empty."""
+    inner: tuple[str, ...]
+    """bubblewrap and its options for the program."""
+    program: tuple[str, ...]
+    """The interpreter and its options."""
+    filter: bytes
+    """See system_call_filter."""
+
+    @classmethod
+    def find(cls) -> "Bubblewrap":
+        """Return a sandbox for the interpreter that runs this function.
+
+        Raises:
+            BrokenEnvironmentError: If a program that it needs is not installed.
+        """
+        bwrap = _installed("bwrap")
+        interpreter = Interpreter.find()
+        command = [
+            # A core dump may go to a program of the host, which a limit of 0 does not prevent; 1 does, see
+            # core(5). The filter keeps the program from lowering it.
+            *(_installed("prlimit"), "--core=1:1"),
+            *(bwrap, *_NAMESPACES, "--setenv", "HOME", FOLDER),
+        ]
+        if folders := sorted({os.path.dirname(path) for path in interpreter.libraries}):
+            # There is no cache of the loader in the sandbox.
+            command += ["--setenv", "LD_LIBRARY_PATH", ":".join(folders)]
+        for path in interpreter.paths:
+            command += ["--ro-bind", path, path]
+        for path in interpreter.hidden:
+            command += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
+        for path in _DEVICES:
+            command += ["--dev-bind", path, path]
+        command += ["--size", str(MAX_FILE_BYTES), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"]
+        is_root = os.geteuid() == 0
+        return cls(
+            outer=(bwrap, *unprivileged_options((bwrap, *interpreter.paths))) if is_root else (),
+            inner=(*unprivileged_command(), *command) if is_root else tuple(command),
+            program=("--", interpreter.executable, *INTERPRETER_FLAGS, "-c", RUNNER),
+            filter=system_call_filter(),
+        )
+
+    def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
+        """See Sandbox."""
+        # Set inside the sandbox: in a user namespace of its own, processes of other calls do not count.
+        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {"RLIMIT_NPROC": MAX_THREADS}
+        with ExitStack() as stack:
+            filter_file, status_file = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            # Only what bubblewrap is told of may be passed: it closes nothing else for the program.
+            status_files, command = [status_file], list(self.inner)
+            filter_file.write(self.filter)
+            filter_file.seek(0)
+            command += ["--seccomp", str(filter_file.fileno()), "--json-status-fd", str(status_file.fileno())]
+            command += [*self.program, *(f"{name}={value}" for name, value in limits.items())]
+            if self.outer:
+                status_files.insert(0, stack.enter_context(tempfile.TemporaryFile()))
+                command = [*self.outer, "--json-status-fd", str(status_files[0].fileno()), "--", *command]
+            process = run_process(
+                command,
+                stdin=code.encode(),
+                timeout_s=timeout_s,
+                pass_fds=[file.fileno() for file in (filter_file, *status_files)],
+                on_poll=_Watch(status_files),
+            )
+            # bubblewrap reports a status only if the program was started; the program cannot write there.
+            if process.killed_for is None and "exit-code" not in _status(status_file):
+                reason = process.stderr.decode(errors="replace").strip() or f"status {process.returncode}"
+                raise BrokenEnvironmentError(f"bubblewrap could not start the program: {reason}")
+        return process.result()
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Count the files in a program's folder, while it runs.
+
+    Each empty file costs the kernel about a kilobyte that no limit of a process covers.
+    """
+
+    status_files: Sequence[IO[bytes]]
+    """Of the outer bubblewrap, if there is one, and the inner one."""
+
+    def __call__(self) -> str | None:
+        """Return why the program must end, or None."""
+        children = [_status(file).get("child-pid") for file in self.status_files]
+        if None in children:  # not started yet
+            return None
+        # The inner process is known to the outer one's /proc, by its number there.
+        root = "".join(f"/proc/{child}/root" for child in children)
+        try:
+            usage = os.statvfs(root + FOLDER)
+        except OSError:  # it has just ended
+            return None
+        # Until the program starts, this is still the host's folder, which has another size.
+        is_ready = usage.f_blocks * usage.f_frsize == MAX_FILE_BYTES
+        has_too_many = is_ready and usage.f_files - usage.f_ffree > MAX_FILES
+        return f"more than {MAX_FILES} files" if has_too_many else None
+
+
+def _status(file: IO[bytes]) -> dict[str, int]:
+    """Return what bubblewrap has reported so far: child-pid when it starts the program, exit-code at its end."""
+    lines = os.pread(file.fileno(), 4096, 0).decode().split("\n")[:-1]
+    return {name: value for line in lines for name, value in json.loads(line).items()}
+
+
+def unprivileged_command() -> Sequence[str]:
+    """Return the command that runs the rest of the command line as UNPRIVILEGED_ID.
+
+    setpriv and not the arguments of Popen: with those, Python copies the page tables of the whole
+    trainer for each call (fork instead of vfork).
+    """
+    return (_installed("setpriv"), f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups")
+
+
+def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
+    """Return options of a bubblewrap around `unprivileged_command`, which needs root.
+
+    It does two things:
+
+    * Another user may not be able to reach the interpreter, such as one in /root/.pyenv. Each folder
+      that is closed to others is replaced by one that holds nothing but `paths`.
+    * A process of root that has no capabilities, as bubblewrap when its parent dies, cannot kill one
+      of another user. But the end of a process namespace ends everything in it.
+    """
+    options = ["--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc"]
+    closed = sorted({folder for path in paths if (folder := _closed_folder(path)) is not None})
+    options += [option for folder in closed for option in ("--perms", "0755", "--tmpfs", folder)]
+
+    def is_inside(path: str) -> bool:
+        return any(path.startswith(f"{folder}/") for folder in closed)
+
+    hidden = sorted({os.path.realpath(path) for path in paths if is_inside(os.path.realpath(path))})
+    parents = sorted({str(parent) for path in hidden for parent in Path(path).parents if is_inside(str(parent))})
+    options += [option for parent in parents for option in ("--perms", "0755", "--dir", parent)]
+    options += [option for path in hidden for option in ("--ro-bind", path, path)]
+    return options
+
+
+def _closed_folder(path: str) -> str | None:
+    """Return the outermost folder above a path that other users may not enter."""
+    for parent in reversed(Path(os.path.realpath(path)).parents):
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            return str(parent)
+    return None
+
+
+def _installed(program: str) -> str:
+    if (path := shutil.which(program)) is None:
+        raise BrokenEnvironmentError(f"the program {program} is not installed")
+    return path
+
+
+def _output_of(command: Sequence[str]) -> str:
+    try:
+        # ldd fails where one library of one module is missing; that module cannot be imported then.
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError as error:
+        raise BrokenEnvironmentError(f"the program {command[0]} is not installed") from error
