@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.model.token_logprobs import linear_logprob
+from temper_engine_fsdp.model.token_logprobs import chunked_logprobs
 
 CONTENDERS = ("naive", "TRL", "verl fused", "temper")
 MIB = 1024
@@ -71,7 +71,7 @@ def temper() -> Contender:
     """The engine's head."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        columns = linear_logprob(hidden, weight, labels, wants_entropy=True)
+        columns = chunked_logprobs(hidden, weight, labels, needs_entropy=True)
         return columns.logprob, columns.entropy
 
     return run

@@ -25,9 +25,9 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
-from temper_engine_fsdp.model.output_head import request_head
+from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
-from temper_engine_fsdp.model.packed_model import PackedModel, always, build_head
+from temper_engine_fsdp.model.packed_model import PackedModel, build_head, make_constant_getter
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)
@@ -100,9 +100,11 @@ def liven(model: PreTrainedModel) -> None:
 
 def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) -> Tensor:
     """[T] log-probs as the engine computes them."""
-    root = PackedModel(model, head=build_head(model, config=FSDPConfig(model=spec, optimizer=None, device="cpu"), choose=always))
+    root = PackedModel(
+        model, head=build_head(model, config=FSDPConfig(model=spec, optimizer=None, device="cpu"), make_getter=make_constant_getter)
+    )
     query = frozenset({Query.LOGPROB})
-    request = request_head(batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU)
+    request = build_head_request(batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU)
     with torch.no_grad():
         logprobs: Tensor = root(batch, request, PackLayout(LENGTHS, device=CPU))[0]
     return logprobs
@@ -147,7 +149,7 @@ def main() -> int:
     part, num_parts = (int(number) for number in parser.parse_args().part.split("/"))
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    packed_attention.register()
+    packed_attention.register_kernels()
     has_failed = False
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[part - 1 :: num_parts]:
         if CONFIG_MAPPING[name].sub_configs:

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.model.token_logprobs import linear_logprob, whole_logprob
+from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
 from tools.gpu.fsdp_timing import Place, times_of
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,8 +44,8 @@ def _own(function: Callable[..., object], **options: object) -> Head:
 
 def _makers(place: Place) -> Mapping[str, Callable[[], Head]]:
     return {
-        "own, chunks": lambda: _own(linear_logprob),
-        "own, whole": lambda: _own(whole_logprob, is_compiled=place.scale.compiles),
+        "own, chunks": lambda: _own(chunked_logprobs),
+        "own, whole": lambda: _own(full_logprobs, is_compiled=place.scale.compiles),
         "cut-cross-entropy": _cut_cross_entropy,
         "liger": _liger,
     }

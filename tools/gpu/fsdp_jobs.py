@@ -24,7 +24,7 @@ from temper_engine_api.objective import Query
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.token_logprobs import linear_logprob
+from temper_engine_fsdp.model.token_logprobs import chunked_logprobs
 from tools.gpu.fsdp_heads import heads
 from tools.gpu.fsdp_timing import Place, report_speed, synchronize, times_of
 from tools.gpu.fsdp_workload import FULL, REHEARSAL, Scale, mini_batch, share_of
@@ -99,7 +99,7 @@ def head(place: Place) -> None:
     weight = (0.02 * torch.randn(vocabulary, width, device=scale.device)).bfloat16().requires_grad_()
     labels = torch.randint(0, vocabulary, (positions,), device=scale.device)
     few = slice(0, 2048)
-    fused = linear_logprob(hidden[few], weight, labels[few], wants_entropy=True)
+    fused = chunked_logprobs(hidden[few], weight, labels[few], needs_entropy=True)
     wide = torch.log_softmax((hidden[few] @ weight.t()).float(), -1)
     naive, entropy = wide.gather(1, labels[few, None])[:, 0], -(wide.exp() * wide).sum(-1)
     ours, theirs = (torch.autograd.grad(x.sum(), (hidden, weight), retain_graph=True) for x in (fused.logprob, naive))
@@ -110,7 +110,7 @@ def head(place: Place) -> None:
 
     def once() -> None:
         hidden.grad = weight.grad = None
-        linear_logprob(hidden, weight, labels, wants_entropy=True).logprob.sum().backward()
+        chunked_logprobs(hidden, weight, labels, needs_entropy=True).logprob.sum().backward()
 
     once()
     if scale.device == "cuda":
@@ -129,7 +129,7 @@ def residency(place: Place) -> None:
     packed = engine.shard_data(small_batch(), max_tokens=1024)
     here = started(small_config(place.scale))
     norms = [(update(engine, packed), update(here, packed)) for _ in range(3)]
-    tensors = (*engine._parts.model_tensors(), *engine._parts.optimizer_tensors())
+    tensors = (*engine._components.model_tensors(), *engine._components.optimizer_tensors())
     kept = sum(t.untyped_storage().nbytes() for t in tensors)
     place.rows.add({"job": "residency", "bytes_on_device": kept, "ok": kept == 0 and all(a == b for a, b in norms)})
     here.close()

@@ -19,7 +19,7 @@ from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.weight_names import Joining, split
+from temper_engine_fsdp.model.weight_names import ExpertJoiner, split_experts
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},
@@ -37,8 +37,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
     """The same weights in transformers' own model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager").eval()
-    joining = Joining({name: tensor.shape for name, tensor in model.state_dict().items()})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager").eval()
+    joining = ExpertJoiner({name: tensor.shape for name, tensor in model.state_dict().items()})
     with engine.export_weights() as stream:
         wholes = dict(filter(None, (joining.add(*weight) for weight in stream)))
         missing, unexpected = model.load_state_dict(wholes, strict=False)
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_transformers(start: Callable[..., FSDPEngine], c
     total = torch.stack([logprobs_of(model, batch, b)[mask[1:]].sum() for b, mask in enumerate(trained)]).sum()
     (-total / batch.loss_mask.sum()).backward()
     update(engine, batch)
-    gradients = {part: grad for name, p in model.named_parameters() if p.grad is not None for part, grad in split(name, p.grad)}
+    gradients = {part: grad for name, p in model.named_parameters() if p.grad is not None for part, grad in split_experts(name, p.grad)}
     for state in engine.export_state():
         expected = gradients[state.name]
         # The first moment after one update of AdamW is a tenth of the gradient.

@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def packed_model(family: str) -> PreTrainedModel:
-    packed_attention.register()
+    packed_attention.register_kernels()
     return build_model(ModelSpec(architecture={**COMMON, **FAMILIES[family]}), attention=packed_attention.SDPA_VARLEN)
 
 
@@ -177,7 +177,7 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
 )
 @pytest.mark.parametrize("kernel", [packed_attention.SDPA_VARLEN, packed_attention.TORCH_VARLEN])
 def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str, object], sentence: str) -> None:
-    packed_attention.register()
+    packed_attention.register_kernels()
     query = torch.zeros(1, 4, 30, 8)
     known = {"scaling": 1.0, "packing": PackLayout(LENGTHS, device=CPU), "position_ids": torch.zeros(1, 30), "use_cache": False}
     with pytest.raises(CapabilityError, match=sentence):

@@ -75,7 +75,7 @@ def test_offloaded_parameters_leave_the_device_between_contexts(start: Start, ba
     engine = start(residency=EVERYTHING_OFFLOADED)
 
     def resident_bytes() -> int:
-        return sum(t.untyped_storage().nbytes() for t in engine._parts.model_tensors())
+        return sum(t.untyped_storage().nbytes() for t in engine._components.model_tensors())
 
     def fail_inside() -> None:
         with engine.eval_mode():
@@ -92,12 +92,12 @@ def test_moving_by_hand_lasts_until_the_next_call(start: Start, batch: SequenceB
     engine = start()
     before = weights_of(engine)
     engine.to("cpu")
-    assert engine._parts.residency.is_parked("parameters")
+    assert engine._components.offloader.is_offloaded("parameters")
     for name, tensor in weights_of(engine).items():
         assert torch.equal(tensor, before[name]), name
-    assert engine._parts.residency.is_parked("parameters")
+    assert engine._components.offloader.is_offloaded("parameters")
     engine.to("device")
-    assert not engine._parts.residency.is_parked("parameters")
+    assert not engine._components.offloader.is_offloaded("parameters")
 
 
 def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None:
@@ -111,7 +111,7 @@ def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None
 def test_exported_weights_load_in_transformers_with_the_same_logprobs(start: Start, batch: SequenceBatch) -> None:
     engine = start()
     train(engine, [batch])
-    model = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager").eval()
     missing, unexpected = model.load_state_dict(weights_of(engine), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
@@ -200,7 +200,9 @@ def test_an_unknown_architecture_is_named(start: Start) -> None:
 
 def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(start: Start, batch: SequenceBatch) -> None:
     engine = start()
-    layer = next(module for module in engine._parts.runner._sharded.root.modules() if type(module).__name__.endswith("Qwen2DecoderLayer"))
+    layer = next(
+        module for module in engine._components.runner._sharded.root.modules() if type(module).__name__.endswith("Qwen2DecoderLayer")
+    )
     layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)  # mixes tokens, and asks no kernel
     with pytest.raises(CapabilityError, match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers"):
         train(engine, [batch])

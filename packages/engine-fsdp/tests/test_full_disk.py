@@ -44,7 +44,7 @@ def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start: Callable[..
 
 def test_random_states_that_can_not_be_written_are_named(tmp_path: Path) -> None:
     with full_disk(at=500), pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
-        training_checkpoint.write_random_states({"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0)
+        training_checkpoint.write_rng_states({"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0)
 
 
 @pytest.fixture(scope="module")

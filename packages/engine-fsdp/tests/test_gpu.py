@@ -18,8 +18,8 @@ from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention
-from temper_engine_fsdp.model.liger_kernels import check_kernels, take_kernels
-from temper_engine_fsdp.model.token_logprobs import linear_logprob
+from temper_engine_fsdp.model.liger_kernels import check_kernels, load_kernels
+from temper_engine_fsdp.model.token_logprobs import chunked_logprobs
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_the_fused_head_equals_all_logits_at_once() -> None:
     hidden = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(3001, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, 3001, (500,), device="cuda")
-    ours = linear_logprob(hidden, weight, labels, chunk_tokens=130).logprob
+    ours = chunked_logprobs(hidden, weight, labels, chunk_tokens=130).logprob
     theirs = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
     for a, b in zip(torch.autograd.grad(ours.sum(), (hidden, weight)), torch.autograd.grad(theirs.sum(), (hidden, weight))):
@@ -151,7 +151,7 @@ def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEng
     engine = start()
     packed = engine.shard_data(batch, max_tokens=20)
     micro_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
-    runner = engine._parts.runner
+    runner = engine._components.runner
     asked = frozenset({Query.LOGPROB})
 
     def update() -> None:
@@ -170,9 +170,9 @@ def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSD
     packed = engine.shard_data(batch, max_tokens=20)
     with engine.train_mode():
         result = engine.forward_backward_batch(packed, forward_only=False)
-    optimizer = engine._parts.optimizer
+    optimizer = engine._components.optimizer
     assert isinstance(optimizer, ShardedAdamW)
-    assert optimizer.runs_behind
+    assert optimizer.is_async
     launched: list[int] = []
 
     def note() -> None:
@@ -181,7 +181,7 @@ def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSD
         torch.cuda.set_sync_debug_mode("default")
 
     with without_waiting():
-        norm = optimizer.step(lr=1e-2, then=note)
+        norm = optimizer.step(lr=1e-2, after_launch=note)
     assert launched == [2]
     assert norm > 0
     assert result.metrics["speed/tokens_per_s"].result > 0
@@ -191,11 +191,11 @@ def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSD
 def test_the_device_and_the_host_decide_alike(start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None) -> None:
     spec = OptimizerSpec(lr=1e-2, clip_grad_norm=clip)
     found = []
-    for runs_behind in (True, False):
+    for is_async in (True, False):
         engine = start(optimizer=spec, precision=PrecisionSpec(compute="fp32"))
-        optimizer = engine._parts.optimizer
+        optimizer = engine._components.optimizer
         assert isinstance(optimizer, ShardedAdamW)
-        optimizer.runs_behind = runs_behind
+        optimizer.is_async = is_async
         found.append(norms(engine, batch, count=4))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -204,7 +204,7 @@ def test_the_device_and_the_host_decide_alike(start: Callable[..., FSDPEngine], 
 def test_ligers_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
     pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'")
     device = torch.device("cuda", 0)
-    check_kernels(take_kernels(device), name="liger-kernel", device=device, compute=compute, sizes={"norm": 896, "gate": 4864})
+    check_kernels(load_kernels(device), name="liger-kernel", device=device, compute=compute, sizes={"norm": 896, "gate": 4864})
 
 
 def test_an_engine_trains_alike_with_ligers_layers(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.runtime.host_device import cores_near, parse_cores, stay_near
+from temper_engine_fsdp.runtime.host_device import bind_to_near_cores, find_near_cores, parse_core_list
 
 ADDRESS = "0000:1b:00.0"
 
@@ -22,23 +22,23 @@ def tree(root: Path, *, node: int, cores: str) -> Path:
 
 
 def test_a_list_of_cores_holds_ranges_and_single_ones() -> None:
-    assert parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert parse_cores("\n") == set()
+    assert parse_core_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert parse_core_list("\n") == set()
 
 
 def test_only_allowed_cores_of_the_node_are_taken(tmp_path: Path) -> None:
     root = tree(tmp_path, node=1, cores="4-7,12")
-    assert cores_near(ADDRESS, allowed=range(6), root=root) == {4, 5}
+    assert find_near_cores(ADDRESS, allowed=range(6), root=root) == {4, 5}
 
 
 def test_a_machine_that_tells_no_node_gives_no_cores(tmp_path: Path) -> None:
-    assert cores_near(ADDRESS, allowed=range(6), root=tmp_path) == set()
-    assert cores_near(ADDRESS, allowed=range(6), root=tree(tmp_path, node=-1, cores="0-5")) == set()
+    assert find_near_cores(ADDRESS, allowed=range(6), root=tmp_path) == set()
+    assert find_near_cores(ADDRESS, allowed=range(6), root=tree(tmp_path, node=-1, cores="0-5")) == set()
 
 
 def test_on_a_cpu_nothing_changes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     before = os.sched_getaffinity(0)
     with caplog.at_level(logging.INFO):
-        stay_near(torch.device("cpu"))
+        bind_to_near_cores(torch.device("cpu"))
     assert "numa_affinity changes nothing for cpu" in caplog.text
     assert os.sched_getaffinity(0) == before

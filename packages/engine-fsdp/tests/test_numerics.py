@@ -13,7 +13,7 @@ from temper_engine_fsdp.runtime import numerics
 
 def test_the_matmul_precision_is_put_back_after_an_exception() -> None:
     def fail_inside() -> None:
-        with numerics.float32_matmul("medium"):
+        with numerics.use_matmul_precision("medium"):
             assert torch.get_float32_matmul_precision() == "medium"
             raise KeyError
 
@@ -27,7 +27,7 @@ def test_what_the_check_allows_is_float32_and_no_less() -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = torch.randn(200, 256, generator=generator), torch.randn(256, 200, generator=generator)
     exact = a.double() @ b.double()
-    with numerics.float32_matmul("medium" if numerics.fast_matmul_is_exact() else "highest"):
+    with numerics.use_matmul_precision("medium" if numerics.is_fast_matmul_exact() else "highest"):
         error = float((a @ b - exact).abs().max() / exact.abs().max())
     # float32 keeps 24 bits and 256 terms are summed; bf16 keeps 8 bits, an error of 1e-3.
     assert error < 2e-6
@@ -44,8 +44,8 @@ def test_deterministic_cuda_without_the_cublas_workspace_is_refused(monkeypatch:
 def test_16_bits_on_a_cpu_without_kernels_for_them_are_warned_of_once(
     has_kernels: bool, start: Callable[..., FSDPEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numerics.warn_without_kernels.cache_clear()
-    monkeypatch.setattr(numerics, "has_kernels_on_cpu", lambda compute: has_kernels or compute == "fp32")
+    numerics.warn_if_slow_on_cpu.cache_clear()
+    monkeypatch.setattr(numerics, "has_cpu_kernels", lambda compute: has_kernels or compute == "fp32")
     for compute in ("fp32", "bf16", "bf16"):
         start(precision=PrecisionSpec(compute=compute))
     told = [record.getMessage() for record in caplog.records]

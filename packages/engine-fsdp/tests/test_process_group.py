@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from temper_engine_fsdp.runtime.process_group import build_mesh, join, leave
-from temper_engine_fsdp.sharding.sharded_parameter import RowSharded
+from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter
 
 
 def _come_and_go(rank: int, port: int) -> None:
@@ -42,8 +42,8 @@ def test_shards_lie_on_the_mesh_of_their_own_engine() -> None:
         mesh, linear = build_mesh(membership, fsdp_size=None), nn.Linear(4, 3)
         whole = linear.weight.detach().clone()
         fully_shard(linear, mesh=mesh)
-        weight = RowSharded("weight", linear.weight, mesh=mesh, host_mesh=mesh)
+        weight = FSDP2Parameter("weight", linear.weight, mesh=mesh, host_mesh=mesh)
         # Not on the host, as with CUDA.
-        assert weight.as_rows(weight.local().to("meta")).device_mesh is mesh
-        assert torch.equal(weight.full(weight.local()), whole)
+        assert weight.to_row_dtensor(weight.local_shard().to("meta")).device_mesh is mesh
+        assert torch.equal(weight.gather(weight.local_shard()), whole)
         leave(membership)

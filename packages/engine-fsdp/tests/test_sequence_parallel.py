@@ -10,7 +10,7 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.output_head import HeadRequest, request_head
+from temper_engine_fsdp.model.output_head import HeadRequest, build_head_request
 from temper_engine_fsdp.model.sequence_parallel import check_heads
 
 
@@ -18,21 +18,21 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
     # Two sequences of 4 and 3 tokens: positions 1, 2, 3 and 5, 6 have a predecessor; the last tokens are 3 and 6.
     batch = from_sequences([torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0])
     asked = frozenset({Query.LOGPROB})
-    return request_head(batch, queries=asked, with_gradient=asked, trained_only=False, device=torch.device("cpu"), bounds=bounds)
+    return build_head_request(batch, queries=asked, with_gradient=asked, trained_only=False, device=torch.device("cpu"), bounds=bounds)
 
 
 def test_each_answer_is_given_by_the_rank_that_holds_the_token_before() -> None:
     # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a sequence: nobody predicts it.
     first, second = ask(bounds=(0, 4)), ask(bounds=(4, 8))
-    assert first.answered.tolist() == [1, 2, 3]
-    assert second.answered.tolist() == [5, 6]
-    assert (first.scored.tolist(), second.scored.tolist()) == ([0], [1])
-    assert (first.first, second.first) == (0, 4)
+    assert first.positions.tolist() == [1, 2, 3]
+    assert second.positions.tolist() == [5, 6]
+    assert (first.score_sequences.tolist(), second.score_sequences.tolist()) == ([0], [1])
+    assert (first.first_position, second.first_position) == (0, 4)
 
 
 def test_an_answer_at_the_edge_of_a_slice_belongs_to_the_rank_before() -> None:
-    assert ask(bounds=(0, 2)).answered.tolist() == [1, 2]
-    assert ask(bounds=(2, 4)).answered.tolist() == [3]
+    assert ask(bounds=(0, 2)).positions.tolist() == [1, 2]
+    assert ask(bounds=(2, 4)).positions.tolist() == [3]
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused() -> None:

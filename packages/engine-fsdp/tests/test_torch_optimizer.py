@@ -137,10 +137,10 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(start: C
     engine, plain = start(optimizer=MOMENTUM), start()
     with engine.export_weights() as ours, plain.export_weights() as theirs:
         assert all(torch.equal(tensor, other) for (_, tensor), (_, other) in zip(ours, theirs, strict=True))
-    optimizer = engine._parts.optimizer
+    optimizer = engine._components.optimizer
     assert isinstance(optimizer, TorchOptimizer)
-    assert optimizer.pieces() == {}
-    assert all(parameter.local_gradient() is None for parameter in engine._parts.trained.values())
+    assert optimizer.state_tensors() == {}
+    assert all(parameter.local_gradient() is None for parameter in engine._components.trainable.values())
 
 
 # What the README says of torch's optimisers, and of which there is none that trains otherwise than on a model that is not sharded.
@@ -161,7 +161,7 @@ def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
     decay = 0.0 if name == "Rprop" else 0.1
     spec = OptimizerSpec(name=f"torch.optim.{name}", lr=0.01, weight_decay=decay, clip_grad_norm=None)
     engine = start(optimizer=spec, strategy=strategy)
-    model = AutoModelForCausalLM.from_config(deepcopy(engine._parts.hf_config), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager")
     with engine.export_weights() as stream:
         model.load_state_dict(dict(stream), strict=False)  # the head is tied
     matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))

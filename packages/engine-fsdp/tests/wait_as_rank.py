@@ -17,7 +17,7 @@ from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.runtime.collective_tracer import begun_collective
+from temper_engine_fsdp.runtime.collective_tracer import find_unfinished_collective
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -32,9 +32,9 @@ ARCHITECTURE = {
 
 def tell_what_began(file: Path, is_over: threading.Event) -> None:
     """What waits a second later too, however long a busy machine takes to get there."""
-    before, begun = "", begun_collective()
+    before, begun = "", find_unfinished_collective()
     while (begun == "a collective" or begun != before) and not is_over.wait(1.0):
-        before, begun = begun, begun_collective()
+        before, begun = begun, find_unfinished_collective()
     file.write_text(begun)
 
 

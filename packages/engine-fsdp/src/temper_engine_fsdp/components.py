@@ -18,43 +18,43 @@ from temper_engine_api.objective import Query
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
-from temper_engine_fsdp.model.liger_kernels import use_liger
-from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, always, build_head
+from temper_engine_fsdp.model.liger_kernels import apply_liger_kernels
+from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, build_head, make_constant_getter
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
-from temper_engine_fsdp.model.streaming_load import StreamedWeights, build_streamed
-from temper_engine_fsdp.model.weight_names import hf_name, weights_and_adapter
+from temper_engine_fsdp.model.streaming_load import WeightStreamer, build_streaming_model
+from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
-from temper_engine_fsdp.runtime.collective_tracer import Stages
-from temper_engine_fsdp.runtime.host_device import stay_near
-from temper_engine_fsdp.runtime.numerics import dtype_named
-from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloading, Residency
-from temper_engine_fsdp.runtime.performance import Speedometer, UpdateProfiler, work_of
+from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
+from temper_engine_fsdp.runtime.host_device import bind_to_near_cores
+from temper_engine_fsdp.runtime.numerics import torch_dtype
+from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
+from temper_engine_fsdp.runtime.performance import ThroughputMeter, UpdateProfiler, count_training_flops
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
-from temper_engine_fsdp.sharding.sharded_module import shard
-from temper_engine_fsdp.sharding.sharded_parameter import Buffers, Parameters
+from temper_engine_fsdp.sharding.sharded_module import shard_model
+from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW, ShardedOptimizer
 from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 
 if TYPE_CHECKING:
-    from temper_engine_fsdp.training.lora_adapter import Adapter
+    from temper_engine_fsdp.training.lora_adapter import LoraAdapter
 
 _DUMMY_QUERIES = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class EngineComponents:
     """Everything that exists between ``init_model`` and ``close``."""
 
     membership: Membership
     """This rank and its device."""
     hf_config: PretrainedConfig
     """The model's own configuration."""
-    parameters: Parameters
+    parameters: ShardedParameters
     """Sharded master weights of the model."""
-    trained: Parameters
+    trainable: ShardedParameters
     """What the optimiser updates: these weights, or an adapter's parameters by PEFT name."""
-    adapter: "Adapter | None"
+    adapter: "LoraAdapter | None"
     """None where lora is off."""
     buffers: Buffers
     """Those that belong to a checkpoint."""
@@ -66,85 +66,89 @@ class Parts:
     """Which ranks see the same samples."""
     saving_group: ThreadGroup
     """Where threads that save in the background meet."""
-    residency: Residency
+    offloader: Offloader
     """Where parameters, gradients and optimiser states are."""
-    offloading: Offloading
+    offload_policy: OffloadPolicy
     """When they move."""
-    has_fast_matmul: bool
+    uses_fast_matmul: bool
     """Whether float32 matmuls take the fast kernels while the engine computes."""
-    speed: Speedometer
+    throughput: ThroughputMeter
     """Of training passes."""
-    stages: Stages
+    tracer: CollectiveTracer
     """What this rank is doing."""
     profiler: UpdateProfiler
     """Of some updates."""
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Local shards of parameters and of the gradients there are."""
-        yield from _parameter_tensors({**self.parameters, **self.trained})
-        yield from _gradient_tensors(self.trained)
+        yield from _parameter_tensors({**self.parameters, **self.trainable})
+        yield from _gradient_tensors(self.trainable)
 
     @property
-    def kept(self) -> Parameters:
+    def checkpoint_parameters(self) -> ShardedParameters:
         """What a checkpoint holds: an adapter alone, unless the weights around it were replaced since it was started on them."""
-        return self.trained if self.adapter is not None and not self.adapter.is_on_other_weights else {**self.parameters, **self.trained}
+        return self.trainable if self.adapter is not None and not self.adapter.has_replaced_base else {**self.parameters, **self.trainable}
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """What the optimiser keeps of them."""
         return _optimizer_tensors(self.optimizer)
 
 
-def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
+def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
     """Build everything; collective. What is configured to be offloaded is parked on return."""
     device = process_group.choose_device(config.device)
     if config.numa_affinity:
-        stay_near(device)
+        bind_to_near_cores(device)
     if config.deterministic:
         numerics.check_deterministic_environment(device)
     kernel = packed_attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
-    packed_attention.register()
+    packed_attention.register_kernels()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     if device.type == "cpu" and membership.rank == 0:
-        numerics.warn_without_kernels(config.precision.compute)
+        numerics.warn_if_slow_on_cpu(config.precision.compute)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
-    hf, streamed = _build_hf(config, kernel=kernel, membership=membership)
+    hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
-    adapter: Adapter | None = _adapters().attach(hf, spec=config.lora, model=config.model) if config.lora.is_on else None
-    if adapter is not None and adapter.is_on_experts and config.strategy == "fsdp1":
+    adapter: LoraAdapter | None = (
+        _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model) if config.lora.is_on else None
+    )
+    if adapter is not None and adapter.targets_experts and config.strategy == "fsdp1":
         raise ConfigError(
             "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces while they are used; those of FSDP1 are "
             "views, which it can't replace: take strategy fsdp2."
         )
     if config.liger_layers:
-        use_liger(hf, device=device, compute=dtype_named(config.precision.compute))
-    head = build_head(hf, config=config, choose=always if adapter is None else adapter.in_use)
+        apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
+    head = build_head(hf, config=config, make_getter=make_constant_getter if adapter is None else adapter.make_module_getter)
     root = PackedModel(hf, head=head, offloads_activations=config.offload_activations, is_compiled=config.compile_layers)
-    work = work_of(hf, is_language_model=config.model.model_type == "language_model")
+    flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
     host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
-    sharded = shard(root, config=config, mesh=mesh, host_mesh=host_mesh, fill=_nothing if streamed is None else streamed.fill)
-    if streamed is not None:
-        streamed.forget()
-    parameters, of_adapter = weights_and_adapter(sharded.parameters)
-    trained = of_adapter if adapter is not None else parameters
-    optimizer = _build_optimizer(config, parameters=trained, mesh=mesh)
-    residency = Residency(
+    sharded = shard_model(
+        root, config=config, mesh=mesh, host_mesh=host_mesh, materialize=_already_materialized if streamer is None else streamer.materialize
+    )
+    if streamer is not None:
+        streamer.release()
+    parameters, adapter_parameters = split_adapter_parameters(sharded.parameters)
+    trainable = adapter_parameters if adapter is not None else parameters
+    optimizer = _build_optimizer(config, parameters=trainable, mesh=mesh)
+    offloader = Offloader(
         {
             PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
-            GRADIENTS: lambda: _gradient_tensors(trained),
+            GRADIENTS: lambda: _gradient_tensors(trainable),
             OPTIMIZER: lambda: _optimizer_tensors(optimizer),
         },
         device=device,
     )
-    stages = Stages(membership, timeout_s=config.collective_timeout_s)
-    return Parts(
+    tracer = CollectiveTracer(membership, timeout_s=config.collective_timeout_s)
+    return EngineComponents(
         membership=membership,
-        stages=stages,
+        tracer=tracer,
         profiler=UpdateProfiler(config, membership=membership),
         hf_config=hf.config,
         parameters=parameters,
-        trained=trained,
+        trainable=trainable,
         adapter=adapter,
         buffers=buffers,
         optimizer=optimizer,
@@ -154,19 +158,21 @@ def build_parts(config: FSDPConfig, *, loss_scale: LossScale) -> Parts:
             needs_buckets=kernel == packed_attention.SDPA_VARLEN,
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
-            stages=stages,
-            slices=SequenceGroup(data_groups.within) if config.sequence_parallel > 1 else None,
+            tracer=tracer,
+            sequence_group=SequenceGroup(data_groups.sequence_parallel) if config.sequence_parallel > 1 else None,
         ),
-        residency=residency,
-        offloading=Offloading(residency, spec=config.residency, evaluation_reads_gradients=sharded.evaluation_reads_gradients),
+        offloader=offloader,
+        offload_policy=OffloadPolicy(offloader, spec=config.residency, eval_needs_gradients=sharded.eval_needs_gradients),
         data_groups=data_groups,
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
-        has_fast_matmul=_takes_fast_matmul(config, device=device),
-        speed=Speedometer(work, device=device, compute=dtype_named(config.precision.compute), ranks_of_a_pack=config.sequence_parallel),
+        uses_fast_matmul=_use_fast_matmul(config, device=device),
+        throughput=ThroughputMeter(
+            flops, device=device, compute=torch_dtype(config.precision.compute), ranks_per_pack=config.sequence_parallel
+        ),
     )
 
 
-def _adapters() -> ModuleType:
+def _import_lora_adapter() -> ModuleType:
     """What needs peft.
 
     Raises:
@@ -180,30 +186,32 @@ def _adapters() -> ModuleType:
         raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
 
 
-def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights | None]:
+def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, WeightStreamer | None]:
     """A model, and its weights where they are read only as modules are sharded: FSDP1 and some adapters start from a whole model."""
-    if config.strategy == "fsdp2" and not (config.lora.is_on and _adapters().needs_weights(config.lora, model=config.model)):
-        found = build_streamed(config.model, attention=kernel, membership=membership)
-        if found is not None:
-            return found
+    if config.strategy == "fsdp2" and not (
+        config.lora.is_on and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
+    ):
+        streaming = build_streaming_model(config.model, attention=kernel, membership=membership)
+        if streaming is not None:
+            return streaming
     return build_model(config.model, attention=kernel), None
 
 
-def _nothing(module: nn.Module) -> None:
+def _already_materialized(module: nn.Module) -> None:
     """The module has its weights."""
 
 
 def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
     """Give parameters and buffers their configured dtypes; the buffers that belong to a checkpoint, by Hugging Face name."""
     persistent = root.state_dict().keys()
-    for tensors, wanted in ((root.parameters(), config.precision.parameters), (root.buffers(), config.precision.buffers)):
+    for tensors, dtype_name in ((root.parameters(), config.precision.parameters), (root.buffers(), config.precision.buffers)):
         for tensor in tensors:
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype_named(wanted))
+                tensor.data = tensor.data.to(torch_dtype(dtype_name))
     return {hf_name(name.removeprefix(PREFIX)): buffer for name, buffer in root.named_buffers() if name in persistent}
 
 
-def _build_optimizer(config: FSDPConfig, *, parameters: Parameters, mesh: DeviceMesh) -> ShardedOptimizer | None:
+def _build_optimizer(config: FSDPConfig, *, parameters: ShardedParameters, mesh: DeviceMesh) -> ShardedOptimizer | None:
     spec, sum_over_shards = config.optimizer, _sum_over_shards(mesh)
     if spec is None:
         return None
@@ -216,17 +224,17 @@ def _build_optimizer(config: FSDPConfig, *, parameters: Parameters, mesh: Device
     return TorchOptimizer(parameters, spec=spec, sum_over_shards=sum_over_shards)
 
 
-def _parameter_tensors(parameters: Parameters) -> Iterator[Tensor]:
-    return (parameter.local() for parameter in parameters.values())
+def _parameter_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
+    return (parameter.local_shard() for parameter in parameters.values())
 
 
-def _gradient_tensors(parameters: Parameters) -> Iterator[Tensor]:
-    found = (parameter.local_gradient() for parameter in parameters.values())
-    return (gradient for gradient in found if gradient is not None)
+def _gradient_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
+    streaming = (parameter.local_gradient() for parameter in parameters.values())
+    return (gradient for gradient in streaming if gradient is not None)
 
 
 def _optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    return iter(()) if optimizer is None else optimizer.offloadable()
+    return iter(()) if optimizer is None else optimizer.offloadable_tensors()
 
 
 def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -240,6 +248,6 @@ def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def _takes_fast_matmul(config: FSDPConfig, *, device: torch.device) -> bool:
+def _use_fast_matmul(config: FSDPConfig, *, device: torch.device) -> bool:
     is_plain = device.type == "cpu" and config.precision.compute == "fp32"
-    return is_plain and config.fast_float32_matmul and numerics.fast_matmul_is_exact()
+    return is_plain and config.fast_float32_matmul and numerics.is_fast_matmul_exact()

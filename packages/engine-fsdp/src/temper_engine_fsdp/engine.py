@@ -22,18 +22,19 @@ from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
 from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
-from temper_engine_fsdp.checkpoint.weight_export import open_files
-from temper_engine_fsdp.components import Parts, build_parts
+from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
+from temper_engine_fsdp.components import EngineComponents, build_components
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model.weight_names import check_known
+from temper_engine_fsdp.model.weight_names import check_expert_names
 from temper_engine_fsdp.runtime import numerics, process_group
-from temper_engine_fsdp.runtime.numerics import dtype_named
+from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
-from temper_engine_fsdp.runtime.performance import WhenRead, memory_metrics
+from temper_engine_fsdp.runtime.performance import LazyMetrics, memory_metrics
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
-    from temper_engine_fsdp.training.lora_adapter import Adapter
+    from temper_engine_fsdp.training.lora_adapter import LoraAdapter
+
 
 ObjectT = TypeVar("ObjectT")
 
@@ -66,10 +67,10 @@ class FSDPEngine(BaseEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._built: Parts | None = None
+        self._built: EngineComponents | None = None
 
     def _build(self) -> Topology:
-        self._built = build_parts(self.config, loss_scale=self.loss_scale)
+        self._built = build_components(self.config, loss_scale=self.loss_scale)
         size, rank, shared = self._built.membership.world_size, self._built.membership.rank, self.config.sequence_parallel
         return Topology(
             world_size=size,
@@ -81,15 +82,15 @@ class FSDPEngine(BaseEngine):
         )
 
     @property
-    def _parts(self) -> Parts:
+    def _components(self) -> EngineComponents:
         if self._built is None:
             raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         if mode != "train":
-            self._parts.runner.forget_gathered()
-        return self._parts.offloading.around(mode)
+            self._components.runner.reshard()
+        return self._components.offload_policy.mode_context(mode)
 
     def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
@@ -101,21 +102,21 @@ class FSDPEngine(BaseEngine):
         """
         if self._mode is not None:
             raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
-        self._parts.runner.forget_gathered()
-        residency = self._parts.residency
+        self._components.runner.reshard()
+        offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
-                residency.park(name)
+                offloader.offload(name)
             elif is_meant:
-                residency.bring_in(name)
+                offloader.load(name)
 
     @contextmanager
     def _numerics(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._parts.has_fast_matmul:
-                stack.enter_context(numerics.float32_matmul("medium"))
+            if self._components.uses_fast_matmul:
+                stack.enter_context(numerics.use_matmul_precision("medium"))
             if self.config.deterministic:
-                stack.enter_context(numerics.deterministic())
+                stack.enter_context(numerics.use_deterministic_algorithms())
             yield
 
     def _run_schedule(
@@ -128,9 +129,9 @@ class FSDPEngine(BaseEngine):
         reduce_gradients: bool,
     ) -> list[Answers] | None:
         with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
-        self._parts.speed.begin(None if forward_only else batch.lengths[~batch.is_dummy].tolist())
-        with self._parts.stages.stage("a forward call" if forward_only else "a training call"), self._numerics():
-            answers = self._parts.runner.run(
+        self._components.throughput.start(None if forward_only else batch.lengths[~batch.is_dummy].tolist())
+        with self._components.tracer.stage("a forward call" if forward_only else "a training call"), self._numerics():
+            answers = self._components.runner.run(
                 batch,
                 queries=queries,
                 with_gradient=with_gradient,
@@ -141,77 +142,77 @@ class FSDPEngine(BaseEngine):
         return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        memory, speed = memory_metrics(self._parts.membership.device), self._parts.speed.end()
-        return WhenRead(lambda: {**memory, **speed()})
+        memory, speed = memory_metrics(self._components.membership.device), self._components.throughput.stop()
+        return LazyMetrics(lambda: {**memory, **speed()})
 
     def _reduce_pending_gradients(self) -> None:
-        if self._parts.runner.has_local_gradients:
-            with self._parts.stages.stage("the reduction of gradients"), self._numerics():
-                self._parts.runner.reduce()
+        if self._components.runner.has_unreduced_gradients:
+            with self._components.tracer.stage("the reduction of gradients"), self._numerics():
+                self._components.runner.reduce_gradients()
 
     def _apply_gradients(self, *, lr: float) -> float:
-        optimizer = self._parts.optimizer
+        optimizer = self._components.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
-        with self._parts.stages.stage("the update"):
-            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value, then=self._parts.runner.gather_ahead)
+        with self._components.tracer.stage("the update"):
+            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value, after_launch=self._components.runner.prefetch_parameters)
 
     def optimizer_step(self) -> float:
         """See UpdateCycle."""
         norm = super().optimizer_step()
-        self._parts.profiler.update_done()
+        self._components.profiler.on_update_end()
         return norm
 
     def _zero_gradients(self) -> None:
-        if self._parts.runner.has_local_gradients:
+        if self._components.runner.has_unreduced_gradients:
             # FSDP keeps them out of reach; once reduced they lie in the parameters, where they can be dropped.
             with self._resident("train"):
                 self._reduce_pending_gradients()
-        for parameter in self._parts.trained.values():
-            parameter.parameter.grad = None
+        for parameter in self._components.trainable.values():
+            parameter.tensor.grad = None
 
     def _export_dtype(self) -> torch.dtype:
-        return dtype_named(self.config.precision.compute)
+        return torch_dtype(self.config.precision.compute)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        parts = self._parts
+        components = self._components
         self._check_names()
-        merge = None if parts.adapter is None else partial(parts.adapter.merged, trained=parts.trained)
-        yield from weight_export.iterate_weights(parts.parameters, parts.buffers, dtype=self._export_dtype(), merge=merge)
+        merge = None if components.adapter is None else partial(components.adapter.merge_weight, trained=components.trainable)
+        yield from weight_export.iterate_weights(components.parameters, components.buffers, dtype=self._export_dtype(), merge=merge)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         self._check_names()
-        with self._parts.stages.stage("loading weights"):
-            weight_export.load_weights(self._parts.parameters, self._parts.buffers, stream)
-        if self._parts.adapter is not None:
-            self._parts.adapter.is_on_other_weights = True
+        with self._components.tracer.stage("loading weights"):
+            weight_export.load_weights(self._components.parameters, self._components.buffers, stream)
+        if self._components.adapter is not None:
+            self._components.adapter.has_replaced_base = True
 
     def _adapter_off(self) -> AbstractContextManager[None]:
         return self._adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        return self._adapter.export(self._parts.trained)
+        return self._adapter.export(self._components.trainable)
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        self._adapter.load(config, tensors, trained=self._parts.trained)
+        self._adapter.load(config, tensors, trained=self._components.trainable)
 
     @property
-    def _adapter(self) -> "Adapter":
-        assert self._parts.adapter is not None, "the base class refuses calls that need an adapter"
-        return self._parts.adapter
+    def _adapter(self) -> "LoraAdapter":
+        assert self._components.adapter is not None, "the base class refuses calls that need an adapter"
+        return self._components.adapter
 
     def _check_names(self) -> None:
-        check_known(self._parts.hf_config, self._parts.parameters)
+        check_expert_names(self._components.hf_config, self._components.parameters)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         self._check_names()
-        return weight_export.iterate_state(self._parts.trained, self._require_adamw().moments)
+        return weight_export.iterate_state(self._components.trainable, self._adamw().adam_states)
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         self._check_names()
-        weight_export.load_state(self._parts.trained, self._require_adamw().moments, stream)
+        weight_export.load_state(self._components.trainable, self._adamw().adam_states, stream)
 
-    def _require_adamw(self) -> ShardedAdamW:
-        optimizer = self._parts.optimizer
+    def _adamw(self) -> ShardedAdamW:
+        optimizer = self._components.optimizer
         if optimizer is None:
             raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
         if not isinstance(optimizer, ShardedAdamW):
@@ -219,54 +220,60 @@ class FSDPEngine(BaseEngine):
         return optimizer
 
     def _write_state(self, directory: str) -> list[str]:
-        with self._parts.stages.stage("saving a checkpoint"):
-            return training_checkpoint.write_now(self._parts, config=self.config, directory=directory, weights=self._iterate_weights())
+        with self._components.tracer.stage("saving a checkpoint"):
+            return training_checkpoint.write_checkpoint(
+                self._components, config=self.config, directory=directory, weights=self._iterate_weights()
+            )
 
     def _stage_state(self) -> Callable[[str], list[str]]:
-        with self._parts.stages.stage("copying a checkpoint"):
-            group = self._parts.saving_group.get()
-            return training_checkpoint.stage(self._parts, config=self.config, group=group, weights=self._iterate_weights())
+        with self._components.tracer.stage("copying a checkpoint"):
+            group = self._components.saving_group.get()
+            return training_checkpoint.stage_checkpoint(self._components, config=self.config, group=group, weights=self._iterate_weights())
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
-        return self._parts.saving_group.gather(item)
+        return self._components.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
-        parts, membership = self._parts, self._parts.membership
+        components, membership = self._components, self._components.membership
         if holds_files(directory):
-            self._read_foreign(open_files(directory))
+            self._load_portable_state(open_portable_state(directory))
         else:
-            if parts.adapter is not None:
-                parts.adapter.expect_weights(training_checkpoint.holds(directory, parts.parameters.keys()), directory=directory)
-            with parts.stages.stage("loading a checkpoint"):
-                training_checkpoint.read_training(parts.kept, parts.buffers, parts.optimizer, directory=directory)
-        training_checkpoint.read_random_state(directory=directory, rank=membership.rank, device=membership.device)
+            if components.adapter is not None:
+                components.adapter.check_base_weights(
+                    training_checkpoint.has_any_parameter(directory, components.parameters.keys()), directory=directory
+                )
+            with components.tracer.stage("loading a checkpoint"):
+                training_checkpoint.load_training_state(
+                    components.checkpoint_parameters, components.buffers, components.optimizer, directory=directory
+                )
+        training_checkpoint.load_rng_state(directory=directory, rank=membership.rank, device=membership.device)
 
-    def _read_foreign(self, saved: SavedState) -> None:
+    def _load_portable_state(self, saved: SavedState) -> None:
         """What an engine that keeps its state in files has saved."""
-        parts = self._parts
-        if parts.adapter is not None:
-            parts.adapter.expect_weights(bool(parts.parameters.keys() & saved.weights.keys()), directory=saved.directory)
-        expected = weight_export.describe_weights(parts.kept, {}, dtype=torch.float32)
+        components = self._components
+        if components.adapter is not None:
+            components.adapter.check_base_weights(bool(components.parameters.keys() & saved.weights.keys()), directory=saved.directory)
+        expected = weight_export.list_weight_entries(components.checkpoint_parameters, {}, dtype=torch.float32)
         check_saved(expected, saved.entries(), directory=saved.directory)
-        if parts.optimizer is None:
-            own = (NamedWeight(name, buffer) for name, buffer in parts.buffers.items())
-            weight_export.load_weights(parts.kept, parts.buffers, chain(saved.iterate_weights(), own))
+        if components.optimizer is None:
+            own = (NamedWeight(name, buffer) for name, buffer in components.buffers.items())
+            weight_export.load_weights(components.checkpoint_parameters, components.buffers, chain(saved.iterate_weights(), own))
         else:
             self._load_state(saved.iterate_state())
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
-        total = value.detach().to(self._parts.membership.device, copy=True)
-        if self._parts.membership.world_size > 1:
-            with self._parts.stages.stage("a sum over ranks"):
-                dist.all_reduce(total, group=self._parts.data_groups.across)
+        total = value.detach().to(self._components.membership.device, copy=True)
+        if self._components.membership.world_size > 1:
+            with self._components.tracer.stage("a sum over ranks"):
+                dist.all_reduce(total, group=self._components.data_groups.data_parallel)
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        world_size = self._parts.membership.world_size
+        world_size = self._components.membership.world_size
         if world_size == 1:
             return [item]
         gathered = [item] * world_size
-        with self._parts.stages.stage("an exchange of objects"):
+        with self._components.tracer.stage("an exchange of objects"):
             dist.all_gather_object(gathered, item)
         return gathered
 
@@ -284,10 +291,10 @@ class FSDPEngine(BaseEngine):
             self._free()
 
     def _free(self) -> None:
-        membership = self._parts.membership
-        self._parts.saving_group.close()
-        self._parts.stages.close()
-        self._parts.profiler.close()
+        membership = self._components.membership
+        self._components.saving_group.close()
+        self._components.tracer.close()
+        self._components.profiler.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 
 
-def write_description(config: PretrainedConfig, *, directory: str, source: str | None, dtype: torch.dtype) -> list[str]:
+def write_model_config(config: PretrainedConfig, *, directory: str, source: str | None, dtype: torch.dtype) -> list[str]:
     """Write config.json and copy the tokenizer beside it; relative paths of the files.
 
     Args:
@@ -87,7 +87,7 @@ def write_weights(
     folder = Path(directory, FOLDER)
     weights = iter(stream)
     try:
-        return _write_shards(weights, _cut(entries, shard_bytes=shard_bytes), folder=folder)
+        return _write_shards(weights, _split_into_files(entries, shard_bytes=shard_bytes), folder=folder)
     except OSError as error:
         deque(weights, maxlen=0)
         raise CheckpointError(f"could not write the model to {folder} ({error})") from error
@@ -101,25 +101,25 @@ def _write_shards(weights: Iterator[NamedWeight], shards: Sequence[Sequence[Weig
         write_safetensors(folder / name, shard, weights)
     if count == 1:
         return [f"{FOLDER}/{names[0]}"]
-    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    index = {"metadata": {"total_size": sum(bytes_of(entry) for shard in shards for entry in shard)}, "weight_map": places}
+    file_of_tensor = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    index = {"metadata": {"total_size": sum(num_bytes(entry) for shard in shards for entry in shard)}, "weight_map": file_of_tensor}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [f"{FOLDER}/{name}" for name in (*names, INDEX_NAME)]
 
 
-def _cut(entries: Sequence[WeightEntry], *, shard_bytes: int) -> list[list[WeightEntry]]:
+def _split_into_files(entries: Sequence[WeightEntry], *, shard_bytes: int) -> list[list[WeightEntry]]:
     shards: list[list[WeightEntry]] = [[]]
-    held = 0
+    file_bytes = 0
     for entry in entries:
-        if shards[-1] and held + bytes_of(entry) > shard_bytes:
+        if shards[-1] and file_bytes + num_bytes(entry) > shard_bytes:
             shards.append([])
-            held = 0
+            file_bytes = 0
         shards[-1].append(entry)
-        held += bytes_of(entry)
+        file_bytes += num_bytes(entry)
     return shards
 
 
-_NAMES: Mapping[torch.dtype, str] = {
+_DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -134,7 +134,7 @@ _NAMES: Mapping[torch.dtype, str] = {
 _ALIGNMENT = 8
 
 
-def bytes_of(entry: WeightEntry) -> int:
+def num_bytes(entry: WeightEntry) -> int:
     """Size of its data."""
     return prod(entry.shape) * entry.dtype.itemsize
 
@@ -154,11 +154,11 @@ def write_safetensors(path: Path, entries: Sequence[WeightEntry], weights: Itera
 def _header(entries: Sequence[WeightEntry]) -> bytes:
     # Libraries refuse a file whose metadata does not say which framework wrote it.
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
+    start = 0
     for entry in entries:
-        end = begin + bytes_of(entry)
-        fields[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        begin = end
+        end = start + num_bytes(entry)
+        fields[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

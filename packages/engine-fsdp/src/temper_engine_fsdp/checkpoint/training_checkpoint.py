@@ -22,33 +22,35 @@ from torch.distributed.tensor import DTensor
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved
 from temper_engine_fsdp.checkpoint import huggingface_files
-from temper_engine_fsdp.checkpoint.weight_export import describe_weights
-from temper_engine_fsdp.components import Parts
+from temper_engine_fsdp.checkpoint.weight_export import list_weight_entries
+from temper_engine_fsdp.components import EngineComponents
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.runtime.numerics import dtype_named
-from temper_engine_fsdp.sharding.sharded_parameter import Buffers, Parameters
-from temper_engine_fsdp.training.sharded_optimizer import Piece, ShardedOptimizer
+from temper_engine_fsdp.runtime.numerics import torch_dtype
+from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
+from temper_engine_fsdp.training.sharded_optimizer import ShardedOptimizer, StateTensor
 
 STATE_FOLDER = "dcp"
-RANDOM_FOLDER = "random"
+RNG_FOLDER = "random"
 
-Pieces = Mapping[str, Piece]
+StateTensors = Mapping[str, StateTensor]
 """What a checkpoint holds, by kind and Hugging Face name."""
 
 
-def training_pieces(parameters: Parameters, buffers: Buffers, optimizer: ShardedOptimizer | None) -> dict[str, Piece]:
+def collect_state_tensors(parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None) -> dict[str, StateTensor]:
     """What is saved, and filled in place by loading; the tensors share the engine's memory."""
-    pieces = {f"parameter.{name}": Piece(owner=p, tensor=p.local()) for name, p in parameters.items()}
-    pieces |= {f"buffer.{name}": Piece(owner=None, tensor=buffer) for name, buffer in buffers.items()}
-    return pieces | ({} if optimizer is None else optimizer.pieces())
+    state_tensors = {f"parameter.{name}": StateTensor(owner=p, tensor=p.local_shard()) for name, p in parameters.items()}
+    state_tensors |= {f"buffer.{name}": StateTensor(owner=None, tensor=buffer) for name, buffer in buffers.items()}
+    return state_tensors | ({} if optimizer is None else optimizer.state_tensors())
 
 
-def as_rows(pieces: Pieces) -> dict[str, Tensor]:
+def to_row_dtensors(state_tensors: StateTensors) -> dict[str, Tensor]:
     """What DCP takes: every piece cut by rows. Collective."""
-    return {name: piece.tensor if piece.owner is None else piece.owner.as_rows(piece.tensor) for name, piece in pieces.items()}
+    return {
+        name: piece.tensor if piece.owner is None else piece.owner.to_row_dtensor(piece.tensor) for name, piece in state_tensors.items()
+    }
 
 
-def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None) -> list[str]:
+def write_dcp(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None) -> list[str]:
     """Write with DCP; relative paths of the files that this rank wrote. Collective over the group, or over all ranks.
 
     Raises:
@@ -59,21 +61,21 @@ def write_tensors(tensors: Mapping[str, Tensor], *, directory: str, rank: int, g
         save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
     except (CheckpointException, RuntimeError, OSError) as error:  # torch wraps a full disk in any of the three
         raise CheckpointError(f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})") from error
-    mine = sorted(path.name for path in folder.glob(f"__{rank}_*"))
-    return [f"{STATE_FOLDER}/{name}" for name in (*mine, *([".metadata"] if rank == 0 else []))]
+    own_files = sorted(path.name for path in folder.glob(f"__{rank}_*"))
+    return [f"{STATE_FOLDER}/{name}" for name in (*own_files, *([".metadata"] if rank == 0 else []))]
 
 
-def read_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
+def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
     """Parameters and buffers from what ``write_tensors`` wrote, one at a time, in the dtypes of the entries. No communication."""
     reader = FileSystemReader(Path(directory, STATE_FOLDER))
     saved = {entry.name.partition(".")[2]: entry for entry in _saved_entries(reader) if _kind(entry.name) in ("parameter", "buffer")}
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=saved[entry.name].dtype)
-        _read_alone(saved[entry.name].name, tensor, reader)
+        _read_tensor(saved[entry.name].name, tensor, reader)
         yield NamedWeight(entry.name, tensor.to(entry.dtype))
 
 
-def _read_alone(name: str, tensor: Tensor, reader: FileSystemReader) -> None:
+def _read_tensor(name: str, tensor: Tensor, reader: FileSystemReader) -> None:
     """Fill a tensor by DCP's own steps: its ``load`` warns on every call where it is to leave the other ranks out."""
     planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
     planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
@@ -84,7 +86,7 @@ def _read_alone(name: str, tensor: Tensor, reader: FileSystemReader) -> None:
 
 
 @torch.no_grad()
-def read_training(parameters: Parameters, buffers: Buffers, optimizer: ShardedOptimizer | None, *, directory: str) -> None:
+def load_training_state(parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None, *, directory: str) -> None:
     """Fill parameters, buffers and optimiser states from what was written at this or another layout. Collective.
 
     Optimiser states that nobody asks for (optimizer: null) may stay unread; in all else names and shapes agree both ways.
@@ -95,29 +97,29 @@ def read_training(parameters: Parameters, buffers: Buffers, optimizer: ShardedOp
     reader = FileSystemReader(Path(directory, STATE_FOLDER))
     saved = _saved_entries(reader)
     if optimizer is not None:
-        optimizer.prepare_to_load([entry.name for entry in saved])
-    pieces = training_pieces(parameters, buffers, optimizer)
-    wanted = [WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype) for name, piece in pieces.items()]
-    kinds = {"parameter", "buffer"} | {_kind(name) for name in pieces}
+        optimizer.allocate_state([entry.name for entry in saved])
+    state_tensors = collect_state_tensors(parameters, buffers, optimizer)
+    expected = [WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype) for name, piece in state_tensors.items()]
+    kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
     # DCP reads what is asked and passes over the rest: a deeper model's first layers would load into a shallower one.
-    check_saved(wanted, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory)
-    tensors = as_rows(pieces)
+    check_saved(expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory)
+    tensors = to_row_dtensors(state_tensors)
     load(dict(tensors), storage_reader=reader)
-    for name, piece in pieces.items():
+    for name, piece in state_tensors.items():
         rows = tensors[name]
         if piece.owner is not None and isinstance(rows, DTensor):
-            loaded = piece.owner.from_rows(rows)
+            loaded = piece.owner.from_row_dtensor(rows)
             if loaded.data_ptr() != piece.tensor.data_ptr():
                 piece.tensor.copy_(loaded)
 
 
-def holds(directory: str, parameters: Collection[str]) -> bool:
+def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
     """Whether a checkpoint holds any of these parameters."""
     saved = {entry.name for entry in _saved_entries(FileSystemReader(Path(directory, STATE_FOLDER)))}
     return any(f"parameter.{name}" in saved for name in parameters)
 
 
-def _shape_of(piece: Piece) -> tuple[int, ...]:
+def _shape_of(piece: StateTensor) -> tuple[int, ...]:
     return tuple(piece.tensor.shape if piece.owner is None else piece.owner.shape)
 
 
@@ -134,7 +136,7 @@ def _kind(name: str) -> str:
     return name.partition(".")[0]
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
+def get_rng_states(device: torch.device) -> dict[str, Tensor]:
     """Torch's random-number states of this rank, as they are now."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -142,13 +144,13 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
+def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
     """Write them; the relative path.
 
     Raises:
         CheckpointError: the file can't be written.
     """
-    relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
+    relative = f"{RNG_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,9 +160,9 @@ def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: i
     return relative
 
 
-def read_random_state(*, directory: str, rank: int, device: torch.device) -> bool:
+def load_rng_state(*, directory: str, rank: int, device: torch.device) -> bool:
     """Restore this rank's random-number state; False where the checkpoint has none for it."""
-    path = Path(directory, RANDOM_FOLDER, f"rank_{rank}.pt")
+    path = Path(directory, RNG_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return False
     states: dict[str, Tensor] = torch.load(path, weights_only=True)
@@ -174,18 +176,18 @@ AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
+class _CheckpointContent:
     """Of one rank."""
 
     tensors: Mapping[str, Tensor]
     """Parameters, buffers and optimiser states, cut by rows."""
-    random_states: Mapping[str, Tensor]
+    rng_states: Mapping[str, Tensor]
     """Of this rank."""
     adapter: AdapterContent | None
     """What PEFT's two files hold; None where there is no adapter."""
 
 
-def write_now(parts: Parts, *, config: FSDPConfig, directory: str, weights: Iterator[NamedWeight]) -> list[str]:
+def write_checkpoint(components: EngineComponents, *, config: FSDPConfig, directory: str, weights: Iterator[NamedWeight]) -> list[str]:
     """Write the state as it is; relative paths of this rank's files. Collective.
 
     Args:
@@ -194,17 +196,19 @@ def write_now(parts: Parts, *, config: FSDPConfig, directory: str, weights: Iter
         directory: of the checkpoint's part.
         weights: full tensors for the safetensors, consumed only where they are asked for.
     """
-    pieces = training_pieces(parts.kept, parts.buffers, parts.optimizer)
-    content = _content(parts, as_rows(pieces))
-    return _write(content, parts, config=config, directory=directory, group=None, weights=lambda: weights)
+    state_tensors = collect_state_tensors(components.checkpoint_parameters, components.buffers, components.optimizer)
+    content = _content(components, to_row_dtensors(state_tensors))
+    return _write(content, components, config=config, directory=directory, group=None, weights=lambda: weights)
 
 
-def _content(parts: Parts, tensors: Mapping[str, Tensor]) -> _Content:
-    adapter = None if parts.adapter is None else parts.adapter.export(parts.trained)
-    return _Content(tensors=tensors, random_states=random_states(parts.membership.device), adapter=adapter)
+def _content(components: EngineComponents, tensors: Mapping[str, Tensor]) -> _CheckpointContent:
+    adapter = None if components.adapter is None else components.adapter.export(components.trainable)
+    return _CheckpointContent(tensors=tensors, rng_states=get_rng_states(components.membership.device), adapter=adapter)
 
 
-def stage(parts: Parts, *, config: FSDPConfig, group: ProcessGroup, weights: Iterator[NamedWeight]) -> Callable[[str], list[str]]:
+def stage_checkpoint(
+    components: EngineComponents, *, config: FSDPConfig, group: ProcessGroup, weights: Iterator[NamedWeight]
+) -> Callable[[str], list[str]]:
     """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective.
 
     Args:
@@ -213,62 +217,62 @@ def stage(parts: Parts, *, config: FSDPConfig, group: ProcessGroup, weights: Ite
         group: of the threads.
         weights: full tensors, consumed only where safetensors of a merged adapter are asked for: the one model that is copied whole.
     """
-    pieces = training_pieces(parts.kept, parts.buffers, parts.optimizer)
-    copies, wait = copy_to_host(pieces, device=parts.membership.device)
+    state_tensors = collect_state_tensors(components.checkpoint_parameters, components.buffers, components.optimizer)
+    copies, wait = copy_to_host(state_tensors, device=components.membership.device)
     if config.strategy == "fsdp1":
         wait()  # cutting by rows reads the copies
-    content = _content(parts, as_rows(copies))
+    content = _content(components, to_row_dtensors(copies))
     merged: list[NamedWeight] = []
-    if parts.adapter is not None and config.save_huggingface_weights:
-        merged = [NamedWeight(name, tensor.cpu()) for name, tensor in weights if parts.membership.rank == 0]
+    if components.adapter is not None and config.save_huggingface_weights:
+        merged = [NamedWeight(name, tensor.cpu()) for name, tensor in weights if components.membership.rank == 0]
 
     def write(directory: str) -> list[str]:
         wait()
         # Gathering would need the engine's groups; what was just written holds full tensors.
-        saved = iter(merged) if parts.adapter is not None else read_weights(_entries(parts, config), directory=directory)
-        return _write(content, parts, config=config, directory=directory, group=group, weights=lambda: saved)
+        saved = iter(merged) if components.adapter is not None else read_dcp_weights(_entries(components, config), directory=directory)
+        return _write(content, components, config=config, directory=directory, group=group, weights=lambda: saved)
 
     return write
 
 
 def _write(
-    content: _Content,
-    parts: Parts,
+    content: _CheckpointContent,
+    components: EngineComponents,
     *,
     config: FSDPConfig,
     directory: str,
     group: ProcessGroup | None,
     weights: Callable[[], Iterator[NamedWeight]],
 ) -> list[str]:
-    rank = parts.membership.rank
-    files = write_tensors(content.tensors, directory=directory, rank=rank, group=group)
+    rank = components.membership.rank
+    files = write_dcp(content.tensors, directory=directory, rank=rank, group=group)
     # A copy is exported by one rank, from the disk; a live model is gathered, by all of them. What each rank writes alone comes after it:
     # one that fails there leaves no other rank waiting.
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface_files.write_weights(
-            weights(), _entries(parts, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
+            weights(), _entries(components, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
         )
-    files.append(write_random_states(content.random_states, directory=directory, rank=rank))
+    files.append(write_rng_states(content.rng_states, directory=directory, rank=rank))
     if rank == 0:
-        dtype = dtype_named(config.precision.compute)
-        files += huggingface_files.write_description(parts.hf_config, directory=directory, source=config.model.path, dtype=dtype)
+        dtype = torch_dtype(config.precision.compute)
+        files += huggingface_files.write_model_config(components.hf_config, directory=directory, source=config.model.path, dtype=dtype)
     if rank == 0 and content.adapter is not None:
         files += huggingface_files.write_adapter(*content.adapter, directory=directory)
     return files
 
 
-def _entries(parts: Parts, config: FSDPConfig) -> list[WeightEntry]:
-    return describe_weights(parts.parameters, parts.buffers, dtype=dtype_named(config.precision.compute))
+def _entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
+    return list_weight_entries(components.parameters, components.buffers, dtype=torch_dtype(config.precision.compute))
 
 
-def copy_to_host(pieces: Pieces, *, device: torch.device) -> tuple[dict[str, Piece], Callable[[], None]]:
+def copy_to_host(state_tensors: StateTensors, *, device: torch.device) -> tuple[dict[str, StateTensor], Callable[[], None]]:
     """The pieces in host memory, and what waits until they are there."""
     if device.type != "cuda":
-        return {name: Piece(owner=piece.owner, tensor=piece.tensor.clone()) for name, piece in pieces.items()}, lambda: None
+        return {name: StateTensor(owner=piece.owner, tensor=piece.tensor.clone()) for name, piece in state_tensors.items()}, lambda: None
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        copies = {name: Piece(owner=piece.owner, tensor=_pinned_copy(piece.tensor)) for name, piece in pieces.items()}
+        copies = {name: StateTensor(owner=piece.owner, tensor=_pinned_copy(piece.tensor)) for name, piece in state_tensors.items()}
     current.wait_stream(side)
     done = torch.cuda.Event()
     done.record(side)

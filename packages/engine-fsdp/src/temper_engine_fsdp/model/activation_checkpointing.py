@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_fsdp.config import FSDPConfig
 
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default})
+_MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default})
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attention")
 """Parts of the names of attention's operators, of which there is one per device and version of torch."""
 
@@ -34,7 +34,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     def policy(context: SelectiveCheckpointContext, operator: Callable[..., object], *_: object, **__: object) -> CheckpointPolicy:
         if any(part in str(operator) for part in _ATTENTION):
             return CheckpointPolicy.MUST_SAVE
-        if operator not in _PRODUCTS:
+        if operator not in _MATMULS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         counts[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if counts[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
@@ -44,18 +44,18 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 @dataclass(slots=True, kw_only=True)
-class Parked:
+class OffloadedActivation:
     """A tensor that waits in host memory."""
 
     host: Tensor
     device: torch.device
     fetched: Tensor | None = None
     """On its device again, or on its way there."""
-    arrival: torch.cuda.Event | None = None
+    copy_done: torch.cuda.Event | None = None
     """Once it is there."""
 
 
-class ActivationParking:
+class ActivationOffloader:
     """Moves what autograd keeps to host memory, and back one tensor ahead of its use; of one forward pass.
 
     Only what has a gradient moves: of recomputed layers that is their input. On CUDA copies run on a stream of their own through pinned
@@ -64,56 +64,56 @@ class ActivationParking:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.parked: list[Parked] = []
+        self.offloaded: list[OffloadedActivation] = []
         """Of this pass so far, in the order in which they left."""
 
-    def around_forward(self) -> AbstractContextManager[None]:
+    def offload_saved_tensors(self) -> AbstractContextManager[None]:
         """What the forward pass inside keeps is parked."""
-        hooks: AbstractContextManager[None] = saved_tensors_hooks(self._park, self._bring_back)
+        hooks: AbstractContextManager[None] = saved_tensors_hooks(self._offload, self._restore)
         return hooks
 
-    def _park(self, tensor: Tensor) -> Tensor | int:
+    def _offload(self, tensor: Tensor) -> Tensor | int:
         if not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return tensor
-        self.parked.append(self._copy_out(tensor.detach()))
-        return len(self.parked) - 1
+        self.offloaded.append(self._copy_to_host(tensor.detach()))
+        return len(self.offloaded) - 1
 
-    def _copy_out(self, tensor: Tensor) -> Parked:
+    def _copy_to_host(self, tensor: Tensor) -> OffloadedActivation:
         if self._side is None:
-            return Parked(host=tensor.clone(), device=tensor.device)
+            return OffloadedActivation(host=tensor.clone(), device=tensor.device)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         # Its memory is used again only once the copy has been made.
         tensor.record_stream(self._side)
-        return Parked(host=host, device=tensor.device)
+        return OffloadedActivation(host=host, device=tensor.device)
 
-    def _bring_back(self, kept: Tensor | int) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        for place in (kept, kept - 1):
-            if place >= 0:
-                self._fetch(self.parked[place])
-        parked = self.parked[kept]
-        found, parked.fetched = parked.fetched, None
-        assert found is not None
-        if parked.arrival is not None:
-            torch.cuda.current_stream().wait_event(parked.arrival)
-            found.record_stream(torch.cuda.current_stream())
-        return found
+    def _restore(self, saved: Tensor | int) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        for index in (saved, saved - 1):
+            if index >= 0:
+                self._fetch(self.offloaded[index])
+        offloaded = self.offloaded[saved]
+        tensor_on_device, offloaded.fetched = offloaded.fetched, None
+        assert tensor_on_device is not None
+        if offloaded.copy_done is not None:
+            torch.cuda.current_stream().wait_event(offloaded.copy_done)
+            tensor_on_device.record_stream(torch.cuda.current_stream())
+        return tensor_on_device
 
-    def _fetch(self, parked: Parked) -> None:
-        if parked.fetched is not None:
+    def _fetch(self, offloaded: OffloadedActivation) -> None:
+        if offloaded.fetched is not None:
             return
         if self._side is None:
-            parked.fetched = parked.host
+            offloaded.fetched = offloaded.host
             return
         with torch.cuda.stream(self._side):
-            parked.fetched = parked.host.to(parked.device, non_blocking=True)
-            parked.arrival = torch.cuda.Event()
-            parked.arrival.record(self._side)
+            offloaded.fetched = offloaded.host.to(offloaded.device, non_blocking=True)
+            offloaded.copy_done = torch.cuda.Event()
+            offloaded.copy_done.record(self._side)
 
 
-def parking(device: torch.device, *, is_on: bool) -> AbstractContextManager[None]:
+def maybe_offload_activations(device: torch.device, *, enabled: bool) -> AbstractContextManager[None]:
     """Around one forward pass: what it keeps is parked, or stays where it is."""
-    return ActivationParking(device).around_forward() if is_on and torch.is_grad_enabled() else nullcontext()
+    return ActivationOffloader(device).offload_saved_tensors() if enabled and torch.is_grad_enabled() else nullcontext()

@@ -18,7 +18,7 @@ from transformers import (
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
-from temper_engine_fsdp.runtime.numerics import seeded
+from temper_engine_fsdp.runtime.numerics import fork_rng
 
 NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
     "final_logit_softcapping": None,
@@ -30,13 +30,13 @@ NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
 """Config fields that change logits in ways the fused head or packed attention does not follow, with the value that changes nothing."""
 
 
-ATTENTIONS = frozenset(("full_attention", "sliding_attention"))
+SUPPORTED_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers, as ``layer_types`` names them, whose tokens meet in the registered attention alone."""
-ROPES_BY_LENGTH = frozenset(("dynamic", "longrope"))
+LENGTH_DEPENDENT_ROPES = frozenset(("dynamic", "longrope"))
 """Rotary embeddings whose frequencies follow the longest position of a call: a sequence would depend on what it is packed with."""
 
 
-def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTrainedModel:
+def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -> PreTrainedModel:
     """The model on the CPU in float32, with its attention set to a registered kernel.
 
     Args:
@@ -52,46 +52,48 @@ def build_model(spec: ModelSpec, *, attention: str, loads: bool = True) -> PreTr
     """
     config = read_config(spec)
     _refuse_unsupported(config)
-    _refuse_unpackable(config)
+    _check_packable(config)
     is_language_model = spec.model_type == "language_model"
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
     if not is_language_model:
         config.num_labels = 1
         config.classifier_dropout = 0.0
-    with seeded(spec.seed):
+    with fork_rng(spec.seed):
         try:
-            model, loaded = _make(auto, spec, config, attention=attention, reads=loads)
+            model, report = _instantiate(auto, spec, config, attention=attention, loads_weights=load_weights)
         except (ValueError, KeyError) as error:  # a KeyError where classes of attention are chosen by their names
             raise CapabilityError(
-                f"transformers makes no {spec.model_type} with packed attention of this {config.model_type} model: {_first_words(error)} "
-                "Choose a model whose attention goes through transformers' AttentionInterface, such as qwen3 or llama."
+                f"transformers makes no {spec.model_type} with packed attention of this "
+                f"{config.model_type} model: {_first_sentence(error)} "
+                "Choose a model whose attention goes through transformers' AttentionInterface, "
+                "such as qwen3 or llama."
             ) from error
-    if spec.path is not None and loaded:
-        _check_loaded(spec.path, missing=loaded["missing_keys"], unexpected=loaded["unexpected_keys"], has_new_head=not is_language_model)
-    _refuse_other_outputs(model, is_language_model=is_language_model)
-    _refuse_other_mixers(model)
+    if spec.path is not None and report:
+        _check_loaded(spec.path, missing=report["missing_keys"], unexpected=report["unexpected_keys"], has_new_head=not is_language_model)
+    _check_output_head(model, is_language_model=is_language_model)
+    _check_no_convolution(model)
     model.config.architectures = [type(model).__name__]
     return model
 
 
-def _make(
+def _instantiate(
     auto: type[AutoModelForCausalLM | AutoModelForTokenClassification],
     spec: ModelSpec,
     config: PretrainedConfig,
     *,
     attention: str,
-    reads: bool,
+    loads_weights: bool,
 ) -> tuple[PreTrainedModel, Mapping[str, Collection[str]]]:
     """The model, and what is told of its weights where they were read."""
-    may_run = spec.trust_remote_code
-    if spec.path is None or not reads:
-        return auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=may_run), {}
+    allow_code = spec.trust_remote_code
+    if spec.path is None or not loads_weights:
+        return auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=allow_code), {}
     model, report = auto.from_pretrained(
         spec.path,
         config=config,
         dtype=torch.float32,
         attn_implementation=attention,
-        trust_remote_code=may_run,
+        trust_remote_code=allow_code,
         output_loading_info=True,
     )
     return model, report
@@ -106,37 +108,40 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     if spec.path is not None:
         if not Path(spec.path).is_dir():
             raise ConfigError(
-                f"model.path is {spec.path!r}, which is no directory here: name a local directory of a Hugging Face model, and download "
+                f"model.path is {spec.path!r}, which is no directory here: name a local directory "
+                "of a Hugging Face model, and download "
                 "one that lies on the Hub first."
             )
-        return _config_in(spec.path, may_run=spec.trust_remote_code)
+        return _load_config(spec.path, allow_code=spec.trust_remote_code)
     fields = dict(spec.architecture)
     name = str(fields.pop("model_type"))
     try:
         return AutoConfig.for_model(name, **fields)
     except (ValueError, StrictDataclassError) as error:
         if name in CONFIG_MAPPING:
-            raise ConfigError(f"model.architecture is not what a {name} takes: {_first_words(error)}") from error
+            raise ConfigError(f"model.architecture is not what a {name} takes: {_first_sentence(error)}") from error
         raise ConfigError(
-            f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
+            f"model.architecture.model_type is {name!r}, which this version of transformers does "
+            "not know: "
             "use a model type such as qwen2, qwen3 or llama."
         ) from error
 
 
-def _config_in(path: str, *, may_run: bool) -> PretrainedConfig:
+def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=may_run)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=allow_code)
     except ValueError as error:
-        if may_run:
+        if allow_code:
             raise
         raise ConfigError(
-            f"transformers does not read the config of the model in {path}: {_first_words(error)} Where you trust the Python files that "
+            f"transformers does not read the config of the model in {path}: "
+            f"{_first_sentence(error)} Where you trust the Python files that "
             "came with it, set model.trust_remote_code."
         ) from error
     return config
 
 
-def _first_words(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     """What an error of transformers says, on one line, without its advice to its own callers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
@@ -145,32 +150,38 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
     for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
         # Read as attributes: some are worked out of other fields.
         settings = [getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))]
-        found = next((value for value in settings if value not in (neutral, None)), neutral)
-        if found != neutral:
+        offending = next((value for value in settings if value not in (neutral, None)), neutral)
+        if offending != neutral:
             raise CapabilityError(
-                f"this {config.model_type} model sets {name} to {found}, which the fused head and packed attention "
+                f"this {config.model_type} model sets {name} to {offending}, which the fused head "
+                "and packed attention "
                 "do not compute: choose a model without it."
             )
 
 
-def _refuse_unpackable(config: PretrainedConfig) -> None:
+def _check_packable(config: PretrainedConfig) -> None:
     """What would let a sequence of a pack see its neighbours, or their lengths."""
-    ropes = {str(settings.get(key)) for settings in _dicts(config.to_dict()) for key in ("rope_type", "type")} & ROPES_BY_LENGTH
+    ropes = {
+        str(settings.get(key)) for settings in _nested_mappings(config.to_dict()) for key in ("rope_type", "type")
+    } & LENGTH_DEPENDENT_ROPES
     if ropes:
         raise CapabilityError(
-            f"this {config.model_type} model has a rotary embedding of type {min(ropes)}, whose frequencies follow the longest sequence "
-            "of a call, so that packed sequences would depend on each other: choose one of type default, linear, yarn or llama3."
+            f"this {config.model_type} model has a rotary embedding of type {min(ropes)}, whose "
+            "frequencies follow the longest sequence "
+            "of a call, so that packed sequences would depend on each other: choose one of type "
+            "default, linear, yarn or llama3."
         )
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types")
-    other = sorted({*(kinds or ())} - ATTENTIONS)
+    other = sorted({*(kinds or ())} - SUPPORTED_LAYER_TYPES)
     if other or getattr(config, "alibi", False):
         raise CapabilityError(
-            f"this {config.model_type} model has {'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "
+            f"this {config.model_type} model has "
+            f"{'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "
             "sequences of a pack: full and sliding attention over rotary positions are supported."
         )
 
 
-def _refuse_other_outputs(model: PreTrainedModel, *, is_language_model: bool) -> None:
+def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> None:
     """What an answer is read from must be one projection of the last hidden state, at positions that we give."""
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
@@ -181,45 +192,48 @@ def _refuse_other_outputs(model: PreTrainedModel, *, is_language_model: bool) ->
         raise CapabilityError(f"this {kind} model's classifier is no projection named score, which values are read from: choose another.")
     head = model.get_output_embeddings() if is_language_model else model.score
     known = {id(parameter) for part in (model.base_model, head) if part is not None for parameter in part.parameters()}
-    found = next((name for name, parameter in model.named_parameters() if id(parameter) not in known), None)
-    if found is not None:
+    offending = next((name for name, parameter in model.named_parameters() if id(parameter) not in known), None)
+    if offending is not None:
         raise CapabilityError(
-            f"this {kind} model has {found} between its last hidden state and its output projection, which the head does not compute: "
+            f"this {kind} model has {offending} between its last hidden state and its output "
+            "projection, which the head does not compute: "
             "choose a model whose projection reads the last hidden state."
         )
 
 
-def _refuse_other_mixers(model: PreTrainedModel) -> None:
-    found = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
-    if found is not None:
+def _check_no_convolution(model: PreTrainedModel) -> None:
+    offending = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
+    if offending is not None:
         raise CapabilityError(
-            f"this {model.config.model_type} model has a convolution over tokens ({found}), which would mix the sequences of a pack: "
+            f"this {model.config.model_type} model has a convolution over tokens ({offending}), "
+            "which would mix the sequences of a pack: "
             "choose a model whose tokens meet in attention alone."
         )
 
 
-def _dicts(value: object) -> Iterator[Mapping[str, object]]:
+def _nested_mappings(value: object) -> Iterator[Mapping[str, object]]:
     """A mapping and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for inner in value.values():
-            yield from _dicts(inner)
+            yield from _nested_mappings(inner)
 
 
-def is_of_new_head(name: str) -> bool:
+def is_value_head(name: str) -> bool:
     """Whether a parameter is of the head that a value or reward model has."""
     return name.startswith("score.")
 
 
-def is_of_old_head(name: str) -> bool:
+def is_lm_head(name: str) -> bool:
     """Whether a parameter is of a language model's head, which a value model does without."""
     return name.startswith("lm_head.")
 
 
 def _check_loaded(path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool) -> None:
-    lacking = {name for name in missing if not (has_new_head and is_of_new_head(name))}
-    surplus = {name for name in unexpected if not (has_new_head and is_of_old_head(name))}
-    if lacking or surplus:
+    missing_names = {name for name in missing if not (has_new_head and is_value_head(name))}
+    unexpected_names = {name for name in unexpected if not (has_new_head and is_lm_head(name))}
+    if missing_names or unexpected_names:
         raise WeightError(
-            f"the weights in {path} do not match their config: missing {sorted(lacking)[:5]}, unexpected {sorted(surplus)[:5]}."
+            f"the weights in {path} do not match their config: missing "
+            f"{sorted(missing_names)[:5]}, unexpected {sorted(unexpected_names)[:5]}."
         )

@@ -21,7 +21,7 @@ NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNo
 """x / rms(x) in float32, back in the dtype of x, times the weight."""
 GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"})
 """down(silu(gate(x)) * up(x))."""
-_WORST_RATIO = 2.0
+_MAX_ERROR_RATIO = 2.0
 """Root mean square error of a kernel over that of the plain formula in the same dtype: both round, in another order."""
 _ROWS = 64
 _EPS = 1e-6
@@ -57,7 +57,7 @@ def plain_gate(gate: Tensor, up: Tensor) -> Tensor:
 PLAIN = Kernels(norm=plain_norm, gate=plain_gate)
 
 
-def take_kernels(device: torch.device) -> Kernels:
+def load_kernels(device: torch.device) -> Kernels:
     """Liger's.
 
     Raises:
@@ -90,23 +90,25 @@ def check_kernels(kernels: Kernels, *, name: str, device: torch.device, compute:
         ConfigError: they are further from float64 than the plain formulas in the compute dtype.
     """
     generator = torch.Generator().manual_seed(0)
-    x, slope = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
+    x, entropy_coeff = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(sizes["norm"], generator=generator)
     gate, up, gate_slope = (torch.randn(_ROWS, sizes["gate"], generator=generator) for _ in range(3))
     trials: Mapping[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor], Tensor]] = {
-        "norm": (lambda k: lambda a, b: k.norm(a, b, _EPS), [x, weight], slope),
+        "norm": (lambda k: lambda a, b: k.norm(a, b, _EPS), [x, weight], entropy_coeff),
         "gated unit": (lambda k: k.gate, [gate, up], gate_slope),
     }
-    for what, (choose, inputs, onto) in trials.items():
-        start = [tensor.to(device, compute) for tensor in (*inputs, onto)]
+    for kind, (choose, inputs, upstream) in trials.items():
+        start = [tensor.to(device, compute) for tensor in (*inputs, upstream)]
         exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in start])
-        usual, tried = (_with_gradients(choose(k), start) for k in (PLAIN, kernels))
-        for part, a, b, c in zip(("values", "gradient of the first input", "gradient of the second"), exact, usual, tried, strict=True):
-            allowed = _WORST_RATIO * _distance(a, b) + torch.finfo(compute).eps * float(a.abs().mean())
-            if not (found := _distance(a, c)) <= allowed:
+        plain, tried = (_with_gradients(choose(k), start) for k in (PLAIN, kernels))
+        for part, a, b, c in zip(("values", "gradient of the first input", "gradient of the second"), exact, plain, tried, strict=True):
+            allowed = _MAX_ERROR_RATIO * _rms_error(a, b) + torch.finfo(compute).eps * float(a.abs().mean())
+            if not (error_found := _rms_error(a, c)) <= allowed:
                 raise ConfigError(
-                    f"liger_layers is on, but the {what} of {name} has an error of {found:.1e} in {compute} on this device, where the "
-                    f"plain formula has {_distance(a, b):.1e} ({part}): switch it off, or try another version."
+                    f"liger_layers is on, but the {kind} of {name} has an error of "
+                    f"{error_found:.1e} in {compute} on this device, where the "
+                    f"plain formula has {_rms_error(a, b):.1e} ({part}): switch it off, or try "
+                    "another version."
                 )
 
 
@@ -116,18 +118,18 @@ def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> l
     return [value.detach(), *torch.autograd.grad(value, inputs, tensors[-1])]
 
 
-def _distance(exact: Tensor, found: Tensor) -> float:
-    return float((found.detach().double() - exact).square().mean().sqrt())
+def _rms_error(exact: Tensor, error_found: Tensor) -> float:
+    return float((error_found.detach().double() - exact).square().mean().sqrt())
 
 
-def use_liger(hf: PreTrainedModel, *, device: torch.device, compute: torch.dtype) -> None:
+def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: torch.dtype) -> None:
     """Let the norms and gated units of a model compute with Liger's kernels, once these are found equal.
 
     Raises:
         ConfigError: not on CUDA, not installed, or not equal.
         CapabilityError: the model has no layer that they know.
     """
-    kernels = take_kernels(device)
+    kernels = load_kernels(device)
     sizes = {"norm": hf.config.hidden_size, "gate": hf.config.intermediate_size}
     with torch.enable_grad():
         check_kernels(kernels, name=f"liger-kernel {version('liger-kernel')}", device=device, compute=compute, sizes=sizes)
@@ -144,7 +146,8 @@ def replace_layers(hf: PreTrainedModel, kernels: Kernels) -> None:
     gated = [module for module in hf.modules() if type(module).__name__ in GATED]
     if not norms or not gated:
         raise CapabilityError(
-            f"liger_layers is on, but {type(hf).__name__} has none of the layers that are known ({', '.join(sorted(NORMS | GATED))}): "
+            f"liger_layers is on, but {type(hf).__name__} has none of the layers that are known "
+            f"({', '.join(sorted(NORMS | GATED))}): "
             "switch it off."
         )
     if hf.config.hidden_act not in ("silu", "swish"):

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Query
-from temper_engine_fsdp.model.token_logprobs import linear_logprob, whole_logprob
+from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
 from temper_engine_fsdp.runtime.host_device import to_device
 
 LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
 
-LinearNow = Callable[[], nn.Linear]
+LinearGetter = Callable[[], nn.Linear]
 """The projection of a head as it is now: an adapter may hold a trained copy of it, and be disabled."""
 
 
@@ -31,17 +31,17 @@ class HeadRequest:
     """The columns wanted."""
     with_gradient: frozenset[Query]
     """Those that a loss differentiates."""
-    answered: Tensor
+    positions: Tensor
     """[N] int64 positions whose answer this rank gives; never the first of a sequence."""
-    scored: Tensor
+    score_sequences: Tensor
     """[M] int64 sequences whose score this rank gives."""
-    first: int
+    first_position: int
     """Position in the pack of the first hidden state that this rank has."""
-    has_unit_temperature: bool
+    is_unit_temperature: bool
     """Whether every temperature is 1, so that no logit has to be divided."""
 
 
-def request_head(
+def build_head_request(
     batch: SequenceBatch,
     *,
     queries: Collection[Query],
@@ -60,21 +60,21 @@ def request_head(
         device: of the model.
         bounds: first hidden state of the pack that this rank has, and the first after it; None where it has all.
     """
-    wanted = batch.loss_mask
+    is_needed = batch.loss_mask
     if not trained_only:
-        wanted = torch.ones_like(batch.loss_mask)
-        wanted[batch.sequence_starts[:-1].long()] = False
+        is_needed = torch.ones_like(batch.loss_mask)
+        is_needed[batch.sequence_starts[:-1].long()] = False
     first, end = (0, batch.num_tokens) if bounds is None else bounds
-    answered, last = torch.nonzero(wanted)[:, 0], batch.sequence_starts[1:].long() - 1
+    positions, last = torch.nonzero(is_needed)[:, 0], batch.sequence_starts[1:].long() - 1
     if bounds is not None:
-        answered = answered[(answered > first) & (answered <= end)]
+        positions = positions[(positions > first) & (positions <= end)]
     return HeadRequest(
         queries=frozenset(queries),
         with_gradient=frozenset(with_gradient),
-        answered=to_device(answered, device),
-        scored=to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
-        first=first,
-        has_unit_temperature=bool((batch.temperature == 1.0).all()),
+        positions=to_device(positions, device),
+        score_sequences=to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
+        first_position=first,
+        is_unit_temperature=bool((batch.temperature == 1.0).all()),
     )
 
 
@@ -88,7 +88,7 @@ class Head(Protocol):
 class LanguageHead:
     """Answers of a language model's output projection."""
 
-    def __init__(self, linear: LinearNow, *, chunk_tokens: int | None, keeps_logits: bool = False, is_compiled: bool = False) -> None:
+    def __init__(self, linear: LinearGetter, *, chunk_tokens: int | None, keeps_logits: bool = False, is_compiled: bool = False) -> None:
         self._linear = linear
         self._chunk_tokens = chunk_tokens
         self._keeps_logits = keeps_logits
@@ -96,48 +96,48 @@ class LanguageHead:
 
     def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
         """See Head."""
-        _refuse_others(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
-        at = request.answered
-        ids = _ids_of(batch)[at] if Query.LOGPROB_AT in request.queries else None
-        answer = (
-            partial(whole_logprob, is_compiled=self._is_compiled)
+        _check_queries(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
+        at = request.positions
+        ids = _requested_ids(batch)[at] if Query.LOGPROB_AT in request.queries else None
+        compute_logprobs = (
+            partial(full_logprobs, is_compiled=self._is_compiled)
             if self._keeps_logits
-            else partial(linear_logprob, chunk_tokens=self._chunk_tokens)
+            else partial(chunked_logprobs, chunk_tokens=self._chunk_tokens)
         )
-        columns = answer(
-            hidden.index_select(0, at - 1 - request.first),
+        columns = compute_logprobs(
+            hidden.index_select(0, at - 1 - request.first_position),
             self._linear().weight,
             batch.tokens[at],
-            temperature=None if request.has_unit_temperature else batch.temperature[batch.sequence_index[at]],
+            temperature=None if request.is_unit_temperature else batch.temperature[batch.sequence_index[at]],
             ids=ids,
-            wants_entropy=Query.ENTROPY in request.queries,
+            needs_entropy=Query.ENTROPY in request.queries,
             entropy_has_gradient=Query.ENTROPY in request.with_gradient,
         )
-        found = {
+        by_query = {
             Query.LOGPROB: columns.logprob,
             Query.ENTROPY: columns.entropy,
             Query.LOGSUMEXP_TERMS: columns.logsumexp,
             Query.LOGPROB_AT: columns.logprob_at,
         }
-        return {query: _place(found[query], at=at, size=batch.num_tokens) for query in sorted(request.queries)}
+        return {query: _scatter(by_query[query], at=at, size=batch.num_tokens) for query in sorted(request.queries)}
 
 
 class ScalarHead:
     """Answers of a projection to one number, computed in float32."""
 
-    def __init__(self, linear: LinearNow, *, query: Query) -> None:
+    def __init__(self, linear: LinearGetter, *, query: Query) -> None:
         self._linear = linear
         self._query = query
 
     def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
         """See Head."""
-        _refuse_others(request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model")
+        _check_queries(request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model")
         if self._query == Query.SCORE:
-            last = batch.sequence_starts[1:].long().index_select(0, request.scored) - 1
-            scores = self._project(hidden.index_select(0, last - request.first))
-            return {Query.SCORE: _place(scores, at=request.scored, size=batch.num_sequences)}
-        numbers = self._project(hidden.index_select(0, request.answered - 1 - request.first))
-        return {self._query: _place(numbers, at=request.answered, size=batch.num_tokens)}
+            last = batch.sequence_starts[1:].long().index_select(0, request.score_sequences) - 1
+            scores = self._project(hidden.index_select(0, last - request.first_position))
+            return {Query.SCORE: _scatter(scores, at=request.score_sequences, size=batch.num_sequences)}
+        numbers = self._project(hidden.index_select(0, request.positions - 1 - request.first_position))
+        return {self._query: _scatter(numbers, at=request.positions, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:
         linear = self._linear()
@@ -145,17 +145,17 @@ class ScalarHead:
         return nn.functional.linear(hidden.float(), linear.weight.float(), None if bias is None else bias.float()).sum(1)
 
 
-def _place(column: Tensor, *, at: Tensor, size: int) -> Tensor:
+def _scatter(column: Tensor, *, at: Tensor, size: int) -> Tensor:
     """[size, ...] zeros with the column's rows at their positions, with gradient."""
     return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
 
 
-def _ids_of(batch: SequenceBatch) -> Tensor:
+def _requested_ids(batch: SequenceBatch) -> Tensor:
     if LOGPROB_AT_IDS not in batch.columns:
         raise BatchError(f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids.")
     return batch.columns[LOGPROB_AT_IDS]
 
 
-def _refuse_others(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
+def _check_queries(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
     if others := queries - allowed:
         raise CapabilityError(f"a {head} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}.")

@@ -18,10 +18,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.config import AttentionKernel
-from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, across_ranks
+from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, parallelize_attention
 from temper_engine_fsdp.runtime.host_device import to_device
 
-CALL_AREA = {"cpu": 2048, "cuda": 1 << 18}
+CALL_COST = {"cpu": 2048, "cuda": 1 << 18}
 """Pairs of positions that attention takes as long for as for one more call: about 0.2 ms on one CPU thread, 0.1 ms on CUDA."""
 
 
@@ -42,15 +42,15 @@ class PackLayout:
     """Where the sequences of one micro-batch lie. A plain class: FSDP takes dataclasses apart on the way into a module."""
 
     def __init__(
-        self, lengths: Sequence[int], *, device: torch.device, needs_buckets: bool = True, slices: SequenceGroup | None = None
+        self, lengths: Sequence[int], *, device: torch.device, needs_buckets: bool = True, sequence_group: SequenceGroup | None = None
     ) -> None:
-        self.slices = slices
+        self.sequence_group = sequence_group
         """The ranks that hold slices of the pack; None where this one holds it whole."""
-        self.num_attended = 0
+        self.num_attention_calls = 0
         """Calls of attention that have read this, outside compiled layers."""
         self.has_window = False
         """Whether one of them had a sliding window."""
-        if slices is not None and (padding := slices.padding_of(sum(lengths))):
+        if sequence_group is not None and (padding := sequence_group.num_padding(sum(lengths))):
             # A sequence of its own, which nothing looks at.
             lengths = [*lengths, padding]
         self.max_length = max(lengths)
@@ -64,83 +64,83 @@ class PackLayout:
         self._outer_precision = "highest"
         if not needs_buckets:
             return
-        order, self.buckets = _make_buckets(lengths, call_area=CALL_AREA.get(device.type, CALL_AREA["cuda"]))
+        order, self.buckets = _make_buckets(lengths, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
         self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
         if self.is_padded:
             maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
-            self.source, self.place = (to_device(index, device) for index in maps)
+            self.token_index, self.row_index = (to_device(index, device) for index in maps)
 
-    def band(self, length: int, *, window: int | None) -> Tensor | None:
+    def sliding_window_mask(self, length: int, *, window: int | None) -> Tensor | None:
         """[length, length] bool for causal attention over the last ``window`` positions; None where that is all of them."""
         if window is None or length <= window:
             return None
         if (length, window) not in self._bands:
-            at = torch.arange(length, device=self.starts.device)
-            distance = at[:, None] - at
+            position = torch.arange(length, device=self.starts.device)
+            distance = position[:, None] - position
             self._bands[length, window] = (distance >= 0) & (distance < window)
         return self._bands[length, window]
 
-    def enter_attention(self) -> None:
+    def use_exact_matmul(self) -> None:
         """Torch's own attention on a CPU is several times slower with the fast matmul kernels that help everything else."""
         self._outer_precision = torch.get_float32_matmul_precision()
         if self._outer_precision != "highest":
             torch.set_float32_matmul_precision("highest")
 
-    def leave_attention(self) -> None:
+    def restore_matmul_precision(self) -> None:
         """The precision of before ``enter_attention`` again."""
         if self._outer_precision != "highest":
             torch.set_float32_matmul_precision(self._outer_precision)
 
 
-def spread(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor, Tensor]:
+def pad_input(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [T, H, D] as padded rows [P, H, D]."""
-    rows: tuple[Tensor, Tensor, Tensor] = _Spread.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
+    rows: tuple[Tensor, Tensor, Tensor] = _PadInput.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
     return rows
 
 
-def collect(rows: Tensor, layout: PackLayout) -> Tensor:
+def unpad_output(rows: Tensor, layout: PackLayout) -> Tensor:
     """Padded rows [P, H, D] as tokens [T, H, D]."""
-    tokens: Tensor = _Collect.apply(rows, layout)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _UnpadOutput.apply(rows, layout)  # type: ignore[no-untyped-call]
     return tokens
 
 
-class _Spread(torch.autograd.Function):
+class _PadInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, ...]:
         ctx.layout = layout  # type: ignore[attr-defined]
-        layout.enter_attention()
+        layout.use_exact_matmul()
         if not layout.is_padded:
             return tuple(x.view_as(x) for x in (query, key, value))
-        return tuple(x.index_select(0, layout.source) for x in (query, key, value))
+        return tuple(x.index_select(0, layout.token_index) for x in (query, key, value))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layout: PackLayout = ctx.layout  # type: ignore[attr-defined]
-        layout.leave_attention()
+        layout.restore_matmul_precision()
         if not layout.is_padded:
             return (*grads, None)
         # Only a token's own row has a gradient.
-        return (*(grad.index_select(0, layout.place) for grad in grads), None)
+        return (*(grad.index_select(0, layout.row_index) for grad in grads), None)
 
 
-class _Collect(torch.autograd.Function):
+class _UnpadOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, layout: PackLayout) -> Tensor:
         ctx.layout = layout  # type: ignore[attr-defined]
-        layout.leave_attention()
-        return rows.index_select(0, layout.place) if layout.is_padded else rows.view_as(rows)
+        layout.restore_matmul_precision()
+        return rows.index_select(0, layout.row_index) if layout.is_padded else rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         layout: PackLayout = ctx.layout  # type: ignore[attr-defined]
-        layout.enter_attention()
+        layout.use_exact_matmul()
         if not layout.is_padded:
             return grad, None
-        rows = grad.new_zeros((layout.source.shape[0], *grad.shape[1:]))
-        return rows.index_copy_(0, layout.place, grad), None
+        rows = grad.new_zeros((layout.token_index.shape[0], *grad.shape[1:]))
+        return rows.index_copy_(0, layout.row_index, grad), None
 
 
-def _make_buckets(lengths: Sequence[int], *, call_area: int) -> tuple[list[int], list[Bucket]]:
+def _make_buckets(lengths: Sequence[int], *, call_cost: int) -> tuple[list[int], list[Bucket]]:
     """The order of sequences in padded rows, longest first, and the buckets they fill.
 
     Of all ways to cut that order the cheapest: a bucket costs one call, and each of its sequences the square of its longest.
@@ -150,14 +150,14 @@ def _make_buckets(lengths: Sequence[int], *, call_area: int) -> tuple[list[int],
     sizes = sorted(counts, reverse=True)  # at most the root of twice the tokens
     squares = torch.tensor(sizes, dtype=torch.float64).square()
     before = torch.tensor([0, *accumulate(counts[size] for size in sizes)], dtype=torch.float64)
-    cost, cut = torch.zeros(len(sizes) + 1, dtype=torch.float64), [0]
+    cost, best_start = torch.zeros(len(sizes) + 1, dtype=torch.float64), [0]
     for end in range(1, len(sizes) + 1):
-        ways = cost[:end] + call_area + (before[end] - before[:end]) * squares[:end]
-        cut.append(int(ways.argmin()))
-        cost[end] = ways[cut[end]]
+        totals = cost[:end] + call_cost + (before[end] - before[:end]) * squares[:end]
+        best_start.append(int(totals.argmin()))
+        cost[end] = totals[best_start[end]]
     buckets, end = [], len(sizes)
     while end:
-        first = cut[end]
+        first = best_start[end]
         buckets.append(Bucket(num_sequences=sum(counts[size] for size in sizes[first:end]), length=sizes[first]))
         end = first
     return order, buckets[::-1]
@@ -174,11 +174,11 @@ def _padding_maps(
     row_start = padded.cumsum(0) - padded
     within = torch.arange(int(padded.sum())) - torch.repeat_interleave(row_start, padded)
     last = torch.repeat_interleave(size - 1, padded)
-    source = torch.repeat_interleave(first, padded) + torch.minimum(within, last)
+    token_index = torch.repeat_interleave(first, padded) + torch.minimum(within, last)
     is_real = within <= last
-    place = torch.empty(sum(lengths), dtype=torch.int64)
-    place[source[is_real]] = torch.nonzero(is_real)[:, 0]
-    return source, place
+    row_index = torch.empty(sum(lengths), dtype=torch.int64)
+    row_index[token_index[is_real]] = torch.nonzero(is_real)[:, 0]
+    return token_index, row_index
 
 
 SDPA_VARLEN = "temper_sdpa_varlen"
@@ -187,7 +187,7 @@ TORCH_VARLEN = "temper_torch_varlen"
 _NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11 takes grouped heads without a flag; later versions ask for one."""
 
-CHANGES_NOTHING = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     (
         "cache_position",
         "output_attentions",
@@ -214,35 +214,35 @@ def sdpa_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """The attention signature of transformers: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-    _refuse(module, attention_mask, softcap=softcap, **others)
-    given = value.dtype
+    _refuse(module, attention_mask, softcap=softcap, **options)
+    input_dtype = value.dtype
     # Packed rows first: [T, H, D].
-    query, key, value = (x[0].transpose(0, 1).to(_computed_in(value)) for x in (query, key, value))
-    columns = spread(query, key, value, packing)
+    query, key, value = (x[0].transpose(0, 1).to(_compute_dtype(value)) for x in (query, key, value))
+    columns = pad_input(query, key, value, packing)
     sizes = [bucket.num_rows for bucket in packing.buckets]
     parts = []
     for bucket, *qkv in zip(packing.buckets, *(x.split(sizes) for x in columns), strict=True):
         q, k, v = (x.reshape(bucket.num_sequences, bucket.length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-        band = packing.band(bucket.length, window=sliding_window)
+        mask = packing.sliding_window_mask(bucket.length, window=sliding_window)
         out = scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=band,
-            is_causal=band is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))  # values may be narrower than queries
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return collect(rows, packing)[None].to(given), None
+    return unpad_output(rows, packing)[None].to(input_dtype), None
 
 
-def _computed_in(value: Tensor) -> torch.dtype:
+def _compute_dtype(value: Tensor) -> torch.dtype:
     # torch's attention takes a CPU two to three times as long in bf16 as in float32: its products of small blocks are not made for it.
     return torch.float32 if value.device.type == "cpu" else value.dtype
 
@@ -259,10 +259,10 @@ def torch_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """The same on torch's variable-length flash attention (CUDA, bf16 or fp16)."""
-    _refuse(module, attention_mask, softcap=softcap, **others)
+    _refuse(module, attention_mask, softcap=softcap, **options)
     if dropout:
         raise ConfigError(f"attention torch_varlen has no dropout, but the model asks for {dropout}: use sdpa_varlen.")
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
@@ -282,34 +282,35 @@ def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: o
     """Whatever a model asks of its attention beyond what the kernels compute: an attention sink, say, or a choice of keys."""
     if options.pop("is_causal", True) is False or vars(module).get("is_causal") is False:
         raise CapabilityError(f"{type(module).__name__} lets tokens see later ones, but packed attention is causal: choose another model.")
-    asked = [name for name, value in options.items() if name not in CHANGES_NOTHING and value is not None and value is not False]
+    unsupported = [name for name, value in options.items() if name not in IGNORED_ARGUMENTS and value is not None and value is not False]
     if attention_mask is not None:
-        asked.insert(0, "a mask of its own")
-    if asked:
+        unsupported.insert(0, "a mask of its own")
+    if unsupported:
         raise CapabilityError(
-            f"{type(module).__name__} asks its attention for {', '.join(asked)}, which packed attention does not compute: choose a model "
+            f"{type(module).__name__} asks its attention for {', '.join(unsupported)}, which "
+            "packed attention does not compute: choose a model "
             "of plain causal attention, with or without a sliding window."
         )
 
 
-def choose_kernel(wanted: AttentionKernel, *, device: torch.device, compute: str) -> str:
+def choose_kernel(requested: AttentionKernel, *, device: torch.device, compute: str) -> str:
     """The registered name of the kernel to use.
 
     Raises:
         ConfigError: the kernel wanted cannot run there.
     """
-    if wanted == "torch_varlen" and device.type != "cuda":
+    if requested == "torch_varlen" and device.type != "cuda":
         raise ConfigError("attention torch_varlen needs CUDA, but this engine runs on the CPU: use auto or sdpa_varlen.")
-    if wanted == "torch_varlen" or (wanted == "auto" and device.type == "cuda" and compute != "fp32"):
+    if requested == "torch_varlen" or (requested == "auto" and device.type == "cuda" and compute != "fp32"):
         return TORCH_VARLEN
     return SDPA_VARLEN
 
 
-def register() -> None:
+def register_kernels() -> None:
     """Make both kernels known to transformers; calling it again changes nothing.
 
     No mask function goes with them: then transformers makes no mask, and does not look for sequences in the position ids either, which
     on CUDA would make the host wait for the device once in every pass.
     """
     for name, forward in ((SDPA_VARLEN, sdpa_varlen_forward), (TORCH_VARLEN, torch_varlen_forward)):
-        AttentionInterface.register(name, across_ranks(forward))
+        AttentionInterface.register(name, parallelize_attention(forward))

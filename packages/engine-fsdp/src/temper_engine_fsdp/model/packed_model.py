@@ -15,8 +15,8 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model.activation_checkpointing import parking
-from temper_engine_fsdp.model.output_head import Head, HeadRequest, LanguageHead, LinearNow, ScalarHead
+from temper_engine_fsdp.model.activation_checkpointing import maybe_offload_activations
+from temper_engine_fsdp.model.output_head import Head, HeadRequest, LanguageHead, LinearGetter, ScalarHead
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
 PREFIX = "hf."
@@ -28,8 +28,8 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False, is_compiled: bool = False) -> None:
         super().__init__()
-        self._knows_attention = is_compiled
-        self._window = None if is_compiled else _window_of(hf.config.get_text_config(decoder=True))
+        self._attention_is_checked = is_compiled
+        self._window = None if is_compiled else _sliding_window(hf.config.get_text_config(decoder=True))
         self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
@@ -41,9 +41,9 @@ class PackedModel(nn.Module):
         collectives.
         """
         tokens, positions = batch.tokens, batch.positions()
-        if packing.slices is not None:
-            tokens, positions = packing.slices.slice_of(tokens), packing.slices.slice_of(positions)
-        with parking(tokens.device, is_on=self._offloads_activations and self.training):
+        if packing.sequence_group is not None:
+            tokens, positions = packing.sequence_group.take_slice(tokens), packing.sequence_group.take_slice(positions)
+        with maybe_offload_activations(tokens.device, enabled=self._offloads_activations and self.training):
             output = self.hf.base_model(
                 input_ids=tokens[None],
                 position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
@@ -51,15 +51,15 @@ class PackedModel(nn.Module):
                 use_cache=False,
                 packing=packing,
             )
-        if not self._knows_attention:
+        if not self._attention_is_checked:
             self._check_attention(packing)
         if self._window is not None:
             self._check_window(packing)
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
-        if packing.slices is not None:
+        if packing.sequence_group is not None:
             # Sorted, since sets have another order on each rank, and a sum would mix what was asked.
-            answers = {query: packing.slices.sum_answers(answers[query]) for query in sorted(answers)}
+            answers = {query: packing.sequence_group.sum_outputs(answers[query]) for query in sorted(answers)}
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
     def _check_attention(self, packing: PackLayout) -> None:
@@ -69,12 +69,14 @@ class PackedModel(nn.Module):
             CapabilityError: fewer attentions than layers were told where the sequences lie.
         """
         num_layers = self.hf.config.get_text_config(decoder=True).num_hidden_layers
-        if packing.num_attended < num_layers:
+        if packing.num_attention_calls < num_layers:
             raise CapabilityError(
-                f"{packing.num_attended} attentions of {type(self.hf).__name__} went through transformers' AttentionInterface, but it has "
-                f"{num_layers} layers: the others would mix the sequences of a pack. Choose a model whose tokens meet there alone."
+                f"{packing.num_attention_calls} attentions of {type(self.hf).__name__} went "
+                "through transformers' AttentionInterface, but it has "
+                f"{num_layers} layers: the others would mix the sequences of a pack. Choose a "
+                "model whose tokens meet there alone."
             )
-        self._knows_attention = True
+        self._attention_is_checked = True
 
     def _check_window(self, packing: PackLayout) -> None:
         """A window that a model only draws into a mask, which packed attention has none of, would be passed over.
@@ -84,19 +86,21 @@ class PackedModel(nn.Module):
         """
         if self._window is not None and not packing.has_window and packing.max_length > self._window:
             raise CapabilityError(
-                f"{type(self.hf).__name__} has a sliding window of {self._window}, which its layers do not tell their attention, and a "
-                f"sequence here has {packing.max_length} tokens: keep sequences within the window, or choose another model."
+                f"{type(self.hf).__name__} has a sliding window of {self._window}, which its "
+                "layers do not tell their attention, and a "
+                f"sequence here has {packing.max_length} tokens: keep sequences within the window, "
+                "or choose another model."
             )
 
 
-def _window_of(config: PretrainedConfig) -> int | None:
+def _sliding_window(config: PretrainedConfig) -> int | None:
     """Positions that some layers see at most; None also where a configuration has the field by chance, and its model does not read it."""
     declared = hasattr(type(config), "sliding_window") or "sliding_window" in signature(type(config).__init__).parameters
     has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
     return getattr(config, "sliding_window", None) if declared and has_windows else None
 
 
-def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:
+def build_head(hf: PreTrainedModel, *, config: FSDPConfig, make_getter: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:
     """The head of this model type over the model's own projection.
 
     Args:
@@ -108,10 +112,10 @@ def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.
         ConfigError: a language model whose output is no plain linear projection.
     """
     kind = config.model.model_type
-    now = choose(hf.get_output_embeddings() if kind == "language_model" else hf.score)
-    if not isinstance(now(), nn.Linear) or (kind == "language_model" and len(list(now().parameters())) != 1):
+    get_linear = make_getter(hf.get_output_embeddings() if kind == "language_model" else hf.score)
+    if not isinstance(get_linear(), nn.Linear) or (kind == "language_model" and len(list(get_linear().parameters())) != 1):
         raise ConfigError(f"{type(hf).__name__} has no plain linear output projection, which the head needs.")
-    linear = cast(LinearNow, now)
+    linear = cast(LinearGetter, get_linear)
     if kind == "language_model":
         return LanguageHead(
             linear, chunk_tokens=config.head_chunk_tokens, keeps_logits=config.head_keeps_logits, is_compiled=config.compile_layers
@@ -119,22 +123,22 @@ def build_head(hf: PreTrainedModel, *, config: FSDPConfig, choose: Callable[[nn.
     return ScalarHead(linear, query=Query.VALUE if kind == "value_model" else Query.SCORE)
 
 
-def always(module: nn.Module) -> Callable[[], nn.Module]:
+def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:
     """The module itself, whenever it is asked for."""
     return lambda: module
 
 
-def layers_of(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
+def find_layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
     """The modules that are sharded one by one: of these classes, or those that the model says must not be split.
 
     Raises:
         ConfigError: a class does not occur.
     """
-    wanted = set(names) or set(hf._no_split_modules or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in wanted]
-    if names and wanted - {type(layer).__name__ for layer in layers}:
+    class_names = set(names) or set(hf._no_split_modules or ())
+    layers = [module for module in hf.modules() if type(module).__name__ in class_names]
+    if names and class_names - {type(layer).__name__ for layer in layers}:
         present = sorted({type(module).__name__ for module in hf.modules()})
-        raise ConfigError(f"wrap_modules names {sorted(wanted)}, but {type(hf).__name__} consists of {present}.")
+        raise ConfigError(f"wrap_modules names {sorted(class_names)}, but {type(hf).__name__} consists of {present}.")
     return layers
 
 

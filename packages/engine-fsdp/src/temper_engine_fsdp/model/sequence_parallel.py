@@ -26,23 +26,23 @@ class SequenceGroup:
         self.size = group.size()
         self.rank = dist.get_rank(group)
 
-    def padding_of(self, num_tokens: int) -> int:
+    def num_padding(self, num_tokens: int) -> int:
         """Tokens that are missing to equal slices."""
         return -num_tokens % self.size
 
-    def bounds(self, num_tokens: int) -> tuple[int, int]:
+    def slice_bounds(self, num_tokens: int) -> tuple[int, int]:
         """First token of this rank's slice of a pack, and the first after it."""
-        length = (num_tokens + self.padding_of(num_tokens)) // self.size
+        length = (num_tokens + self.num_padding(num_tokens)) // self.size
         return self.rank * length, (self.rank + 1) * length
 
-    def slice_of(self, tokens: Tensor) -> Tensor:
+    def take_slice(self, tokens: Tensor) -> Tensor:
         """[..., T] as this rank's [..., S], zeros after the last token."""
-        first, end = self.bounds(tokens.shape[-1])
-        return nn.functional.pad(tokens, (0, self.padding_of(tokens.shape[-1])))[..., first:end]
+        first, end = self.slice_bounds(tokens.shape[-1])
+        return nn.functional.pad(tokens, (0, self.num_padding(tokens.shape[-1])))[..., first:end]
 
-    def sum_answers(self, column: Tensor) -> Tensor:
+    def sum_outputs(self, column: Tensor) -> Tensor:
         """The sum over ranks, whose gradient stays with each rank as it is."""
-        total: Tensor = _SumAnswers.apply(column, self._group)  # type: ignore[no-untyped-call]
+        total: Tensor = _SumOutputs.apply(column, self._group)  # type: ignore[no-untyped-call]
         return total
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, which no kernel takes in
@@ -70,13 +70,13 @@ class SequenceGroup:
         return received
 
 
-def _heads_of(x: Tensor, group: SequenceGroup) -> Tensor:
+def _slices_to_heads(x: Tensor, group: SequenceGroup) -> Tensor:
     """[H, S, D] as [H / size, size x S, D]."""
     received = group.exchange(x.unflatten(0, (group.size, -1)))
     return received.transpose(0, 1).flatten(1, 2)
 
 
-def _slices_of(x: Tensor, group: SequenceGroup) -> Tensor:
+def _heads_to_slices(x: Tensor, group: SequenceGroup) -> Tensor:
     """[H / size, size x S, D] as [H, S, D]."""
     received = group.exchange(x.unflatten(1, (group.size, -1)).transpose(0, 1))
     return received.flatten(0, 1)
@@ -86,25 +86,25 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: SequenceGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
-        return _heads_of(x, group)
+        return _slices_to_heads(x, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _slices_of(grad, ctx.group), None  # type: ignore[attr-defined]
+        return _heads_to_slices(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
 class _ToSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: SequenceGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
-        return _slices_of(x, group)
+        return _heads_to_slices(x, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _heads_of(grad, ctx.group), None  # type: ignore[attr-defined]
+        return _slices_to_heads(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
-class _SumAnswers(torch.autograd.Function):
+class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, column: Tensor, group: ProcessGroup) -> Tensor:
         total = column.clone()
@@ -116,15 +116,15 @@ class _SumAnswers(torch.autograd.Function):
         return grad, None
 
 
-class HasSlices(Protocol):
+class PackInfo(Protocol):
     """What a kernel is told about a pack."""
 
-    slices: SequenceGroup | None
-    num_attended: int
+    sequence_group: SequenceGroup | None
+    num_attention_calls: int
     has_window: bool
 
 
-def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+def parallelize_attention(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
     """An attention kernel over whole packs, for ranks that hold slices of them; as it is where they do not."""
 
     def attend(
@@ -134,7 +134,7 @@ def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packing: HasSlices | None = None,
+        packing: PackInfo | None = None,
         **options: object,
     ) -> tuple[Tensor, None]:
         if packing is None:
@@ -143,15 +143,15 @@ def across_ranks(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
                 "sequences would travel: choose a model whose layers do."
             )
         if not torch.compiler.is_compiling():  # a count would be compiled in
-            packing.num_attended += 1
+            packing.num_attention_calls += 1
             packing.has_window |= options.get("sliding_window") is not None
-        slices = packing.slices
-        if slices is None:
+        sequence_group = packing.sequence_group
+        if sequence_group is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
         # Rotary embeddings may leave query and key in float32: sent as the kernels take them.
-        query, key, value = (slices.to_heads(x.to(value.dtype)) for x in (query, key, value))
+        query, key, value = (sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value))
         attended, _ = forward(module, query, key, value, attention_mask, packing=packing, **options)
-        return slices.to_slices(attended), None
+        return sequence_group.to_slices(attended), None
 
     return attend
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api.specs import ModelSpec
-from temper_engine_fsdp.model.huggingface_model import build_model, is_of_new_head, is_of_old_head
-from temper_engine_fsdp.model.weight_names import INDEX_NAME, shapes_in_files, split
-from temper_engine_fsdp.runtime.numerics import seeded
+from temper_engine_fsdp.model.huggingface_model import build_model, is_lm_head, is_value_head
+from temper_engine_fsdp.model.weight_names import INDEX_NAME, list_file_shapes, split_experts
+from temper_engine_fsdp.runtime.numerics import fork_rng
 from temper_engine_fsdp.runtime.process_group import Membership
 
 
-class StreamedWeights:
+class WeightStreamer:
     """Where the weights of a model without memory lie, by Hugging Face name."""
 
     def __init__(self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership) -> None:
@@ -31,66 +31,66 @@ class StreamedWeights:
         self._names = {id(parameter): name for name, parameter in hf.named_parameters()}
         # Keyed by the parameters of before, which hf_parameters keeps alive: a tied one is made once.
         self._hf_parameters = list(hf.parameters())
-        self._made: dict[int, nn.Parameter] = {}
+        self._materialized: dict[int, nn.Parameter] = {}
 
-    def fill(self, module: nn.Module) -> None:
+    def materialize(self, module: nn.Module) -> None:
         """Give memory and weights to every parameter of a module that has none. Collective."""
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.is_meta:
-                    setattr(owner, name, self._make(parameter))
+                    setattr(owner, name, self._instantiate(parameter))
 
-    def _make(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _instantiate(self, parameter: nn.Parameter) -> nn.Parameter:
         key = id(parameter)
-        if key not in self._made:
+        if key not in self._materialized:
             filled = torch.empty_like(parameter, device=self._membership.device)
             if self._membership.rank == 0:
                 self._read(self._names[key], filled)
             if self._membership.world_size > 1:
                 dist.broadcast(filled, src=0)
-            self._made[key] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
-        return self._made[key]
+            self._materialized[key] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
+        return self._materialized[key]
 
     def _read(self, name: str, into: Tensor) -> None:
         # Every file once: an opened one reads its list of tensors, and a layer may have hundreds of experts.
         with ExitStack() as stack:
             opened = {}
-            for part_name, part in split(name, into):
+            for part_name, part in split_experts(name, into):
                 path = self._files[part_name]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
                 part.copy_(opened[path].get_tensor(part_name))
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """What was made belongs to the sharded model now."""
-        self._made, self._hf_parameters = {}, []
+        self._materialized, self._hf_parameters = {}, []
 
 
-def build_streamed(spec: ModelSpec, *, attention: str, membership: Membership) -> tuple[PreTrainedModel, StreamedWeights] | None:
+def build_streaming_model(spec: ModelSpec, *, attention: str, membership: Membership) -> tuple[PreTrainedModel, WeightStreamer] | None:
     """The model without memory for its parameters, and its weights; None where its directory does not hold them name by name. Collective.
 
     Experts are read one by one into what transformers joins of a layer. Safetensors whose names or shapes are other ones yet are for
     transformers to convert, which takes a whole model.
     """
-    files = {} if spec.path is None else _files_of(Path(spec.path))
+    files = {} if spec.path is None else _find_weight_files(Path(spec.path))
     if not files:
         return None
-    with parameters_without_memory():
-        hf = build_model(spec, attention=attention, loads=False)
-    head = {name for name, _ in hf.named_parameters() if spec.model_type != "language_model" and is_of_new_head(name)} - files.keys()
+    with use_meta_parameters():
+        hf = build_model(spec, attention=attention, load_weights=False)
+    head = {name for name, _ in hf.named_parameters() if spec.model_type != "language_model" and is_value_head(name)} - files.keys()
     # One rank decides for all, who may see another state of the directory.
-    verdict = [membership.rank == 0 and _fits(hf, files, head=head)]
+    can_stream = [membership.rank == 0 and _files_match(hf, files, head=head)]
     if membership.world_size > 1:
-        dist.broadcast_object_list(verdict, src=0)
-    if not verdict[0]:
+        dist.broadcast_object_list(can_stream, src=0)
+    if not can_stream[0]:
         return None
-    _begin_head(hf, head, seed=spec.seed)
-    return hf, StreamedWeights(hf, files, membership=membership)
+    _initialize_head(hf, head, seed=spec.seed)
+    return hf, WeightStreamer(hf, files, membership=membership)
 
 
-def _begin_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Memory and first values for a head that the directory of a language model lacks: those that transformers gives it."""
-    with seeded(seed):
+    with fork_rng(seed):
         for name in sorted(names, reverse=True):  # the weight before the bias
             module, _, own = name.rpartition(".")
             values = torch.zeros(hf.get_parameter(name).shape)
@@ -100,23 +100,23 @@ def _begin_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> No
 
 
 @contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def use_meta_parameters() -> Iterator[None]:
     """Parameters that modules get inside are on the meta device; buffers are real, since nothing would load them."""
     register = nn.Module.register_parameter
 
-    def register_without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def _find_weight_files(folder: Path) -> dict[str, Path]:
     """The safetensors file of every weight; empty where there are none."""
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
     if index.is_file():
@@ -127,16 +127,16 @@ def _files_of(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def _fits(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
+def _files_match(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
     parameters = {name: parameter for name, parameter in hf.named_parameters() if name not in head}
-    wanted = {part: list(shape) for name, whole in parameters.items() for part, shape in shapes_in_files(name, whole.shape)}
+    expected = {part: list(shape) for name, parameter in parameters.items() for part, shape in list_file_shapes(name, parameter.shape)}
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
-    held = {name for name in files if not (head and is_of_old_head(name))}
-    if wanted.keys() != held or buffers or not all(path.is_file() for path in files.values()):
+    available = {name for name in files if not (head and is_lm_head(name))}
+    if expected.keys() != available or buffers or not all(path.is_file() for path in files.values()):
         return False
     for path in set(files.values()):
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if files.get(name) == path and name in held]  # noqa: SIM118
-            if any(file.get_slice(name).get_shape() != wanted[name] for name in names):
+            names = [name for name in file.keys() if files.get(name) == path and name in available]  # noqa: SIM118
+            if any(file.get_slice(name).get_shape() != expected[name] for name in names):
                 return False
     return True

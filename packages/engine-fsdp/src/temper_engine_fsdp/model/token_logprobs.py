@@ -21,7 +21,7 @@ CUDA_CHUNK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadColumns:
+class TokenLogprobs:
     """Float32 answers for N positions."""
 
     logprob: Tensor
@@ -35,25 +35,25 @@ class HeadColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _ChunkedOptions:
     """What one call computes."""
 
     chunk: int
-    wants_entropy: bool
+    needs_entropy: bool
     entropy_has_gradient: bool
 
 
-def linear_logprob(
+def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     temperature: Tensor | None = None,
     ids: Tensor | None = None,
-    wants_entropy: bool = False,
+    needs_entropy: bool = False,
     entropy_has_gradient: bool = False,
     chunk_tokens: int | None = None,
-) -> HeadColumns:
+) -> TokenLogprobs:
     """Answers of a linear head without bias.
 
     Args:
@@ -69,18 +69,18 @@ def linear_logprob(
     Returns:
         Float32 columns; matmuls run in the compute dtype, everything after them in float32.
     """
-    plan = _Plan(
+    options = _ChunkedOptions(
         chunk=chunk_tokens or _default_chunk(weight),
-        wants_entropy=wants_entropy,
+        needs_entropy=needs_entropy,
         entropy_has_gradient=entropy_has_gradient,
     )
-    further = labels.new_empty(labels.shape[0], 0) if ids is None else ids
+    extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
     # An empty tensor divides nothing.
-    heat = hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
-    logprob, logsumexp, entropy, logprob_at = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, heat, further, plan
+    temperatures = hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    logprob, logsumexp, entropy, logprob_at = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, temperatures, extra_ids, options
     )
-    return HeadColumns(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
+    return TokenLogprobs(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
 
 
 def _default_chunk(weight: Tensor) -> int:
@@ -88,35 +88,35 @@ def _default_chunk(weight: Tensor) -> int:
     return max(16, budget // (4 * weight.shape[0]))
 
 
-class _LinearLogprob(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        heat: Tensor,
+        temperatures: Tensor,
         ids: Tensor,
-        plan: _Plan,
+        options: _ChunkedOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         size = hidden.shape[0]
         logprob, logsumexp, entropy = (hidden.new_zeros(size, dtype=torch.float32) for _ in range(3))
         logprob_at = hidden.new_zeros(ids.shape, dtype=torch.float32)
-        logits_buffer = _buffer(size, plan=plan, weight=weight)
-        weights_buffer = torch.empty_like(logits_buffer) if plan.wants_entropy else logits_buffer
-        for rows in _chunks(size, plan.chunk):
-            logits = _logits(hidden[rows], weight, heat=heat[rows], out=logits_buffer)
+        logits_buffer = _buffer(size, options=options, weight=weight)
+        weights_buffer = torch.empty_like(logits_buffer) if options.needs_entropy else logits_buffer
+        for rows in _chunks(size, options.chunk):
+            logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=logits_buffer)
             chosen = logits.gather(1, torch.cat([labels[rows, None], ids[rows]], dim=1))
-            if plan.wants_entropy:
-                normaliser = _normalise_with_entropy(logits, scratch=weights_buffer, entropy=entropy[rows])
+            if options.needs_entropy:
+                log_total = _logsumexp_with_entropy_(logits, scratch=weights_buffer, entropy=entropy[rows])
             else:
-                normaliser = _normalise(logits)
-            logsumexp[rows] = normaliser
-            logprob[rows] = chosen[:, 0] - normaliser
-            logprob_at[rows] = chosen[:, 1:] - normaliser[:, None]
-        ctx.save_for_backward(hidden, weight, labels, heat, ids, logsumexp, entropy)
-        ctx.plan = plan  # type: ignore[attr-defined]
-        if not plan.entropy_has_gradient:
+                log_total = _logsumexp_(logits)
+            logsumexp[rows] = log_total
+            logprob[rows] = chosen[:, 0] - log_total
+            logprob_at[rows] = chosen[:, 1:] - log_total[:, None]
+        ctx.save_for_backward(hidden, weight, labels, temperatures, ids, logsumexp, entropy)
+        ctx.options = options  # type: ignore[attr-defined]
+        if not options.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprob, logsumexp, entropy, logprob_at
 
@@ -128,25 +128,25 @@ class _LinearLogprob(torch.autograd.Function):
         grad_entropy: Tensor,
         grad_at: Tensor,
     ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, labels, heat, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
-        plan: _Plan = ctx.plan  # type: ignore[attr-defined]
+        hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        options: _ChunkedOptions = ctx.options  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         # Coefficient of p in the gradient of the logits: every log-prob pushes all of p down, the normaliser pulls it up.
-        pull = grad_logsumexp - grad_logprob - grad_at.sum(1)
-        buffer = _buffer(hidden.shape[0], plan=plan, weight=weight)
-        for rows in _chunks(hidden.shape[0], plan.chunk):
-            logits = _logits(hidden[rows], weight, heat=heat[rows], out=buffer)
+        prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
+        buffer = _buffer(hidden.shape[0], options=options, weight=weight)
+        for rows in _chunks(hidden.shape[0], options.chunk):
+            logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=buffer)
             logits.sub_(logsumexp[rows, None])
-            if plan.entropy_has_gradient:
-                slope = _entropy_slope(logits, grad=grad_entropy[rows], entropy=entropy[rows])
-                grad = logits.exp_().mul_(slope.add_(pull[rows, None]))
+            if options.entropy_has_gradient:
+                entropy_coeff = _entropy_coefficient(logits, grad=grad_entropy[rows], entropy=entropy[rows])
+                grad = logits.exp_().mul_(entropy_coeff.add_(prob_coeff[rows, None]))
             else:
-                grad = logits.exp_().mul_(pull[rows, None])
+                grad = logits.exp_().mul_(prob_coeff[rows, None])
             grad.scatter_add_(1, labels[rows, None], grad_logprob[rows, None])
             grad.scatter_add_(1, ids[rows], grad_at[rows])
-            if heat.numel() > 0:
-                grad.div_(heat[rows])
+            if temperatures.numel() > 0:
+                grad.div_(temperatures[rows])
             _accumulate(grad.to(weight.dtype), hidden[rows], weight, grad_hidden=grad_hidden[rows], grad_weight=grad_weight)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
@@ -155,28 +155,28 @@ def _chunks(size: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, size)) for first in range(0, size, chunk)]
 
 
-def _buffer(size: int, *, plan: _Plan, weight: Tensor) -> Tensor:
+def _buffer(size: int, *, options: _ChunkedOptions, weight: Tensor) -> Tensor:
     """Room for the logits of one chunk, used again for every chunk: on a CPU fresh memory costs more than what is computed in it."""
-    return torch.empty(min(size, plan.chunk), weight.shape[0], dtype=torch.float32, device=weight.device)
+    return torch.empty(min(size, options.chunk), weight.shape[0], dtype=torch.float32, device=weight.device)
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, heat: Tensor, out: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor) -> Tensor:
     """[C, V] float32 logits, in the first rows of the buffer."""
     logits = out[: hidden.shape[0]]
     if weight.dtype == torch.float32 and hidden.shape[0] >= LEAST_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
         logits.copy_(project(hidden, weight))
-    return logits.div_(heat) if heat.numel() > 0 else logits
+    return logits.div_(temperatures) if temperatures.numel() > 0 else logits
 
 
-def _normalise(logits: Tensor) -> Tensor:
+def _logsumexp_(logits: Tensor) -> Tensor:
     """[C] log of the normaliser. Destroys the logits."""
     largest = logits.amax(1, keepdim=True)
     return logits.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
 
 
-def _normalise_with_entropy(logits: Tensor, *, scratch: Tensor, entropy: Tensor) -> Tensor:
+def _logsumexp_with_entropy_(logits: Tensor, *, scratch: Tensor, entropy: Tensor) -> Tensor:
     """[C] log of the normaliser; fills entropy [C]. Destroys the logits."""
     largest = logits.amax(1, keepdim=True)
     logits.sub_(largest)
@@ -187,7 +187,7 @@ def _normalise_with_entropy(logits: Tensor, *, scratch: Tensor, entropy: Tensor)
     return log_total.add_(largest[:, 0])
 
 
-def _entropy_slope(logprobs: Tensor, *, grad: Tensor, entropy: Tensor) -> Tensor:
+def _entropy_coefficient(logprobs: Tensor, *, grad: Tensor, entropy: Tensor) -> Tensor:
     """[C, V] what the entropy's gradient multiplies p by: -(log p + H) times its upstream gradient."""
     return logprobs.add(entropy[:, None]).mul_(-grad[:, None])
 
@@ -205,58 +205,58 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FullPlan:
+class _FullOptions:
     """What one call computes."""
 
-    wants_entropy: bool
+    needs_entropy: bool
     entropy_has_gradient: bool
     is_compiled: bool
 
 
-def whole_logprob(
+def full_logprobs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     temperature: Tensor | None = None,
     ids: Tensor | None = None,
-    wants_entropy: bool = False,
+    needs_entropy: bool = False,
     entropy_has_gradient: bool = False,
     is_compiled: bool = False,
-) -> HeadColumns:
+) -> TokenLogprobs:
     """As ``fused_head.linear_logprob``; ``is_compiled`` makes one kernel of each elementwise pass. Differentiable once."""
-    plan = _FullPlan(wants_entropy=wants_entropy, entropy_has_gradient=entropy_has_gradient, is_compiled=is_compiled)
-    further = labels.new_empty(labels.shape[0], 0) if ids is None else ids
-    heat = hidden.new_ones(1, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
-    logprob, logsumexp, entropy, logprob_at = _WholeLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, heat, further, plan
+    options = _FullOptions(needs_entropy=needs_entropy, entropy_has_gradient=entropy_has_gradient, is_compiled=is_compiled)
+    extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
+    temperatures = hidden.new_ones(1, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    logprob, logsumexp, entropy, logprob_at = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, temperatures, extra_ids, options
     )
-    return HeadColumns(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
+    return TokenLogprobs(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
 
 
-class _WholeLogprob(torch.autograd.Function):
+class _FullLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        heat: Tensor,
+        temperatures: Tensor,
         ids: Tensor,
-        plan: _FullPlan,
+        options: _FullOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits = project(hidden, weight)
-        chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / heat
-        if plan.wants_entropy:
-            logsumexp, entropy = _kernel(_normaliser_and_entropy, plan.is_compiled)(logits, heat)
+        chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / temperatures
+        if options.needs_entropy:
+            logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.is_compiled)(logits, temperatures)
         else:
-            logsumexp = _kernel(_normaliser, plan.is_compiled)(logits, heat)
+            logsumexp = _maybe_compiled(_logsumexp, options.is_compiled)(logits, temperatures)
             entropy = torch.zeros_like(logsumexp)
-        ctx.save_for_backward(hidden, weight, labels, heat, ids, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, ids, logsumexp, entropy)
         # Not saved by autograd: the backward pass writes their gradient over them.
         ctx.logits = logits if any(ctx.needs_input_grad) else None  # type: ignore[attr-defined]
-        ctx.plan = plan  # type: ignore[attr-defined]
-        if not plan.entropy_has_gradient:
+        ctx.options = options  # type: ignore[attr-defined]
+        if not options.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
         return chosen[:, 0] - logsumexp, logsumexp, entropy, chosen[:, 1:] - logsumexp[:, None]
 
@@ -268,39 +268,41 @@ class _WholeLogprob(torch.autograd.Function):
         grad_entropy: Tensor,
         grad_at: Tensor,
     ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, labels, heat, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
-        plan: _FullPlan = ctx.plan  # type: ignore[attr-defined]
+        hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        options: _FullOptions = ctx.options  # type: ignore[attr-defined]
         logits: Tensor | None = ctx.logits  # type: ignore[attr-defined]
         assert logits is not None, "the logits of this pass were already spent on a backward pass"
         ctx.logits = None  # type: ignore[attr-defined]
         # Every log-prob pushes all of p down, the normaliser pulls it up.
-        pull = grad_logsumexp - grad_logprob - grad_at.sum(1)
-        slope = grad_entropy if plan.entropy_has_gradient else None
-        _kernel(_into_gradient, plan.is_compiled)(logits, heat, logsumexp, pull, labels, grad_logprob, entropy, slope)
+        prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
+        entropy_coeff = grad_entropy if options.entropy_has_gradient else None
+        _maybe_compiled(_replace_with_gradient, options.is_compiled)(
+            logits, temperatures, logsumexp, prob_coeff, labels, grad_logprob, entropy, entropy_coeff
+        )
         if ids.shape[1] > 0:
-            logits.scatter_add_(1, ids, (grad_at / heat).to(logits.dtype))
+            logits.scatter_add_(1, ids, (grad_at / temperatures).to(logits.dtype))
         return logits @ weight, logits.t() @ hidden, None, None, None, None
 
 
 @cache
 def _compiled(function: Callable[P, T]) -> Callable[P, T]:
     # Any number of rows: micro-batches differ in it.
-    made: Callable[P, T] = torch.compile(function, dynamic=True)
-    return made
+    compiled: Callable[P, T] = torch.compile(function, dynamic=True)
+    return compiled
 
 
-def _kernel(function: Callable[P, T], is_compiled: bool) -> Callable[P, T]:
+def _maybe_compiled(function: Callable[P, T], is_compiled: bool) -> Callable[P, T]:
     return _compiled(function) if is_compiled else function
 
 
-def _normaliser(logits: Tensor, heat: Tensor) -> Tensor:
+def _logsumexp(logits: Tensor, temperatures: Tensor) -> Tensor:
     """[N] log of the normaliser of logits [N, V]."""
-    return torch.logsumexp(logits.float() / heat, dim=1)
+    return torch.logsumexp(logits.float() / temperatures, dim=1)
 
 
-def _normaliser_and_entropy(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+def _logsumexp_and_entropy(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """[N] log of the normaliser, and [N] entropy."""
-    tempered = logits.float() / heat
+    tempered = logits.float() / temperatures
     largest = tempered.amax(1, keepdim=True)
     shifted = tempered - largest
     weights = torch.exp(shifted)
@@ -309,19 +311,19 @@ def _normaliser_and_entropy(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tenso
     return log_total + largest[:, 0], log_total - (weights * shifted).sum(1) / total
 
 
-def _into_gradient(
+def _replace_with_gradient(
     logits: Tensor,
-    heat: Tensor,
+    temperatures: Tensor,
     logsumexp: Tensor,
-    pull: Tensor,
+    prob_coeff: Tensor,
     labels: Tensor,
     grad_logprob: Tensor,
     entropy: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
     """Replace logits [N, V] by their gradient."""
-    logprobs = logits.float() / heat - logsumexp[:, None]
-    factor = pull[:, None] if grad_entropy is None else pull[:, None] - grad_entropy[:, None] * (logprobs + entropy[:, None])
+    logprobs = logits.float() / temperatures - logsumexp[:, None]
+    factor = prob_coeff[:, None] if grad_entropy is None else prob_coeff[:, None] - grad_entropy[:, None] * (logprobs + entropy[:, None])
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     grad = logprobs.exp() * factor + torch.where(is_label, grad_logprob[:, None], 0.0)
-    logits.copy_(grad / heat)
+    logits.copy_(grad / temperatures)

@@ -25,10 +25,10 @@ from temper_engine_fsdp.runtime.process_group import Membership
 
 logger = logging.getLogger(__name__)
 
-_SIGNS = ("Timed out", "timed out", "Connection closed by peer", "Connection reset by peer", "Read error")
+_TIMEOUT_MESSAGES = ("Timed out", "timed out", "Connection closed by peer", "Connection reset by peer", "Read error")
 """Of a collective that waits in vain, in the words of gloo and of stores."""
 _WRAPPERS = ("wrapper", "wait", "inner")
-_SPEAKS_AT = 0.9
+_WARN_FRACTION = 0.9
 """Share of the time-out after which the thread speaks."""
 IDLE = "between calls"
 
@@ -48,7 +48,7 @@ class Span:
         return f"{self.name} ({self.detail})" if self.detail else self.name
 
 
-class Stages:
+class CollectiveTracer:
     """The stages of one rank of an engine."""
 
     def __init__(self, membership: Membership, *, timeout_s: float) -> None:
@@ -78,23 +78,23 @@ class Stages:
         try:
             yield
         except RuntimeError as error:
-            if self._depth > 1 or isinstance(error, CollectiveTimeoutError) or not any(sign in str(error) for sign in _SIGNS):
+            if self._depth > 1 or isinstance(error, CollectiveTimeoutError) or not any(sign in str(error) for sign in _TIMEOUT_MESSAGES):
                 raise
-            raise CollectiveTimeoutError(self._told(f"waited in vain in {_collective_of(error)}", self._current())) from error
+            raise CollectiveTimeoutError(self._message(f"waited in vain in {_failed_collective(error)}", self._current())) from error
         finally:
             self._depth -= 1
             if self._depth == 0:
                 if self._membership.device.type == "cuda":
                     event = torch.cuda.Event()
                     event.record()
-                    self.leave_running(event.query)
+                    self.track_on_device(event.query)
                 self.detail = ""
                 self._publish(IDLE)
 
-    def leave_running(self, is_done: Callable[[], bool]) -> None:
+    def track_on_device(self, is_done: Callable[[], bool]) -> None:
         """The host leaves the stage that it is in while the device works on; ``is_done`` asks the device without waiting for it."""
         self._launched.append((self._current(), is_done))
-        self._unfinished()
+        self._oldest_unfinished()
 
     def close(self) -> None:
         """The thread ends."""
@@ -108,7 +108,7 @@ class Stages:
     def _current(self) -> Span:
         return Span(name=self._now, detail=self.detail, since=self._since)
 
-    def _unfinished(self) -> Span | None:
+    def _oldest_unfinished(self) -> Span | None:
         """The first stage that is not over, on the device or else on the host."""
         while self._launched:
             span, is_done = self._launched[0]
@@ -117,36 +117,38 @@ class Stages:
             self._launched.popleft()
         return None if self._now == IDLE else self._current()
 
-    def _told(self, what: str, span: Span) -> str:
+    def _message(self, what: str, span: Span) -> str:
         return (
-            f"rank {self._membership.rank} {what} during {span}, {time.time() - span.since:.0f} s after it began "
-            f"(collective_timeout_s is {self._timeout_s:g}). {self._others(span)} Look at the log of the rank that is elsewhere; "
+            f"rank {self._membership.rank} {what} during {span}, {time.time() - span.since:.0f} s "
+            "after it began "
+            f"(collective_timeout_s is {self._timeout_s:g}). {self._describe_other_ranks(span)} "
+            "Look at the log of the rank that is elsewhere; "
             "raise collective_timeout_s where it is only slow."
         )
 
-    def _others(self, span: Span) -> str:
+    def _describe_other_ranks(self, span: Span) -> str:
         """Where the other ranks say they are; those that are elsewhere first."""
         assert self._store is not None, "a rank alone waits for nobody"
-        told = []
+        lines = []
         for rank in range(self._membership.world_size):
             key = f"{self._prefix}/{rank}"
             if rank == self._membership.rank or not self._store.check([key]):
                 continue
             since, _, name = self._store.get(key).decode().partition(" ")
-            told.append((name == span.name, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
-        return " ".join(line for _, _, line in sorted(told)[:8])
+            lines.append((name == span.name, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
+        return " ".join(line for _, _, line in sorted(lines)[:8])
 
     def _watch(self) -> None:
         """Speak once about each stage that is about to reach the time-out."""
-        spoken = 0.0
+        warned_since = 0.0
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
-            span = self._unfinished()
-            if span is not None and span.since != spoken and time.time() - span.since > _SPEAKS_AT * self._timeout_s:
-                logger.error("%s", self._told(f"may be waiting in vain in {begun_collective()}", span))
-                spoken = span.since
+            span = self._oldest_unfinished()
+            if span is not None and span.since != warned_since and time.time() - span.since > _WARN_FRACTION * self._timeout_s:
+                logger.error("%s", self._message(f"may be waiting in vain in {find_unfinished_collective()}", span))
+                warned_since = span.since
 
 
-def begun_collective() -> str:
+def find_unfinished_collective() -> str:
     """The first collective that was launched and has not ended, by torch's flight recorder; in other words where that knows of none.
 
     The recorder keeps the newest 2,000 unless TORCH_FR_BUFFER_SIZE says otherwise, that of NCCL a book of its own.
@@ -160,11 +162,11 @@ def begun_collective() -> str:
     return "a collective"
 
 
-def _collective_of(error: RuntimeError) -> str:
+def _failed_collective(error: RuntimeError) -> str:
     """The innermost function of torch.distributed that it went through."""
-    found = [
+    names = [
         frame.f_code.co_name
         for frame, _ in walk_tb(error.__traceback__)
         if "torch/distributed/" in frame.f_code.co_filename and frame.f_code.co_name not in _WRAPPERS
     ]
-    return found[-1].lstrip("_") if found else "a collective"
+    return names[-1].lstrip("_") if names else "a collective"

@@ -23,33 +23,33 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class LateNumber:
+class AsyncScalar:
     """A number that a device is still computing, on its way to the host."""
 
     def __init__(self, number: Tensor) -> None:
         self._on_host = number
-        self._arrival: torch.cuda.Event | None = None
+        self._copy_done: torch.cuda.Event | None = None
         if number.is_cuda:
             self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
 
     def result(self) -> float:
         """Waits for it, and for nothing that was launched after it."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
         return float(self._on_host)
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Python's cyclic garbage collector waits until after this, where it was on; what is no longer referred to is freed as always."""
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
@@ -58,14 +58,14 @@ logger = logging.getLogger(__name__)
 _SYS = Path("/sys")
 
 
-def stay_near(device: torch.device) -> None:
+def bind_to_near_cores(device: torch.device) -> None:
     """Bind this process to the cores of the memory node of a CUDA device; says in the log why where that changes nothing."""
     if sys.platform != "linux" or device.type != "cuda":
         logger.info("numa_affinity changes nothing for %s on %s: it is for CUDA on Linux", device, sys.platform)
         return
-    found: Any = torch.cuda.get_device_properties(device)  # whose types lack where the device is plugged in
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    near = cores_near(address, allowed=os.sched_getaffinity(0))
+    properties: Any = torch.cuda.get_device_properties(device)  # whose types lack where the device is plugged in
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    near = find_near_cores(address, allowed=os.sched_getaffinity(0))
     if not near:
         logger.info("numa_affinity changes nothing: this machine tells no cores near %s that this process may use", address)
         return
@@ -73,7 +73,7 @@ def stay_near(device: torch.device) -> None:
     logger.info("bound to the %d cores near %s", len(near), address)
 
 
-def cores_near(address: str, *, allowed: Collection[int], root: Path = _SYS) -> set[int]:
+def find_near_cores(address: str, *, allowed: Collection[int], root: Path = _SYS) -> set[int]:
     """Those of the allowed cores that share a memory node with a PCI device; none where Linux does not tell.
 
     Args:
@@ -81,14 +81,14 @@ def cores_near(address: str, *, allowed: Collection[int], root: Path = _SYS) -> 
         allowed: cores to choose from.
         root: of sysfs.
     """
-    place = root / "bus/pci/devices" / address / "numa_node"
-    if not place.is_file() or (node := int(place.read_text())) < 0:
+    node_file = root / "bus/pci/devices" / address / "numa_node"
+    if not node_file.is_file() or (node := int(node_file.read_text())) < 0:
         return set()
-    listed = root / f"devices/system/node/node{node}/cpulist"
-    return parse_cores(listed.read_text()) & set(allowed) if listed.is_file() else set()
+    core_list = root / f"devices/system/node/node{node}/cpulist"
+    return parse_core_list(core_list.read_text()) & set(allowed) if core_list.is_file() else set()
 
 
-def parse_cores(text: str) -> set[int]:
+def parse_core_list(text: str) -> set[int]:
     """The kernel's lists: "0-3,8" is 0, 1, 2, 3 and 8."""
     cores: set[int] = set()
     for part in text.strip().split(","):

@@ -12,11 +12,11 @@ from temper_engine_api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_WORST_RATIO = 4.0
+_MAX_ERROR_RATIO = 4.0
 """Root mean square error of the fast kernel over that of the default one: 1 to 2 for another order of summation, 1000 for bf16."""
 
 
-def fast_matmul_is_exact() -> bool:
+def is_fast_matmul_exact() -> bool:
     """Whether oneDNN's float32 matmul, which "medium" precision selects on a CPU, is as exact here as the default one.
 
     On most processors it computes in float32 and is up to 2.4 times faster; where there are bf16 matrix units it rounds to bf16.
@@ -31,15 +31,15 @@ def _is_exact(rows: int, inner: int) -> bool:
     a = torch.randn(rows, inner, generator=generator)
     b = torch.randn(inner, rows, generator=generator)
     exact = a.double() @ b.double()
-    with float32_matmul("highest"):
+    with use_matmul_precision("highest"):
         usual = (a @ b - exact).square().mean().sqrt()
-    with float32_matmul("medium"):
+    with use_matmul_precision("medium"):
         fast = (a @ b - exact).square().mean().sqrt()
-    return bool(fast <= _WORST_RATIO * usual)
+    return bool(fast <= _MAX_ERROR_RATIO * usual)
 
 
 @contextmanager
-def float32_matmul(precision: str) -> Iterator[None]:
+def use_matmul_precision(precision: str) -> Iterator[None]:
     """This matmul precision inside, the caller's again outside."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -50,7 +50,7 @@ def float32_matmul(precision: str) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def use_deterministic_algorithms() -> Iterator[None]:
     """Only kernels whose result does not depend on timing inside, the caller's setting again outside."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -60,7 +60,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def has_kernels_on_cpu(compute: str) -> bool:
+def has_cpu_kernels(compute: str) -> bool:
     """Whether this CPU has matmul kernels for that precision; without them torch falls back to a plain loop of about 1 GFLOP/s."""
     if compute == "fp32":
         return True
@@ -68,9 +68,9 @@ def has_kernels_on_cpu(compute: str) -> bool:
 
 
 @cache
-def warn_without_kernels(compute: str) -> None:
+def warn_if_slow_on_cpu(compute: str) -> None:
     """Say once that this precision is slow on this CPU, where it is."""
-    if not has_kernels_on_cpu(compute):
+    if not has_cpu_kernels(compute):
         logger.warning(
             "precision.compute is %s, but this CPU has no %s instructions, so matrix products run ten to fifty times slower than in "
             "float32: set precision.compute=fp32, unless it is for the rounding of %s that you run here.",
@@ -96,23 +96,23 @@ def check_deterministic_environment(device: torch.device) -> None:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def dtype_named(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     """Of bf16, fp16 or fp32."""
     return _DTYPES[name]
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def fork_rng(seed: int) -> Iterator[None]:
     """Numbers of this seed inside, and after it those that the process would have drawn without it.
 
     On the CPU, where first values are made: ``torch.manual_seed`` would seed every GPU too, and to keep their states takes memory on each
     of them, also on those of other ranks.
     """
     with torch.random.fork_rng(devices=[]):
-        begin_again(seed)
+        restart_rng(seed)
         yield
 
 
-def begin_again(seed: int) -> None:
+def restart_rng(seed: int) -> None:
     """The stream of a seed from its first number, inside ``seeded``."""
     torch.default_generator.manual_seed(seed)

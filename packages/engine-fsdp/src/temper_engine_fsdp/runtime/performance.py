@@ -24,20 +24,20 @@ from temper_engine_fsdp.runtime.process_group import Membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TrainingFlops:
     """Floating-point operations of a training pass."""
 
     per_token: float
     """In matrix products."""
-    per_square: float
+    per_squared_length: float
     """In attention, for each squared length of a sequence."""
 
-    def of(self, lengths: Sequence[int]) -> float:
+    def total(self, lengths: Sequence[int]) -> float:
         """Of these sequences."""
-        return sum(self.per_token * length + self.per_square * length * length for length in lengths)
+        return sum(self.per_token * length + self.per_squared_length * length * length for length in lengths)
 
 
-def work_of(model: PreTrainedModel, *, is_language_model: bool) -> Work:
+def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> TrainingFlops:
     """Counted from a model that is still whole, or without memory."""
     config = model.config
     embedding = model.get_input_embeddings().weight
@@ -47,13 +47,13 @@ def work_of(model: PreTrainedModel, *, is_language_model: bool) -> Work:
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or (parameter is embedding and not is_tied):
             continue
-        share = _active_share(config) if ".experts." in name else 1.0
-        per_token += (6.0 if parameter.requires_grad else 4.0) * share * parameter.numel()
+        fraction = _active_fraction(config) if ".experts." in name else 1.0
+        per_token += (6.0 if parameter.requires_grad else 4.0) * fraction * parameter.numel()
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    return Work(per_token=per_token, per_square=6.0 * config.num_hidden_layers * config.num_attention_heads * head_dim)
+    return TrainingFlops(per_token=per_token, per_squared_length=6.0 * config.num_hidden_layers * config.num_attention_heads * head_dim)
 
 
-def _active_share(config: PretrainedConfig) -> float:
+def _active_fraction(config: PretrainedConfig) -> float:
     """Experts that a token sees, of all there are."""
     settings = config.to_dict()
     seen, total = settings.get("num_experts_per_tok"), settings.get("num_experts") or settings.get("num_local_experts")
@@ -61,7 +61,7 @@ def _active_share(config: PretrainedConfig) -> float:
 
 
 @cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large matrix product, measured once per process."""
     size, repeats = (8192, 21) if device.type == "cuda" else (256, 5)
     with torch.no_grad():
@@ -81,14 +81,14 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class _Watch:
+class _Stopwatch:
     """Seconds between two moments of a device; the host waits for none of them before it asks."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._moments = [self._moment()]
+        self._marks = [self._mark()]
 
-    def _moment(self) -> float | torch.cuda.Event:
+    def _mark(self) -> float | torch.cuda.Event:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -97,11 +97,11 @@ class _Watch:
 
     def stop(self) -> None:
         """The second moment is now."""
-        self._moments.append(self._moment())
+        self._marks.append(self._mark())
 
     def seconds(self) -> float:
         """Between the two."""
-        begin, end = self._moments
+        begin, end = self._marks
         if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             end.synchronize()
             milliseconds: float = begin.elapsed_time(end)
@@ -111,70 +111,70 @@ class _Watch:
         return end - begin
 
 
-class Speedometer:
+class ThroughputMeter:
     """Speed of the training passes of one rank."""
 
-    def __init__(self, work: Work, *, device: torch.device, compute: torch.dtype, ranks_of_a_pack: int) -> None:
-        self.work = work
+    def __init__(self, flops: TrainingFlops, *, device: torch.device, compute: torch.dtype, ranks_per_pack: int) -> None:
+        self.flops = flops
         self._device = device
         self._compute = compute
-        self._share = 1.0 / ranks_of_a_pack
+        self._fraction = 1.0 / ranks_per_pack
         self._lengths: Sequence[int] | None = None
-        self._watch: _Watch | None = None
+        self._stopwatch: _Stopwatch | None = None
 
-    def begin(self, lengths: Sequence[int] | None) -> None:
+    def start(self, lengths: Sequence[int] | None) -> None:
         """A training pass over sequences of these lengths begins, or a pass that is not measured."""
-        self._lengths, self._watch = lengths, _Watch(self._device)
+        self._lengths, self._stopwatch = lengths, _Stopwatch(self._device)
 
-    def end(self) -> Callable[[], Mapping[str, Metric]]:
+    def stop(self) -> Callable[[], Mapping[str, Metric]]:
         """The pass since ``begin`` ends now. What is returned tells its speed, and waits for the device."""
         if self._lengths is None:
             return dict
         lengths, self._lengths = self._lengths, None
-        tokens, done = sum(lengths) * self._share, self.work.of(lengths) * self._share
-        watch, self._watch = self._watch, None
-        assert watch is not None
-        watch.stop()
+        tokens, flops = sum(lengths) * self._fraction, self.flops.total(lengths) * self._fraction
+        stopwatch, self._stopwatch = self._stopwatch, None
+        assert stopwatch is not None
+        stopwatch.stop()
 
-        def make() -> Mapping[str, Metric]:
-            seconds = watch.seconds()
+        def read_metrics() -> Mapping[str, Metric]:
+            seconds = stopwatch.seconds()
             return {
                 "speed/tokens_per_s": Metric(value=tokens, weight=seconds, reduction="mean"),
-                "speed/mfu": Metric(value=done / matmul_rate(self._device, self._compute), weight=seconds, reduction="mean"),
+                "speed/mfu": Metric(value=flops / measure_matmul_rate(self._device, self._compute), weight=seconds, reduction="mean"),
             }
 
-        return make
+        return read_metrics
 
 
 _GIB = 2**30
 _STATM = Path("/proc/self/statm")
 
 
-class WhenRead(Mapping[str, Metric]):
+class LazyMetrics(Mapping[str, Metric]):
     """Metrics that are asked for when somebody reads them."""
 
-    def __init__(self, ask: Callable[[], Mapping[str, Metric]]) -> None:
-        self._ask = cache(ask)
+    def __init__(self, read: Callable[[], Mapping[str, Metric]]) -> None:
+        self._read = cache(read)
 
     def __getitem__(self, name: str) -> Metric:
-        return self._ask()[name]
+        return self._read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._ask())
+        return iter(self._read())
 
     def __len__(self) -> int:
-        return len(self._ask())
+        return len(self._read())
 
 
 def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
     """Largest of all ranks: GiB of this process in host memory where Linux tells, and of tensors and of the allocator on CUDA."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     if _STATM.is_file():
-        found["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+        values["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
     if device.type == "cuda":
-        found["memory/allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
-        found["memory/reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
-    return {name: Metric(value=value, reduction="max") for name, value in found.items()}
+        values["memory/allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
+        values["memory/reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
+    return {name: Metric(value=value, reduction="max") for name, value in values.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class UpdateProfiler:
         self._last = config.profile_from + config.profile_updates - 1
         self._first = config.profile_from
         self._membership = membership
-        self._has_memory = config.profile_memory
+        self._records_memory = config.profile_memory
         self._file: Path | None = None
         if config.profile_to is None:
             return
@@ -202,14 +202,14 @@ class UpdateProfiler:
         if self._file.exists():
             raise ConfigError(f"profile_to is {config.profile_to}, which holds {self._file.name} already: choose another folder.")
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._start_if_due()
+        self._maybe_start()
 
-    def update_done(self) -> None:
+    def on_update_end(self) -> None:
         """Another update has ended."""
         self._done += 1
         if self._done == self._last:
             self.close()
-        self._start_if_due()
+        self._maybe_start()
 
     def close(self) -> None:
         """Write what is running; a trace that ended early says so in the log alone."""
@@ -221,15 +221,15 @@ class UpdateProfiler:
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
-        if self._has_memory:
+        if self._records_memory:
             torch.cuda.memory._dump_snapshot(str(self._file.with_suffix(".pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("wrote a profile of updates %d to %d to %s", self._first, self._done, self._file)
 
-    def _start_if_due(self) -> None:
+    def _maybe_start(self) -> None:
         if self._file is None or self._done != self._first - 1 or self._profile is not None:
             return
-        if self._has_memory:
+        if self._records_memory:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
         on_device = [ProfilerActivity.CUDA] if self._membership.device.type == "cuda" else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])

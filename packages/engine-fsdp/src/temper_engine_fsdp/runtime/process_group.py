@@ -30,7 +30,7 @@ class Membership:
     """Processes of the engine."""
     device: torch.device
     """Where this rank computes."""
-    made_group: bool
+    owns_group: bool
     """Whether the engine made the default group, and so must destroy it."""
 
 
@@ -47,26 +47,26 @@ class _Rendezvous:
 
     def next_store(self, timeout: timedelta) -> tuple[Store, int, int]:
         """(store, rank, world size) of the next group; ranks agree on its keys because they make their groups in the same order."""
-        place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-        if place not in self._stores:
-            self._stores[place] = store_from_environment(timeout)
-        store, rank, world_size = self._stores[place]
-        self._num_groups[place] += 1
-        return PrefixStore(f"temper_engine_fsdp/{self._num_groups[place]}", store), rank, world_size
+        address = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        if address not in self._stores:
+            self._stores[address] = store_from_environment(timeout)
+        store, rank, world_size = self._stores[address]
+        self._num_groups[address] += 1
+        return PrefixStore(f"temper_engine_fsdp/{self._num_groups[address]}", store), rank, world_size
 
 
 _RENDEZVOUS = _Rendezvous()
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(requested: str) -> torch.device:
     """The device of this rank; on CUDA the local rank's, which also becomes the current one.
 
     Raises:
         ConfigError: CUDA was asked for and there is none.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
     torch.cuda.set_device(index)
@@ -76,7 +76,7 @@ def choose_device(wanted: str) -> torch.device:
 def join(*, device: torch.device, timeout_s: float) -> Membership:
     """Join the default process group, or make it from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
     if dist.is_initialized():
-        return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, made_group=False)
+        return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=False)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -85,7 +85,7 @@ def join(*, device: torch.device, timeout_s: float) -> Membership:
     else:
         # A store in memory: a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, made_group=True)
+    return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=True)
 
 
 class ThreadGroup:
@@ -117,7 +117,7 @@ class ThreadGroup:
 
 def leave(membership: Membership) -> None:
     """Destroy the group if this engine made it."""
-    if membership.made_group and dist.is_initialized():
+    if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -125,9 +125,9 @@ def leave(membership: Membership) -> None:
 class DataGroups:
     """Which ranks see the same samples."""
 
-    across: ProcessGroup
+    data_parallel: ProcessGroup
     """Ranks that see different samples, one of each replica: what data-parallel sums go over."""
-    within: ProcessGroup
+    sequence_parallel: ProcessGroup
     """Ranks of a replica, which share its packs."""
 
 
@@ -142,7 +142,7 @@ def build_data_groups(membership: Membership, *, sequence_parallel: int) -> Data
         raise ConfigError(f"sequence_parallel is {sequence_parallel}, but must divide the world size {world_size}.")
     shape, names = (world_size // sequence_parallel, sequence_parallel), ("data", "sequence")
     mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
-    return DataGroups(across=mesh.get_group("data"), within=mesh.get_group("sequence"))
+    return DataGroups(data_parallel=mesh.get_group("data"), sequence_parallel=mesh.get_group("sequence"))
 
 
 def build_mesh(membership: Membership, *, fsdp_size: int | None, kind: str | None = None) -> DeviceMesh:

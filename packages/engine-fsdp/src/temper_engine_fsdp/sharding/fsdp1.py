@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, layers_of
-from temper_engine_fsdp.runtime.numerics import dtype_named
-from temper_engine_fsdp.sharding.sharded_parameter import FlatSharded, Parameters
+from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
+from temper_engine_fsdp.runtime.numerics import torch_dtype
+from temper_engine_fsdp.sharding.sharded_parameter import FSDP1Parameter, ShardedParameters
 
 _WRAPPER = "_fsdp_wrapped_module."
 
 
-class _Shell(nn.Module):
+class _EmptyRoot(nn.Module):
     """Holds the model and nothing else: FSDP1 keeps the parameters of its root gathered after a forward pass, and this one has none."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -34,39 +34,39 @@ class _Shell(nn.Module):
         return self.inner(*inputs)
 
 
-class FlatShardedModule:
+class FSDP1Module:
     """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
 
     def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
         shapes = {name.removeprefix(PREFIX): parameter.shape for name, parameter in model.named_parameters()}
-        layers = set(layers_of(model.hf, names=config.wrap_modules))
-        wrap = _wrapping(config, mesh=mesh)
-        self._frozen = _frozen_of(model) if mesh.size(mesh.ndim - 1) == 1 else []
-        self._root = wrap(_Shell(wrap(model, CustomPolicy(lambda module: module in layers))), None)
+        layers = set(find_layers(model.hf, names=config.wrap_modules))
+        wrap = _make_wrapper(config, mesh=mesh)
+        self._frozen = _frozen_parameters(model) if mesh.size(mesh.ndim - 1) == 1 else []
+        self._root = wrap(_EmptyRoot(wrap(model, CustomPolicy(lambda module: module in layers))), None)
         self.root: nn.Module = self._root
         # Gradients that wait on a rank stay in the compute dtype: sums of many would lose digits there, and torch 2.13 can't put
         # those of tied parameters back at all. Reduced ones are float32.
-        self._reduces_always = config.precision.compute != config.precision.parameters
+        self._always_reduces = config.precision.compute != config.precision.parameters
         # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
         self.loss_factor = float(mesh.size())
-        self.evaluation_reads_gradients = True
-        found = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
-        runs = _runs_of(found, mesh=mesh)
-        self.parameters: Parameters = {
-            name: FlatSharded(name, parameter, shape=shapes[name], mesh=mesh, host_mesh=host_mesh, runs=runs[name])
-            for name, parameter in found.items()
+        self.eval_needs_gradients = True
+        parameters = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
+        shard_sizes = _gather_shard_sizes(parameters, mesh=mesh)
+        self.parameters: ShardedParameters = {
+            name: FSDP1Parameter(name, parameter, shape=shapes[name], mesh=mesh, host_mesh=host_mesh, shard_sizes=shard_sizes[name])
+            for name, parameter in parameters.items()
         }
 
     @contextmanager
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
         """See ShardedModule."""
         try:
-            with nullcontext() if reduces or self._reduces_always else self._root.no_sync():
+            with nullcontext() if reduces or self._always_reduces else self._root.no_sync():
                 yield
         finally:
-            self._put_frozen_back()
+            self._restore_frozen()
 
-    def _put_frozen_back(self) -> None:
+    def _restore_frozen(self) -> None:
         """Register frozen parameters again where a backward pass left plain tensors in their places.
 
         FSDP1 does so itself only after gradients have arrived. Without shards (NO_SHARD) the tensors would be taken for new parameters by
@@ -77,17 +77,17 @@ class FlatShardedModule:
                 delattr(module, name)
                 module.register_parameter(name, parameter)
 
-    def end_pass(self) -> None:
+    def reshard(self) -> None:
         """See ShardedModule: nothing is left, since every module but the empty root reshards after each pass."""
 
-    def gather_ahead(self) -> None:
+    def prefetch_parameters(self) -> None:
         """See ShardedModule: FSDP1 always reshards, so it gathers as it goes."""
 
-    def recover(self) -> None:
+    def reset(self) -> None:
         """See ShardedModule: FSDP1 begins anew with the next forward pass."""
 
 
-def _frozen_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _frozen_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Where each parameter without gradient stands, shared ones at each of their places."""
     return [
         (module, name, parameter)
@@ -97,16 +97,16 @@ def _frozen_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     ]
 
 
-def _wrapping(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:
+def _make_wrapper(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:
     precision = config.precision
-    lower = MixedPrecision(
-        param_dtype=dtype_named(precision.compute),
-        reduce_dtype=dtype_named(precision.reduce),
+    mixed_precision = MixedPrecision(
+        param_dtype=torch_dtype(precision.compute),
+        reduce_dtype=torch_dtype(precision.reduce),
         cast_forward_inputs=False,
         cast_root_forward_inputs=False,
     )
     num_shards = mesh.size(mesh.ndim - 1)
-    is_whole = num_shards == 1
+    is_replicated = num_shards == 1
     device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device(mesh.device_type, torch.cuda.current_device())
 
     def wrap(module: nn.Module, policy: CustomPolicy | None) -> FullyShardedDataParallel:
@@ -115,10 +115,10 @@ def _wrapping(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, C
             warnings.simplefilter("ignore", FutureWarning)
             return FullyShardedDataParallel(
                 module,
-                device_mesh=None if is_whole else mesh,
+                device_mesh=None if is_replicated else mesh,
                 sharding_strategy=_strategy(mesh),
                 auto_wrap_policy=policy,
-                mixed_precision=lower,
+                mixed_precision=mixed_precision,
                 device_id=device,
                 forward_prefetch=config.forward_prefetch > 0,
                 use_orig_params=True,
@@ -138,11 +138,11 @@ def _plain_name(name: str) -> str:
     return name.replace(_WRAPPER, "").removeprefix("inner.").removeprefix(PREFIX)
 
 
-def _runs_of(parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
+def _gather_shard_sizes(parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
     """Entries of each parameter that each rank of a copy holds. Collective."""
-    mine = {name: parameter.numel() for name, parameter in parameters.items()}
+    local_sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     group = mesh.get_group(mesh.ndim - 1)
-    of_ranks: list[dict[str, int]] = [mine] * group.size()
+    sizes_by_rank: list[dict[str, int]] = [local_sizes] * group.size()
     if group.size() > 1:
-        dist.all_gather_object(of_ranks, mine, group=group)
-    return {name: tuple(held[name] for held in of_ranks) for name in mine}
+        dist.all_gather_object(sizes_by_rank, local_sizes, group=group)
+    return {name: tuple(sizes[name] for sizes in sizes_by_rank) for name in local_sizes}

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.activation_checkpointing import checkpoint_layers
-from temper_engine_fsdp.model.packed_model import PackedModel, compile_layers, layers_of
-from temper_engine_fsdp.sharding.fsdp1 import FlatShardedModule
-from temper_engine_fsdp.sharding.fsdp2 import Fill, RowShardedModule
-from temper_engine_fsdp.sharding.sharded_parameter import Parameters
+from temper_engine_fsdp.model.packed_model import PackedModel, compile_layers, find_layers
+from temper_engine_fsdp.sharding.fsdp1 import FSDP1Module
+from temper_engine_fsdp.sharding.fsdp2 import FSDP2Module, Materialize
+from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
 
 class ShardedModule(Protocol):
@@ -19,11 +19,11 @@ class ShardedModule(Protocol):
 
     root: nn.Module
     """What is called."""
-    parameters: Parameters
+    parameters: ShardedParameters
     """Sharded master weights."""
     loss_factor: float
     """What a loss is multiplied with so that gradients are summed over ranks."""
-    evaluation_reads_gradients: bool
+    eval_needs_gradients: bool
     """Whether gradients that wait must be on the device in an evaluation too: FSDP1 makes views of them after each forward pass."""
 
     def micro_batch(self, *, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
@@ -34,20 +34,22 @@ class ShardedModule(Protocol):
             is_last: no other micro-batch of this pass follows.
         """
 
-    def end_pass(self) -> None:
+    def reshard(self) -> None:
         """Free gathered parameters: they are copies, and none may outlive a change of their shards."""
 
-    def gather_ahead(self) -> None:
+    def prefetch_parameters(self) -> None:
         """Gather what the next pass needs, where it would keep that anyway: the host's part is done while the device still updates.
 
         Shards must not change until then, unless ``end_pass`` comes before.
         """
 
-    def recover(self) -> None:
+    def reset(self) -> None:
         """Begin anew after an exception in a pass; gradients that were accumulated on this rank are lost."""
 
 
-def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, fill: Fill) -> ShardedModule:
+def shard_model(
+    model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, materialize: Materialize
+) -> ShardedModule:
     """Shard a model with the strategy that is configured; under fsdp2 ``fill`` is called on each module before it is sharded.
 
     Raises:
@@ -56,7 +58,7 @@ def shard(model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh
     if config.activation_checkpointing:
         checkpoint_layers(model.hf, config=config)
     if config.compile_layers:
-        compile_layers(layers_of(model.hf, names=config.wrap_modules))
+        compile_layers(find_layers(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":
-        return FlatShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh)
-    return RowShardedModule(model, config=config, mesh=mesh, host_mesh=host_mesh, fill=fill)
+        return FSDP1Module(model, config=config, mesh=mesh, host_mesh=host_mesh)
+    return FSDP2Module(model, config=config, mesh=mesh, host_mesh=host_mesh, materialize=materialize)

@@ -23,7 +23,7 @@ class ShardedParameter(ABC):
 
     def __init__(self, name: str, parameter: nn.Parameter, *, shape: torch.Size) -> None:
         self.name = name
-        self.parameter = parameter
+        self.tensor = parameter
         self.shape = shape
         """Of the whole parameter."""
 
@@ -35,10 +35,10 @@ class ShardedParameter(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of the master weight."""
-        return self.parameter.dtype
+        return self.tensor.dtype
 
     @abstractmethod
-    def local(self) -> Tensor:
+    def local_shard(self) -> Tensor:
         """This rank's shard, sharing the parameter's memory."""
 
     @abstractmethod
@@ -46,23 +46,23 @@ class ShardedParameter(ABC):
         """This rank's shard of the reduced gradient, sharing its memory; None where there is none."""
 
     @abstractmethod
-    def full(self, shard: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """The whole of what every rank holds a shard of, in memory of its own. Collective."""
 
     @abstractmethod
-    def part_of(self, whole: Tensor) -> Tensor:
+    def take_shard(self, full: Tensor) -> Tensor:
         """A copy of this rank's part of a whole tensor that every rank holds, on the parameter's device. No communication."""
 
     @abstractmethod
-    def as_rows(self, shard: Tensor) -> DTensor:
+    def to_row_dtensor(self, shard: Tensor) -> DTensor:
         """Cut by rows, as checkpoints hold it; shares memory where shards are rows already. Collective."""
 
     @abstractmethod
-    def from_rows(self, rows: DTensor) -> Tensor:
+    def from_row_dtensor(self, rows: DTensor) -> Tensor:
         """The shard again, from what ``as_rows`` gave or was filled into. Collective."""
 
 
-class RowSharded(ShardedParameter):
+class FSDP2Parameter(ShardedParameter):
     """Of FSDP2: a DTensor.
 
     Its own ``device_mesh`` is never asked: what torch remembers of an operation hands out the mesh it was first done on, and an equal mesh
@@ -74,15 +74,15 @@ class RowSharded(ShardedParameter):
         self._mesh = mesh
         self._host_mesh = host_mesh
 
-    def local(self) -> Tensor:
+    def local_shard(self) -> Tensor:
         """See ShardedParameter."""
-        return local_of(self.parameter)
+        return local_tensor(self.tensor)
 
     def local_gradient(self) -> Tensor | None:
         """See ShardedParameter."""
-        return None if self.parameter.grad is None else local_of(self.parameter.grad)
+        return None if self.tensor.grad is None else local_tensor(self.tensor.grad)
 
-    def full(self, shard: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """See ShardedParameter."""
         mesh = self._mesh_of(shard)
         group = mesh.get_group(mesh.ndim - 1)
@@ -99,83 +99,90 @@ class RowSharded(ShardedParameter):
         _gather(gathered, padded, group=group)
         return gathered[: self.shape[0]]
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def take_shard(self, full: Tensor) -> Tensor:
         """See ShardedParameter."""
-        mine = self._layout
-        return rows_of(whole.to(mine.device), mesh=self._mesh, placements=mine.placements).to_local().clone()
+        layout = self._layout
+        return distribute_rows(full.to(layout.device), mesh=self._mesh, placements=layout.placements).to_local().clone()
 
-    def as_rows(self, shard: Tensor) -> DTensor:
+    def to_row_dtensor(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
         placements, mesh = self._layout.placements, self._mesh_of(shard)
-        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=self.shape, stride=self.parameter.stride())
+        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=self.shape, stride=self.tensor.stride())
 
-    def from_rows(self, rows: DTensor) -> Tensor:
+    def from_row_dtensor(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""
-        return local_of(rows)
+        return local_tensor(rows)
 
     def _mesh_of(self, shard: Tensor) -> DeviceMesh:
         return self._host_mesh if shard.device.type == "cpu" else self._mesh
 
     @property
     def _layout(self) -> DTensor:
-        assert isinstance(self.parameter.data, DTensor)
-        return self.parameter.data
+        assert isinstance(self.tensor.data, DTensor)
+        return self.tensor.data
 
 
-class FlatSharded(ShardedParameter):
+class FSDP1Parameter(ShardedParameter):
     """Of FSDP1: ranks hold consecutive runs of the flattened parameter, of any length, also of none."""
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, *, shape: torch.Size, mesh: DeviceMesh, host_mesh: DeviceMesh, runs: tuple[int, ...]
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        shape: torch.Size,
+        mesh: DeviceMesh,
+        host_mesh: DeviceMesh,
+        shard_sizes: tuple[int, ...],
     ) -> None:
         super().__init__(name, parameter, shape=shape)
         self._mesh = mesh
         self._host_mesh = host_mesh
         self._group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
-        self._runs = runs
+        self._shard_sizes = shard_sizes
         """Entries of each rank of the group."""
         rank = dist.get_rank(self._group)
-        self._mine = slice(sum(runs[:rank]), sum(runs[: rank + 1]))
+        self._local_slice = slice(sum(shard_sizes[:rank]), sum(shard_sizes[: rank + 1]))
 
-    def local(self) -> Tensor:
+    def local_shard(self) -> Tensor:
         """See ShardedParameter."""
-        return self.parameter.detach().view(-1)
+        return self.tensor.detach().view(-1)
 
     def local_gradient(self) -> Tensor | None:
         """See ShardedParameter; an empty run has an empty gradient."""
-        if self.parameter.grad is None:
-            return self.local() if self.parameter.requires_grad and self.parameter.numel() == 0 else None
-        return self.parameter.grad.detach().view(-1)
+        if self.tensor.grad is None:
+            return self.local_shard() if self.tensor.requires_grad and self.tensor.numel() == 0 else None
+        return self.tensor.grad.detach().view(-1)
 
-    def full(self, shard: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """See ShardedParameter."""
-        if len(self._runs) == 1:
+        if len(self._shard_sizes) == 1:
             return shard.view(self.shape).clone()
-        longest = max(self._runs)
+        longest = max(self._shard_sizes)
         padded = shard.new_zeros(longest)
         padded[: shard.numel()] = shard
-        gathered = [torch.empty_like(padded) for _ in self._runs]
+        gathered = [torch.empty_like(padded) for _ in self._shard_sizes]
         dist.all_gather(gathered, padded, group=self._group)
-        return torch.cat([piece[:run] for piece, run in zip(gathered, self._runs, strict=True)]).view(self.shape)
+        return torch.cat([shard[:size] for shard, size in zip(gathered, self._shard_sizes, strict=True)]).view(self.shape)
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def take_shard(self, full: Tensor) -> Tensor:
         """See ShardedParameter."""
-        return whole.reshape(-1)[self._mine].to(self.parameter.device, copy=True)
+        return full.reshape(-1)[self._local_slice].to(self.tensor.device, copy=True)
 
-    def as_rows(self, shard: Tensor) -> DTensor:
+    def to_row_dtensor(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
         mesh = self._host_mesh if shard.device.type == "cpu" else self._mesh
         placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
-        rows = rows_of(self.full(shard), mesh=mesh, placements=placements)
+        rows = distribute_rows(self.gather(shard), mesh=mesh, placements=placements)
         # What is kept is the rows, not the whole tensor that they are a view of.
-        return DTensor.from_local(local_of(rows).clone(), mesh, placements, run_check=False, shape=self.shape, stride=rows.stride())
+        return DTensor.from_local(local_tensor(rows).clone(), mesh, placements, run_check=False, shape=self.shape, stride=rows.stride())
 
-    def from_rows(self, rows: DTensor) -> Tensor:
+    def from_row_dtensor(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""
-        return self.part_of(rows.full_tensor())
+        return self.take_shard(rows.full_tensor())
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing memory."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
@@ -183,13 +190,13 @@ def local_of(tensor: Tensor) -> Tensor:
     return shard
 
 
-def rows_of(whole: Tensor, *, mesh: DeviceMesh, placements: Placements) -> DTensor:
+def distribute_rows(full: Tensor, *, mesh: DeviceMesh, placements: Placements) -> DTensor:
     """A whole tensor, which every rank holds, cut by rows. No communication."""
     # Every rank holds the whole tensor, so none is the source.
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-Parameters = Mapping[str, ShardedParameter]
+ShardedParameters = Mapping[str, ShardedParameter]
 """By Hugging Face name; tied ones once, under the name that a safetensors index holds."""
 
 Buffers = Mapping[str, Tensor]

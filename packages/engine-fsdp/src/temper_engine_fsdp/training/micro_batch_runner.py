@@ -14,11 +14,11 @@ from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.engine import MicroLoss
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Answers, Query
-from temper_engine_fsdp.model.output_head import request_head
+from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
-from temper_engine_fsdp.runtime.collective_tracer import Stages
-from temper_engine_fsdp.runtime.host_device import without_collections
+from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
+from temper_engine_fsdp.runtime.host_device import pause_garbage_collection
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule
 
 
@@ -33,17 +33,17 @@ class MicroBatchRunner:
         needs_buckets: bool,
         dummy_query: Query,
         loss_scale: LossScale,
-        stages: Stages,
-        slices: SequenceGroup | None,
+        tracer: CollectiveTracer,
+        sequence_group: SequenceGroup | None,
     ) -> None:
-        self._stages = stages
-        self._slices = slices
+        self._tracer = tracer
+        self._sequence_group = sequence_group
         self._sharded = sharded
         self._loss_scale = loss_scale
         self._dummy_query = dummy_query
         self._device = device
         self._needs_buckets = needs_buckets
-        self.has_local_gradients = False
+        self.has_unreduced_gradients = False
         """Whether gradients wait on this rank to be reduced."""
 
     def run(
@@ -58,82 +58,84 @@ class MicroBatchRunner:
     ) -> list[Answers]:
         """Detached answers of each micro-batch; see ``BaseEngine._run_schedule``."""
         micro_batches = list(batch.to("cpu").micro_batches())
-        answers = []
-        with self._pass(trains=not forward_only):
+        outputs = []
+        with self._run_pass(trains=not forward_only):
             for i, micro in enumerate(micro_batches):
                 is_last = i == len(micro_batches) - 1
                 reduces = is_last and reduce_gradients
-                self._stages.detail = f"micro-batch {i + 1} of {len(micro_batches)}"
-                with self._bracket(trains=not forward_only, reduces=reduces, is_last=is_last):
-                    columns, tie, on_device = self._forward(
+                self._tracer.detail = f"micro-batch {i + 1} of {len(micro_batches)}"
+                with self._micro_batch_context(trains=not forward_only, reduces=reduces, is_last=is_last):
+                    columns, zero_loss, on_device = self._forward(
                         micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only
                     )
                     if micro_loss is not None:
                         loss = micro_loss(columns, on_device)
                         if not forward_only:
-                            (loss * self._factor + tie).backward()
-                            self.has_local_gradients = not reduces
-                answers.append(columns.detach())
-        return answers
+                            (loss * self._factor + zero_loss).backward()
+                            self.has_unreduced_gradients = not reduces
+                outputs.append(columns.detach())
+        return outputs
 
-    def gather_ahead(self) -> None:
+    def prefetch_parameters(self) -> None:
         """Gather parameters for the next pass, where that costs no memory that it would not need."""
-        self._sharded.gather_ahead()
+        self._sharded.prefetch_parameters()
 
-    def forget_gathered(self) -> None:
+    def reshard(self) -> None:
         """Before shards change, or leave the device."""
-        self._sharded.end_pass()
+        self._sharded.reshard()
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """Reduce what earlier passes left on this rank: one pass over a single token with a loss of zero, gradients leaving."""
         query = self._dummy_query
         micro = from_sequences([torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)])
-        with self._pass(trains=True):
+        with self._run_pass(trains=True):
             # Nothing random may be drawn for it.
             self._sharded.root.eval()
-            with self._bracket(trains=True, reduces=True, is_last=True):
-                _, tie, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
-                tie.backward()
-        self.has_local_gradients = False
+            with self._micro_batch_context(trains=True, reduces=True, is_last=True):
+                _, zero_loss, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
+                zero_loss.backward()
+        self.has_unreduced_gradients = False
 
     def _forward(
         self, micro: SequenceBatch, *, queries: frozenset[Query], with_gradient: frozenset[Query], trained_only: bool
     ) -> tuple[Answers, Tensor, SequenceBatch]:
-        request = request_head(
+        request = build_head_request(
             micro,
             queries=queries,
             with_gradient=with_gradient,
             trained_only=trained_only,
             device=self._device,
-            bounds=None if self._slices is None else self._slices.bounds(micro.num_tokens),
+            bounds=None if self._sequence_group is None else self._sequence_group.slice_bounds(micro.num_tokens),
         )
-        packing = PackLayout(micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets, slices=self._slices)
+        packing = PackLayout(
+            micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets, sequence_group=self._sequence_group
+        )
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
-        *columns, tie = self._sharded.root(on_device, request, packing)
+        *columns, zero_loss = self._sharded.root(on_device, request, packing)
         for column in columns:
-            tie = tie + column[:0].sum()
-        return Answers(columns=dict(zip(sorted(queries), columns, strict=True))), tie, on_device
+            zero_loss = zero_loss + column[:0].sum()
+        return Answers(columns=dict(zip(sorted(queries), columns, strict=True))), zero_loss, on_device
 
     @property
     def _factor(self) -> float:
         return self._sharded.loss_factor * self._loss_scale.value
 
-    def _bracket(self, *, trains: bool, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
+    def _micro_batch_context(self, *, trains: bool, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
         return self._sharded.micro_batch(reduces=reduces, is_last=is_last) if trains else nullcontext()
 
     @contextmanager
-    def _pass(self, *, trains: bool) -> Iterator[None]:
+    def _run_pass(self, *, trains: bool) -> Iterator[None]:
         self._sharded.root.train(trains)
         try:
-            with torch.set_grad_enabled(trains), without_collections():
+            with torch.set_grad_enabled(trains), pause_garbage_collection():
                 yield
         except BaseException:
-            self._recover()
+            self._reset()
             raise
         finally:
-            self._sharded.end_pass()
+            self._sharded.reshard()
 
-    def _recover(self) -> None:
+    def _reset(self) -> None:
         """After an exception in a pass: FSDP begins anew, and what was accumulated on this rank is lost."""
-        self._sharded.recover()
-        self.has_local_gradients = False
+        self._sharded.reset()
+        self.has_unreduced_gradients = False

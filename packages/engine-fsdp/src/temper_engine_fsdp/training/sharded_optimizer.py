@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.runtime.host_device import LateNumber
-from temper_engine_fsdp.sharding.sharded_parameter import Parameters, ShardedParameter
+from temper_engine_fsdp.runtime.host_device import AsyncScalar
+from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameter, ShardedParameters
 
 Gradients = Mapping[str, Tensor]
 """This rank's shard of each reduced gradient, by Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class AdamState:
     """Optimiser state of one parameter's shard, float32, on the device where updates are computed."""
 
     first: Tensor
@@ -33,7 +33,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StateTensor:
     """One tensor of an optimiser's state, as a checkpoint sees it."""
 
     owner: ShardedParameter | None
@@ -45,13 +45,13 @@ class Piece:
 class ShardedOptimizer(ABC):
     """An optimiser of sharded parameters."""
 
-    def __init__(self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
         self._parameters = parameters
         self._spec = spec
         self._sum_over_shards = sum_over_shards
 
     @torch.no_grad()
-    def step(self, *, lr: float, loss_scale: float = 1.0, then: Callable[[], None] | None = None) -> float:
+    def step(self, *, lr: float, loss_scale: float = 1.0, after_launch: Callable[[], None] | None = None) -> float:
         """Global norm over all shards in float32 before clipping; clips and updates only where it is finite.
 
         Args:
@@ -59,41 +59,41 @@ class ShardedOptimizer(ABC):
             loss_scale: what gradients are divided by first.
             then: called once the update is under way; on a device that the host need not wait for, before the norm is known.
         """
-        found = ((name, parameter.local_gradient()) for name, parameter in self._parameters.items())
-        gradients = {name: gradient for name, gradient in found if gradient is not None}
+        named_gradients = ((name, parameter.local_gradient()) for name, parameter in self._parameters.items())
+        gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
         if loss_scale != 1.0:
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
-        late = LateNumber(norm)
+        async_norm = AsyncScalar(norm)
         if self._launch_update(gradients, norm=norm, lr=lr):
-            if then is not None:
-                then()
-            return late.result()
-        known = late.result()
-        if not math.isfinite(known):
-            return known
+            if after_launch is not None:
+                after_launch()
+            return async_norm.result()
+        norm_value = async_norm.result()
+        if not math.isfinite(norm_value):
+            return norm_value
         limit = self._spec.clip_grad_norm
-        if limit is not None and known > limit:
-            torch._foreach_mul_(list(gradients.values()), limit / known)
+        if limit is not None and norm_value > limit:
+            torch._foreach_mul_(list(gradients.values()), limit / norm_value)
         self._update(gradients, lr=lr)
-        if then is not None:
-            then()
-        return known
+        if after_launch is not None:
+            after_launch()
+        return norm_value
 
     @abstractmethod
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         """Change the parameters that have a gradient."""
 
     @abstractmethod
-    def offloadable(self) -> Iterator[Tensor]:
+    def offloadable_tensors(self) -> Iterator[Tensor]:
         """State tensors that may leave the device between updates."""
 
     @abstractmethod
-    def pieces(self) -> dict[str, Piece]:
+    def state_tensors(self) -> dict[str, StateTensor]:
         """The state for a checkpoint, by a name of its own."""
 
     @abstractmethod
-    def prepare_to_load(self, names: list[str]) -> None:
+    def allocate_state(self, names: list[str]) -> None:
         """Make room for a state that holds these pieces, and no other. Collective."""
 
     def _decays(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class ShardedOptimizer(ABC):
 
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
         """[] float32, on the device."""
-        device = next(iter(self._parameters.values())).local().device
+        device = next(iter(self._parameters.values())).local_shard().device
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros((), device=device)]
         # float64 holds the square of every float32 norm.
         square = torch.stack(norms).double().square().sum()
@@ -120,32 +120,32 @@ class ShardedAdamW(ShardedOptimizer):
     """Decoupled weight decay on parameters of two or more dimensions; moments are float32 whatever the parameters are."""
 
     def __init__(
-        self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor], on_cpu: bool = False
+        self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor], on_cpu: bool = False
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
         self._on_cpu = on_cpu
-        self.runs_behind = not on_cpu and any(parameter.local().is_cuda for parameter in parameters.values())
+        self.is_async = not on_cpu and any(parameter.local_shard().is_cuda for parameter in parameters.values())
         """Whether updates run on a device that the host does not wait for."""
-        devices = {name: torch.device("cpu") if on_cpu else parameter.local().device for name, parameter in parameters.items()}
-        self.moments = {name: _fresh_moments(parameters[name].local(), device=device) for name, device in devices.items()}
+        devices = {name: torch.device("cpu") if on_cpu else parameter.local_shard().device for name, parameter in parameters.items()}
+        self.adam_states = {name: _zero_state(parameters[name].local_shard(), device=device) for name, device in devices.items()}
 
     def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
-        if not self.runs_behind or not all(self._can_update_in_place(name) for name in gradients):
+        if not self.is_async or not all(self._can_update_in_place(name) for name in gradients):
             return False
         is_finite, limit = torch.isfinite(norm), self._spec.clip_grad_norm
         if limit is not None:
             factor = torch.where(norm > limit, limit / norm.double(), 1.0).float()
             torch._foreach_mul_(list(gradients.values()), torch.where(is_finite, factor, 1.0))
-        skips = (~is_finite).float()
+        skip = (~is_finite).float()
         for name in gradients:
             if gradients[name].numel() == 0:
-                self.moments[name].count.add_(1 - skips)
-        for names, weight_decay in self._kinds(gradients):
-            weights = [self._parameters[name].local() for name in names]
-            self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay, skips=skips)
+                self.adam_states[name].count.add_(1 - skip)
+        for names, weight_decay in self._decay_groups(gradients):
+            weights = [self._parameters[name].local_shard() for name in names]
+            self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay, skip=skip)
         return True
 
-    def _kinds(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
+    def _decay_groups(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
         """Parameters of which this rank holds something, with their weight decay."""
         for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
             yield [name for name in gradients if gradients[name].numel() > 0 and self._decays(name) == decays], weight_decay
@@ -154,9 +154,9 @@ class ShardedAdamW(ShardedOptimizer):
         for name in gradients:
             if gradients[name].numel() == 0:
                 # This rank holds none of it; the count goes on for checkpoints at another world size.
-                self.moments[name].count.add_(1)
-        for names, weight_decay in self._kinds(gradients):
-            weights = [self._parameters[name].local() for name in names]
+                self.adam_states[name].count.add_(1)
+        for names, weight_decay in self._decay_groups(gradients):
+            weights = [self._parameters[name].local_shard() for name in names]
             if all(self._can_update_in_place(name) for name in names):
                 self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay)
                 continue
@@ -164,17 +164,17 @@ class ShardedAdamW(ShardedOptimizer):
             def update(i: int, weight: Tensor, gradient: Tensor, names: list[str] = names, weight_decay: float = weight_decay) -> None:
                 self._adamw([names[i]], [weight], [gradient], lr=lr, weight_decay=weight_decay)
 
-            raised = [gradients[name] for name in names]
+            gradient_list = [gradients[name] for name in names]
             if self._on_cpu and weights[0].is_cuda:
-                update_on_host(weights, raised, update)
+                update_on_cpu(weights, gradient_list, update)
                 continue
             for i, weight in enumerate(weights):
-                update(i, master := weight.float(), raised[i].float())
+                update(i, master := weight.float(), gradient_list[i].float())
                 weight.copy_(master)
 
     def _can_update_in_place(self, name: str) -> bool:
-        weight = self._parameters[name].local()
-        return weight.dtype == torch.float32 and weight.device == self.moments[name].first.device
+        weight = self._parameters[name].local_shard()
+        return weight.dtype == torch.float32 and weight.device == self.adam_states[name].first.device
 
     def _adamw(
         self,
@@ -184,7 +184,7 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         lr: float,
         weight_decay: float,
-        skips: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> None:
         """Torch's kernel; ``skips`` [] float32 is 1 where it shall change nothing."""
         if not names:
@@ -193,12 +193,12 @@ class ShardedAdamW(ShardedOptimizer):
         adamw(
             weights,
             gradients,
-            [self.moments[name].first for name in names],
-            [self.moments[name].second for name in names],
+            [self.adam_states[name].first for name in names],
+            [self.adam_states[name].second for name in names],
             [],
-            [self.moments[name].count for name in names],
+            [self.adam_states[name].count for name in names],
             fused=True,
-            found_inf=skips,
+            found_inf=skip,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -208,27 +208,27 @@ class ShardedAdamW(ShardedOptimizer):
             maximize=False,
         )
 
-    def offloadable(self) -> Iterator[Tensor]:
+    def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
-        for moments in self.moments.values():
+        for moments in self.adam_states.values():
             yield from (moments.first, moments.second)
 
-    def pieces(self) -> dict[str, Piece]:
+    def state_tensors(self) -> dict[str, StateTensor]:
         """See ShardedOptimizer."""
-        found = {}
-        for name, kept in self.moments.items():
+        named_gradients = {}
+        for name, state in self.adam_states.items():
             owner = self._parameters[name]
-            found[f"first_moment.{name}"] = Piece(owner=owner, tensor=kept.first)
-            found[f"second_moment.{name}"] = Piece(owner=owner, tensor=kept.second)
-            found[f"update_count.{name}"] = Piece(owner=None, tensor=kept.count)
-        return found
+            named_gradients[f"first_moment.{name}"] = StateTensor(owner=owner, tensor=state.first)
+            named_gradients[f"second_moment.{name}"] = StateTensor(owner=owner, tensor=state.second)
+            named_gradients[f"update_count.{name}"] = StateTensor(owner=None, tensor=state.count)
+        return named_gradients
 
-    def prepare_to_load(self, names: list[str]) -> None:
+    def allocate_state(self, names: list[str]) -> None:
         """See ShardedOptimizer: moments are there from the beginning."""
 
 
-def _fresh_moments(shard: Tensor, *, device: torch.device) -> Moments:
-    return Moments(
+def _zero_state(shard: Tensor, *, device: torch.device) -> AdamState:
+    return AdamState(
         first=torch.zeros_like(shard, dtype=torch.float32, device=device),
         second=torch.zeros_like(shard, dtype=torch.float32, device=device),
         count=torch.zeros((), dtype=torch.float32, device=device),
@@ -236,15 +236,15 @@ def _fresh_moments(shard: Tensor, *, device: torch.device) -> Moments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Descent:
+class _HostCopies:
     """A weight and its gradient on their way down."""
 
     weight: Tensor
     gradient: Tensor
-    arrival: torch.cuda.Event
+    copy_done: torch.cuda.Event
 
 
-def update_on_host(weights: Sequence[Tensor], gradients: Sequence[Tensor], update: Callable[[int, Tensor, Tensor], None]) -> None:
+def update_on_cpu(weights: Sequence[Tensor], gradients: Sequence[Tensor], update: Callable[[int, Tensor, Tensor], None]) -> None:
     """Run ``update(i, weight, gradient)`` on float32 host copies, one weight after the other, while others are still copied.
 
     Args:
@@ -255,17 +255,17 @@ def update_on_host(weights: Sequence[Tensor], gradients: Sequence[Tensor], updat
     current, down = torch.cuda.current_stream(), torch.cuda.Stream()
     down.wait_stream(current)
     with torch.cuda.stream(down):
-        descents = [_descend(weight, gradient, stream=down) for weight, gradient in zip(weights, gradients, strict=True)]
-    for i, descent in enumerate(descents):
-        descent.arrival.synchronize()
-        raised = descent.weight.float()
-        update(i, raised, descent.gradient.float())
-        descent.weight.copy_(raised)
-        weights[i].copy_(descent.weight, non_blocking=True)
+        copies = [_copy_to_host_async(weight, gradient, stream=down) for weight, gradient in zip(weights, gradients, strict=True)]
+    for i, copy in enumerate(copies):
+        copy.copy_done.synchronize()
+        gradient_list = copy.weight.float()
+        update(i, gradient_list, copy.gradient.float())
+        copy.weight.copy_(gradient_list)
+        weights[i].copy_(copy.weight, non_blocking=True)
 
 
-def _descend(weight: Tensor, gradient: Tensor, *, stream: torch.cuda.Stream) -> _Descent:
+def _copy_to_host_async(weight: Tensor, gradient: Tensor, *, stream: torch.cuda.Stream) -> _HostCopies:
     copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (weight, gradient)]
-    arrival = torch.cuda.Event()
-    arrival.record(stream)
-    return _Descent(weight=copies[0], gradient=copies[1], arrival=arrival)
+    copy_done = torch.cuda.Event()
+    copy_done.record(stream)
+    return _HostCopies(weight=copies[0], gradient=copies[1], copy_done=copy_done)

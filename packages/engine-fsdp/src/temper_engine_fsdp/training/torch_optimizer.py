@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.sharding.sharded_parameter import FlatSharded, Parameters, local_of
-from temper_engine_fsdp.training.sharded_optimizer import Gradients, Piece, ShardedOptimizer
+from temper_engine_fsdp.sharding.sharded_parameter import FSDP1Parameter, ShardedParameters, local_tensor
+from temper_engine_fsdp.training.sharded_optimizer import Gradients, ShardedOptimizer, StateTensor
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
 """Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""
-OTHERS = "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train sharded parameters."
+ALTERNATIVES = "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train sharded parameters."
 """What to choose instead."""
-KIND = "optimizer_state"
+STATE_PREFIX = "optimizer_state"
 """First part of the names in a checkpoint."""
 
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -27,26 +27,26 @@ _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default
 class TorchOptimizer(ShardedOptimizer):
     """An instance of the class that a configuration names, with two groups: matrices, which decay, and norms and biases, which don't."""
 
-    def __init__(self, parameters: Parameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
-        cls = _class_at(spec.name)
+        cls = _import_optimizer(spec.name)
         _check_arguments(cls, spec)
-        if any(isinstance(p, FlatSharded) for p in parameters.values()) and not (
+        if any(isinstance(p, FSDP1Parameter) for p in parameters.values()) and not (
             cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
         ):
             raise CapabilityError(
                 f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 holds them in pieces: use strategy fsdp2 "
-                f"where it updates DTensors. {OTHERS}"
+                f"where it updates DTensors. {ALTERNATIVES}"
             )
         if inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
             raise CapabilityError(
                 f"optimizer.name {spec.name} asks for the loss again in every step (a closure), which a plan of micro-batches gives once. "
-                f"{OTHERS}"
+                f"{ALTERNATIVES}"
             )
-        takes_decay = _takes(cls, "weight_decay")
+        takes_decay = _accepts(cls, "weight_decay")
         groups = [
             {
-                "params": [p.parameter for name, p in parameters.items() if self._decays(name) == decays and p.parameter.requires_grad],
+                "params": [p.tensor for name, p in parameters.items() if self._decays(name) == decays and p.tensor.requires_grad],
                 **({"weight_decay": decay} if takes_decay else {}),
             }
             for decays, decay in ((True, spec.weight_decay), (False, 0.0))
@@ -54,45 +54,45 @@ class TorchOptimizer(ShardedOptimizer):
         build: Callable[..., torch.optim.Optimizer] = cls
         groups = [group for group in groups if group["params"]]
         try:
-            self._optimizer = build([self._smallest(group) for group in groups], lr=spec.lr, **spec.arguments)
-            self._try_out()
+            self._optimizer = build([self._with_smallest_parameter(group) for group in groups], lr=spec.lr, **spec.arguments)
+            self._check_update()
             self._optimizer = build(groups, lr=spec.lr, **spec.arguments)
         except (TypeError, ValueError) as error:
-            raise CapabilityError(f"optimizer.name {spec.name} does not take this model's parameters: {error}. {OTHERS}") from error
+            raise CapabilityError(f"optimizer.name {spec.name} does not take this model's parameters: {error}. {ALTERNATIVES}") from error
 
-    def _smallest(self, group: Mapping[str, object]) -> dict[str, object]:
+    def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
         """The group with its smallest parameter alone, the same one on every rank."""
         members = {id(parameter) for parameter in cast(list[nn.Parameter], group["params"])}
-        owners = [owner for owner in self._parameters.values() if id(owner.parameter) in members]
-        return {**group, "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).parameter]}
+        owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
+        return {**group, "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).tensor]}
 
     @torch.no_grad()
-    def _try_out(self) -> None:
+    def _check_update(self) -> None:
         """One update of the few parameters that it has yet, which is undone. Collective where the class communicates.
 
         Raises:
             CapabilityError: it does not update shards, or keeps a state that checkpoints can't hold.
         """
         members = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        tried = [owner for owner in self._parameters.values() if id(owner.parameter) in members]
-        before = [owner.local().clone() for owner in tried]
-        for owner in tried:
-            owner.parameter.grad = torch.zeros_like(owner.parameter)
+        owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
+        before = [owner.local_shard().clone() for owner in owners]
+        for owner in owners:
+            owner.tensor.grad = torch.zeros_like(owner.tensor)
         try:
             self._optimizer.step()
-            self.pieces()
+            self.state_tensors()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
-            strategy = "fsdp1" if isinstance(tried[0], FlatSharded) else "fsdp2"
+            strategy = "fsdp1" if isinstance(owners[0], FSDP1Parameter) else "fsdp2"
             raise CapabilityError(
-                f"optimizer.name {self._spec.name} can't update parameters that strategy {strategy} shards: {error} {OTHERS}"
+                f"optimizer.name {self._spec.name} can't update parameters that strategy {strategy} shards: {error} {ALTERNATIVES}"
             ) from error
-        for owner, weight in zip(tried, before, strict=True):
-            owner.parameter.grad = None
-            owner.local().copy_(weight)
+        for owner, weight in zip(owners, before, strict=True):
+            owner.tensor.grad = None
+            owner.local_shard().copy_(weight)
 
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         for name, gradient in gradients.items():
-            parameter = self._parameters[name].parameter
+            parameter = self._parameters[name].tensor
             if parameter.grad is None:
                 # A run of no entries: its state must exist on every rank all the same.
                 parameter.grad = gradient.clone().view_as(parameter)
@@ -100,83 +100,83 @@ class TorchOptimizer(ShardedOptimizer):
             group["lr"] = lr
         self._optimizer.step()
 
-    def offloadable(self) -> Iterator[Tensor]:
+    def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.ndim > 0:
-                    yield local_of(value) if isinstance(value, DTensor) else value
+                    yield local_tensor(value) if isinstance(value, DTensor) else value
 
-    def pieces(self) -> dict[str, Piece]:
+    def state_tensors(self) -> dict[str, StateTensor]:
         """See ShardedOptimizer. Numbers become tensors."""
-        found = {}
+        tensors = {}
         for name, owner in self._parameters.items():
-            state = self._optimizer.state.get(owner.parameter, {})
+            state = self._optimizer.state.get(owner.tensor, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     state[key] = value = torch.as_tensor(value)
-                is_like_owner = value.ndim > 0 and value.shape == owner.parameter.shape
+                is_like_owner = value.ndim > 0 and value.shape == owner.tensor.shape
                 if isinstance(value, DTensor) and not is_like_owner:
                     raise CapabilityError(f"{self._spec.name} keeps a {key} that is cut in its own way, which checkpoints can't hold.")
-                shard = local_of(value) if isinstance(value, DTensor) else value.view(-1) if is_like_owner else value
-                found[f"{KIND}.{key}.{name}"] = Piece(owner=owner if is_like_owner else None, tensor=shard)
-        return found
+                shard = local_tensor(value) if isinstance(value, DTensor) else value.view(-1) if is_like_owner else value
+                tensors[f"{STATE_PREFIX}.{key}.{name}"] = StateTensor(owner=owner if is_like_owner else None, tensor=shard)
+        return tensors
 
     @torch.no_grad()
-    def prepare_to_load(self, names: list[str]) -> None:
+    def allocate_state(self, names: list[str]) -> None:
         """See ShardedOptimizer: an update with gradients of zero makes the states; the weights are put back."""
-        if not any(name.startswith(f"{KIND}.") for name in names):
+        if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return
-        before = {name: parameter.local().clone() for name, parameter in self._parameters.items()}
+        before = {name: parameter.local_shard().clone() for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
-            if parameter.parameter.requires_grad:
-                parameter.parameter.grad = torch.zeros_like(parameter.parameter)
+            if parameter.tensor.requires_grad:
+                parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for name, weight in before.items():
-            self._parameters[name].local().copy_(weight)
+            self._parameters[name].local_shard().copy_(weight)
 
 
-def _class_at(path: str) -> type[torch.optim.Optimizer]:
+def _import_optimizer(path: str) -> type[torch.optim.Optimizer]:
     module, _, name = path.rpartition(".")
     try:
-        found: object = vars(import_module(module)).get(name)
+        candidate: object = vars(import_module(module)).get(name)
     except ImportError as error:
         raise ConfigError(f"optimizer.name is {path}, but {module} can't be imported: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(candidate, type) and issubclass(candidate, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.name is {path}, but there is no torch.optim.Optimizer of that name in {module}.")
-    return found
+    return candidate
 
 
-def _takes(cls: type[torch.optim.Optimizer], name: str) -> bool:
+def _accepts(cls: type[torch.optim.Optimizer], name: str) -> bool:
     parameters = inspect.signature(cls).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _is_like(value: object, default: object) -> bool:
+def _has_type_of(value: object, default: object) -> bool:
     """Whether a value is of its default's kind: numbers count as one, and None or no default tells nothing."""
     if default is None or default is inspect.Parameter.empty or value is None:
         return True
     if isinstance(default, tuple):
         pairs = zip(value, default, strict=False) if isinstance(value, list | tuple) else ()
-        return isinstance(value, list | tuple) and len(value) == len(default) and all(_is_like(*pair) for pair in pairs)
+        return isinstance(value, list | tuple) and len(value) == len(default) and all(_has_type_of(*pair) for pair in pairs)
     if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default)
     return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
 
 
 def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
-    taken = {name: p for name, p in inspect.signature(cls).parameters.items() if name not in ("params", "lr", "weight_decay")}
+    accepted = {name: p for name, p in inspect.signature(cls).parameters.items() if name not in ("params", "lr", "weight_decay")}
     for name, value in spec.arguments.items():
-        if not _takes(cls, name):
-            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(taken)}.")
-        if name in taken and not _is_like(value, taken[name].default):
+        if not _accepts(cls, name):
+            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(accepted)}.")
+        if name in accepted and not _has_type_of(value, accepted[name].default):
             raise ConfigError(
-                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {taken[name].default!r} there."
+                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {accepted[name].default!r} there."
             )
-    if spec.weight_decay and not _takes(cls, "weight_decay"):
+    if spec.weight_decay and not _accepts(cls, "weight_decay"):
         raise ConfigError(f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: set it to 0.")
-    required = [name for name, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [name for name, p in accepted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if missing := [name for name in required if name not in spec.arguments]:
         raise ConfigError(f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no default.")

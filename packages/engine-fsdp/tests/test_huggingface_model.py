@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_fsdp.model.huggingface_model import build_model
-from temper_engine_fsdp.model.packed_attention import SDPA_VARLEN, register
+from temper_engine_fsdp.model.packed_attention import SDPA_VARLEN, register_kernels
 
 TINY: Mapping[str, Scalar] = {
     "model_type": "qwen2",
@@ -119,7 +119,7 @@ def test_what_would_mix_packed_sequences_is_refused(fields: dict[str, object], s
 
 
 def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
-    register()
+    register_kernels()
     with pytest.raises(CapabilityError, match="makes no language_model with packed attention of this falcon model"):
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 

@@ -84,7 +84,7 @@ def test_it_begins_beside_streamed_weights(start: Start, config: FSDPConfig, tmp
     monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs))
     streamed = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert not built
-    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
     whole = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert built
     (config_of, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()

@@ -15,7 +15,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import components
 from temper_engine_fsdp.checkpoint import huggingface_files
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.streaming_load import StreamedWeights
+from temper_engine_fsdp.model.streaming_load import WeightStreamer
 
 
 @pytest.fixture(params=[1 << 30, 4096], ids=["one file", "many files"])
@@ -33,15 +33,15 @@ def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 def test_no_more_than_one_module_is_whole_at_a_time(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, filled, models = StreamedWeights.fill, [], []
+    fill, filled, models = WeightStreamer.materialize, [], []
 
-    def watched(self: StreamedWeights, module: nn.Module) -> None:
+    def watched(self: WeightStreamer, module: nn.Module) -> None:
         models.append(module)
         fill(self, module)
         whole = {name for name, p in module.named_parameters() if not p.is_meta and not isinstance(p.data, DTensor)}
         filled.append(whole)
 
-    monkeypatch.setattr(StreamedWeights, "fill", watched)
+    monkeypatch.setattr(WeightStreamer, "materialize", watched)
     engine = start(model=ModelSpec(path=str(folder)))
     root = models[-1]
     # Two layers, then what is left: the embedding, which is also the head, and the last norm.
@@ -89,7 +89,7 @@ def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
     monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
     streamed = start(model=ModelSpec(path=str(folder)), lora=lora)
     assert loaded == ([1] if lora.dora or lora.modules_to_save else [])
-    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
     whole = start(model=ModelSpec(path=str(folder)), lora=lora)
     (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
     assert config == other
@@ -109,7 +109,7 @@ def test_a_value_model_is_streamed_from_a_language_model(
     spec = ModelSpec(path=str(folder), model_type="value_model", seed=3)
     streamed = weights_of(start(model=spec))
     assert not loaded
-    monkeypatch.setattr(components, "build_streamed", lambda *args, **kwargs: None)
+    monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
     whole = weights_of(start(model=spec))
     assert streamed.keys() == whole.keys()
     assert streamed["score.weight"].any()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from temper_engine_fsdp.model.token_logprobs import HeadColumns, linear_logprob, whole_logprob
+from temper_engine_fsdp.model.token_logprobs import TokenLogprobs, chunked_logprobs, full_logprobs
 
 # Torch's compiler looks at the gradients of tensors that have none, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -20,7 +20,7 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def gradients(columns: HeadColumns, given: dict[str, torch.Tensor], *, with_entropy: bool) -> list[torch.Tensor]:
+def gradients(columns: TokenLogprobs, given: dict[str, torch.Tensor], *, with_entropy: bool) -> list[torch.Tensor]:
     loss = (columns.logprob * torch.arange(23)).sum() + columns.logsumexp.square().sum() + columns.logprob_at.pow(3).sum()
     loss = loss + (columns.entropy.square().sum() if with_entropy else 0.0)
     return list(torch.autograd.grad(loss, (given["hidden"], given["weight"])))
@@ -30,8 +30,8 @@ def gradients(columns: HeadColumns, given: dict[str, torch.Tensor], *, with_entr
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_answers_and_gradients_are_those_of_the_chunked_head(with_entropy: bool, is_compiled: bool) -> None:
     given = inputs()
-    chunked = linear_logprob(**given, wants_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7)
-    whole = whole_logprob(**given, wants_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled)
+    chunked = chunked_logprobs(**given, needs_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7)
+    whole = full_logprobs(**given, needs_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled)
     for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
         torch.testing.assert_close(getattr(whole, name), getattr(chunked, name), rtol=1e-5, atol=1e-5)
     ours, theirs = (gradients(columns, given, with_entropy=with_entropy) for columns in (whole, chunked))
@@ -42,9 +42,9 @@ def test_answers_and_gradients_are_those_of_the_chunked_head(with_entropy: bool,
 def test_without_a_temperature_logits_stay_as_they_are() -> None:
     given = inputs()
     del given["temperature"], given["ids"]
-    torch.testing.assert_close(whole_logprob(**given).logprob, linear_logprob(**given).logprob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(full_logprobs(**given).logprob, chunked_logprobs(**given).logprob, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_is_kept_where_nothing_is_differentiated() -> None:
     given = {name: tensor.detach() for name, tensor in inputs().items()}
-    assert whole_logprob(**given).logprob.grad_fn is None
+    assert full_logprobs(**given).logprob.grad_fn is None

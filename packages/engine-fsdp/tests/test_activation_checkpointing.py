@@ -13,7 +13,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.activation_checkpointing import ActivationParking
+from temper_engine_fsdp.model.activation_checkpointing import ActivationOffloader
 
 Start = Callable[..., FSDPEngine]
 
@@ -71,23 +71,23 @@ def test_selective_checkpointing_computes_fewer_products_again_than_full(start: 
 
 
 def test_the_inputs_of_all_layers_are_parked(start: Start, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ActivationParking] = []
-    initialise = ActivationParking.__init__
+    made: list[ActivationOffloader] = []
+    initialise = ActivationOffloader.__init__
 
-    def note(parking: ActivationParking, device: torch.device) -> None:
-        initialise(parking, device)
-        made.append(parking)
+    def note(offloader: ActivationOffloader, device: torch.device) -> None:
+        initialise(offloader, device)
+        made.append(offloader)
 
-    monkeypatch.setattr(ActivationParking, "__init__", note)
+    monkeypatch.setattr(ActivationOffloader, "__init__", note)
     engine = start(activation_checkpointing=True, offload_activations=True)
     entered: list[Tensor] = []
-    for layer in engine._parts.runner._sharded.root.hf.model.layers:
+    for layer in engine._components.runner._sharded.root.hf.model.layers:
         layer.input_layernorm.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach().clone()))
     norms(engine, batch)
     # Three passes of two layers, each of which is entered again in the backward pass.
     assert len(made) == 3
     assert len(entered) == 3 * 2 * 2 + 3 * 2
-    hosts = [parked.host for parking in made for parked in parking.parked]
+    hosts = [parked.host for offloader in made for parked in offloader.offloaded]
     assert all(any(torch.equal(host, inputs) for host in hosts if host.shape == inputs.shape) for inputs in entered[:2])
 
 

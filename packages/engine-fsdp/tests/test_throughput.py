@@ -11,7 +11,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
-from temper_engine_fsdp.runtime.performance import Work, matmul_rate, work_of
+from temper_engine_fsdp.runtime.performance import TrainingFlops, count_training_flops, measure_matmul_rate
 
 TINY: dict[str, Scalar] = {
     "vocab_size": 61,
@@ -26,10 +26,10 @@ LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
 """Query, keys and values of two heads, output; and a multilayer perceptron of three matrices."""
 
 
-def work(*, is_language_model: bool = True, **fields: Scalar) -> Work:
-    packed_attention.register()
+def work(*, is_language_model: bool = True, **fields: Scalar) -> TrainingFlops:
+    packed_attention.register_kernels()
     spec = ModelSpec(architecture={**TINY, **fields}, model_type="language_model" if is_language_model else "value_model")
-    return work_of(build_model(spec, attention=packed_attention.SDPA_VARLEN), is_language_model=is_language_model)
+    return count_training_flops(build_model(spec, attention=packed_attention.SDPA_VARLEN), is_language_model=is_language_model)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -43,8 +43,8 @@ def test_a_value_head_is_one_row() -> None:
 
 def test_attention_counts_half_of_what_no_mask_would_take() -> None:
     # 2 layers of 4 heads of 8: 6 x 4 x 8 x 2 for each squared token.
-    assert work(model_type="qwen2").per_square == 384
-    assert Work(per_token=10.0, per_square=2.0).of([3, 5]) == 10 * 8 + 2 * (9 + 25)
+    assert work(model_type="qwen2").per_squared_length == 384
+    assert TrainingFlops(per_token=10.0, per_squared_length=2.0).total([3, 5]) == 10 * 8 + 2 * (9 + 25)
 
 
 def test_experts_count_as_far_as_a_token_sees_them() -> None:
@@ -58,8 +58,8 @@ def test_experts_count_as_far_as_a_token_sees_them() -> None:
 
 def test_frozen_weights_count_without_their_gradient(start: Callable[..., FSDPEngine]) -> None:
     engine = start(lora=LoraSpec(rank=2, alpha=4.0))
-    adapter = sum(parameter.shape.numel() for parameter in engine._parts.trained.values())
-    assert engine._parts.speed.work.per_token == 4 * (2 * LAYER + 61 * 32) + 6 * adapter
+    adapter = sum(parameter.shape.numel() for parameter in engine._components.trainable.values())
+    assert engine._components.throughput.flops.per_token == 4 * (2 * LAYER + 61 * 32) + 6 * adapter
 
 
 def test_training_tells_its_speed_and_evaluation_does_not(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
@@ -78,6 +78,6 @@ def test_training_tells_its_speed_and_evaluation_does_not(start: Callable[..., F
 
 def test_measuring_the_rate_draws_nothing_random() -> None:
     before = torch.get_rng_state()
-    matmul_rate.cache_clear()
-    assert matmul_rate(torch.device("cpu"), torch.float32) > 1e6
+    measure_matmul_rate.cache_clear()
+    assert measure_matmul_rate(torch.device("cpu"), torch.float32) > 1e6
     assert torch.equal(torch.get_rng_state(), before)

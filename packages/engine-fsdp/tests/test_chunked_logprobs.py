@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_fsdp.model.token_logprobs import HeadColumns, linear_logprob
+from temper_engine_fsdp.model.token_logprobs import TokenLogprobs, chunked_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +20,22 @@ class Case:
     temperature: Tensor
     ids: Tensor
 
-    def fused(self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True) -> HeadColumns:
-        return linear_logprob(
+    def fused(self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True) -> TokenLogprobs:
+        return chunked_logprobs(
             self.hidden,
             self.weight,
             self.labels,
             temperature=self.temperature,
             ids=self.ids,
-            wants_entropy=True,
+            needs_entropy=True,
             entropy_has_gradient=entropy_has_gradient,
             chunk_tokens=chunk_tokens,
         )
 
-    def naive(self) -> HeadColumns:
+    def naive(self) -> TokenLogprobs:
         logits = self.hidden.double() @ self.weight.double().t() / self.temperature.double()[:, None]
         logprobs = torch.log_softmax(logits, dim=-1)
-        return HeadColumns(
+        return TokenLogprobs(
             logprob=logprobs.gather(1, self.labels[:, None])[:, 0],
             logsumexp=torch.logsumexp(logits, dim=-1),
             entropy=-(logprobs.exp() * logprobs).sum(-1),
@@ -54,7 +54,7 @@ def make_case(*, positions: int = 37, vocabulary: int = 101, scale: float = 1.0)
     )
 
 
-def mixed_loss(columns: HeadColumns) -> Tensor:
+def mixed_loss(columns: TokenLogprobs) -> Tensor:
     """Every column with its own weight per position, so that no error cancels."""
     at = torch.arange(1.0, columns.logprob.shape[0] + 1, dtype=columns.logprob.dtype).sin()
     loss = (columns.logprob * at).sum() + 0.3 * (columns.logsumexp * at.square()).sum() + 0.1 * columns.logprob_at.sum()
@@ -86,7 +86,7 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
     columns = case.fused(entropy_has_gradient=False)
     assert not columns.entropy.requires_grad
     naive = case.naive()
-    naive = HeadColumns(logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at)
+    naive = TokenLogprobs(logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at)
     for ours, theirs in zip(gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -105,7 +105,7 @@ def test_peaked_logits_stay_finite_and_exact() -> None:
 def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None:
     # A weight of zeros makes every token equally likely: log-prob -log 101, entropy log 101, normaliser log 101.
     case = make_case()
-    columns = linear_logprob(case.hidden, torch.zeros(101, 16), case.labels, wants_entropy=True)
+    columns = chunked_logprobs(case.hidden, torch.zeros(101, 16), case.labels, needs_entropy=True)
     expected = torch.full((37,), math.log(101.0))
     torch.testing.assert_close(columns.logprob, -expected)
     torch.testing.assert_close(columns.entropy, expected)
@@ -114,8 +114,8 @@ def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None
 
 def test_an_id_asked_twice_gets_its_gradient_twice() -> None:
     case = make_case(positions=1)
-    once = linear_logprob(case.hidden, case.weight, case.labels, ids=torch.tensor([[4]]))
-    twice = linear_logprob(case.hidden, case.weight, case.labels, ids=torch.tensor([[4, 4]]))
+    once = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4]]))
+    twice = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4, 4]]))
     single, double = gradients(case, once.logprob_at.sum()), gradients(case, twice.logprob_at.sum())
     for one, two in zip(single, double):
         torch.testing.assert_close(two, 2 * one)
@@ -133,7 +133,7 @@ def test_no_position_gives_empty_columns_and_gradients_of_zero() -> None:
 def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
     case = make_case()
     hidden, weight = case.hidden.detach().bfloat16(), case.weight.detach().bfloat16()
-    columns = linear_logprob(hidden, weight, case.labels)
+    columns = chunked_logprobs(hidden, weight, case.labels)
     logits = (hidden @ weight.t()).float()
     expected = torch.log_softmax(logits, dim=-1).gather(1, case.labels[:, None])[:, 0]
     assert columns.logprob.dtype == torch.float32
@@ -145,6 +145,6 @@ def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
     case = make_case()
     whole = case.fused()
     for size in (1, 2, 3, 5, 36):
-        few = linear_logprob(case.hidden[:size], case.weight, case.labels[:size], temperature=case.temperature[:size], wants_entropy=True)
+        few = chunked_logprobs(case.hidden[:size], case.weight, case.labels[:size], temperature=case.temperature[:size], needs_entropy=True)
         assert torch.equal(few.logprob, whole.logprob[:size])
         assert torch.equal(few.entropy, whole.entropy[:size])

@@ -21,18 +21,17 @@ CPU = torch.device("cpu")
 def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     assert (
-        training_checkpoint.write_random_states(training_checkpoint.random_states(CPU), directory=str(tmp_path), rank=1)
-        == "random/rank_1.pt"
+        training_checkpoint.write_rng_states(training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=1) == "random/rank_1.pt"
     )
     drawn = torch.rand(2)
-    assert training_checkpoint.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
+    assert training_checkpoint.load_rng_state(directory=str(tmp_path), rank=1, device=CPU)
     assert torch.equal(torch.rand(2), drawn)
 
 
 def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
-    training_checkpoint.write_random_states(training_checkpoint.random_states(CPU), directory=str(tmp_path), rank=0)
+    training_checkpoint.write_rng_states(training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=0)
     torch.manual_seed(4)
-    assert not training_checkpoint.read_random_state(directory=str(tmp_path), rank=1, device=CPU)
+    assert not training_checkpoint.load_rng_state(directory=str(tmp_path), rank=1, device=CPU)
     after = torch.rand(2)
     torch.manual_seed(4)
     assert torch.equal(torch.rand(2), after)

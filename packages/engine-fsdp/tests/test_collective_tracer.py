@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.runtime.collective_tracer import Stages
+from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.runtime.process_group import Membership
 
 SCRIPT = Path(__file__).with_name("wait_as_rank.py")
@@ -42,8 +42,8 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
     assert re.fullmatch(r"[a-z_]+ of \[\[\d+.*\]\] in group \w+", begun), begun
 
 
-def alone() -> Stages:
-    return Stages(Membership(rank=0, world_size=1, device=torch.device("cpu"), made_group=False), timeout_s=1.0)
+def alone() -> CollectiveTracer:
+    return CollectiveTracer(Membership(rank=0, world_size=1, device=torch.device("cpu"), owns_group=False), timeout_s=1.0)
 
 
 def test_errors_that_no_collective_raised_pass_as_they_are() -> None:
@@ -58,12 +58,12 @@ def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
     for i, name in enumerate(("a training call", "the update")):
         with stages.stage(name):
             stages.detail = f"micro-batch {i + 1}"
-            stages.leave_running(lambda i=i: is_done[i])  # type: ignore[misc]
-    assert str(stages._unfinished()) == "a training call (micro-batch 1)"
+            stages.track_on_device(lambda i=i: is_done[i])  # type: ignore[misc]
+    assert str(stages._oldest_unfinished()) == "a training call (micro-batch 1)"
     is_done[0] = True
-    assert str(stages._unfinished()) == "the update (micro-batch 2)"
+    assert str(stages._oldest_unfinished()) == "the update (micro-batch 2)"
     is_done[1] = True
-    assert stages._unfinished() is None
+    assert stages._oldest_unfinished() is None
 
 
 def test_a_stage_within_a_stage_belongs_to_it() -> None:

@@ -10,21 +10,21 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp.runtime import process_group
-from temper_engine_fsdp.sharding.sharded_parameter import RowSharded
+from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 MakeOptimizer = Callable[[OptimizerSpec], ShardedAdamW]
 
 
 @pytest.fixture
-def parameters() -> Iterator[dict[str, RowSharded]]:
+def parameters() -> Iterator[dict[str, FSDP2Parameter]]:
     membership = process_group.join(device=torch.device("cpu"), timeout_s=60.0)
     mesh = process_group.build_mesh(membership, fsdp_size=None)
 
-    def parameter(name: str, value: Tensor, gradient: Tensor) -> RowSharded:
+    def parameter(name: str, value: Tensor, gradient: Tensor) -> FSDP2Parameter:
         made = nn.Parameter(distribute_tensor(value, mesh, [Replicate()]))
         made.grad = distribute_tensor(gradient, mesh, [Replicate()])
-        return RowSharded(name, made, mesh=mesh, host_mesh=mesh)
+        return FSDP2Parameter(name, made, mesh=mesh, host_mesh=mesh)
 
     yield {
         "matrix": parameter("matrix", torch.tensor([[2.0]]), torch.tensor([[3.0]])),
@@ -34,28 +34,30 @@ def parameters() -> Iterator[dict[str, RowSharded]]:
 
 
 @pytest.fixture(params=[False, True], ids=["host decides", "device decides"])
-def runs_behind(request: pytest.FixtureRequest) -> bool:
+def is_async(request: pytest.FixtureRequest) -> bool:
     """Whether the update is launched before the norm is known, as on CUDA."""
     assert isinstance(request.param, bool)
     return request.param
 
 
 @pytest.fixture
-def optimizer(parameters: dict[str, RowSharded], runs_behind: bool) -> MakeOptimizer:
+def optimizer(parameters: dict[str, FSDP2Parameter], is_async: bool) -> MakeOptimizer:
     def make(spec: OptimizerSpec) -> ShardedAdamW:
         made = ShardedAdamW(parameters, spec=spec, sum_over_shards=lambda square: square)
-        assert not made.runs_behind
-        made.runs_behind = runs_behind
+        assert not made.is_async
+        made.is_async = is_async
         return made
 
     return make
 
 
-def value(parameter: RowSharded) -> float:
-    return float(parameter.local())
+def value(parameter: FSDP2Parameter) -> float:
+    return float(parameter.local_shard())
 
 
-def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(
+    parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer
+) -> None:
     norm = optimizer(OptimizerSpec(weight_decay=0.5, clip_grad_norm=None)).step(lr=0.1)
     # sqrt(3^2 + 4^2) = 5. Bias-corrected, the first step is lr * sign(g):
     # matrix 2 * (1 - 0.1 * 0.5) - 0.1 = 1.8; vector 1 + 0.1 = 1.1, without decay.
@@ -64,49 +66,49 @@ def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(parameters:
     assert value(parameters["vector"]) == pytest.approx(1.1, abs=1e-6)
 
 
-def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
     sharded = optimizer(OptimizerSpec(clip_grad_norm=0.01))
     assert sharded.step(lr=0.1) == 5.0
     # 0.01 / 5 of each gradient; the first moment is a tenth of it.
-    assert float(sharded.moments["matrix"].first) == pytest.approx(0.1 * 3.0 * 0.01 / 5.0)
-    assert float(sharded.moments["vector"].first) == pytest.approx(0.1 * -4.0 * 0.01 / 5.0)
+    assert float(sharded.adam_states["matrix"].first) == pytest.approx(0.1 * 3.0 * 0.01 / 5.0)
+    assert float(sharded.adam_states["vector"].first) == pytest.approx(0.1 * -4.0 * 0.01 / 5.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_gradient_touches_nothing(parameters: dict[str, RowSharded], optimizer: MakeOptimizer, bad: float) -> None:
+def test_a_nonfinite_gradient_touches_nothing(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer, bad: float) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(bad)
     sharded = optimizer(OptimizerSpec())
     assert not math.isfinite(sharded.step(lr=0.1))
     assert (value(parameters["matrix"]), value(parameters["vector"])) == (2.0, 1.0)
-    assert all(float(m.count) == 0 and float(m.first) == 0 and float(m.second) == 0 for m in sharded.moments.values())
+    assert all(float(m.count) == 0 and float(m.first) == 0 and float(m.second) == 0 for m in sharded.adam_states.values())
 
 
-def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(1e30)
     assert optimizer(OptimizerSpec()).step(lr=0.1) == pytest.approx(1e30)
 
 
-def test_the_device_clips_as_the_host_does_bit_for_bit(parameters: dict[str, RowSharded]) -> None:
+def test_the_device_clips_as_the_host_does_bit_for_bit(parameters: dict[str, FSDP2Parameter]) -> None:
     kept = []
-    for runs_behind in (False, True):
+    for is_async in (False, True):
         for parameter, weight, gradient in zip(parameters.values(), (2.0, 1.0), (0.3, -0.7), strict=True):
-            parameter.local().fill_(weight)
+            parameter.local_shard().fill_(weight)
             found = parameter.local_gradient()
             assert found is not None
             found.fill_(gradient)
         made = ShardedAdamW(parameters, spec=OptimizerSpec(clip_grad_norm=0.123), sum_over_shards=lambda square: square)
-        made.runs_behind = runs_behind
+        made.is_async = is_async
         norm = made.step(lr=0.1)
-        kept.append([norm, *(value(p) for p in parameters.values()), *(float(m.second) for m in made.moments.values())])
+        kept.append([norm, *(value(p) for p in parameters.values()), *(float(m.second) for m in made.adam_states.values())])
     assert kept[0] == kept[1]
 
 
-def test_what_follows_an_update_is_called_once_it_is_launched(parameters: dict[str, RowSharded], optimizer: MakeOptimizer) -> None:
+def test_what_follows_an_update_is_called_once_it_is_launched(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
     seen: list[float] = []
-    optimizer(OptimizerSpec()).step(lr=0.1, then=lambda: seen.append(value(parameters["vector"])))
+    optimizer(OptimizerSpec()).step(lr=0.1, after_launch=lambda: seen.append(value(parameters["vector"])))
     assert seen == [value(parameters["vector"])]
     assert seen != [1.0]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.model.packed_attention import CALL_AREA, PackLayout, _make_buckets, collect, spread
+from temper_engine_fsdp.model.packed_attention import CALL_COST, PackLayout, _make_buckets, pad_input, unpad_output
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def test_many_short_sequences_are_few_calls_with_little_padding() -> None:
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=8))
 def test_no_other_cut_is_cheaper(lengths: list[int]) -> None:
     def cost(buckets: list[tuple[int, int]]) -> int:
-        return sum(CALL_AREA["cpu"] + number * length**2 for number, length in buckets)
+        return sum(CALL_COST["cpu"] + number * length**2 for number, length in buckets)
 
     ordered = sorted(lengths, reverse=True)
     cuts = [[0, *inner, len(ordered)] for r in range(len(ordered)) for inner in combinations(range(1, len(ordered)), r)]
@@ -42,9 +42,9 @@ def test_no_other_cut_is_cheaper(lengths: list[int]) -> None:
 
 
 def test_a_call_costs_more_on_cuda() -> None:
-    _, buckets = _make_buckets([60] * 30 + [200], call_area=CALL_AREA["cuda"])
+    _, buckets = _make_buckets([60] * 30 + [200], call_cost=CALL_COST["cuda"])
     assert len(buckets) == 2
-    _, buckets = _make_buckets([60] * 3 + [200], call_area=CALL_AREA["cuda"])
+    _, buckets = _make_buckets([60] * 3 + [200], call_cost=CALL_COST["cuda"])
     assert len(buckets) == 1
 
 
@@ -57,8 +57,8 @@ def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
 def test_spread_then_collect_gives_every_token_back(lengths: list[int]) -> None:
     layout = PackLayout(lengths, device=CPU)
     tokens = torch.arange(float(sum(lengths))).reshape(-1, 1, 1)
-    rows, _, _ = spread(tokens, tokens, tokens, layout)
-    assert torch.equal(collect(rows, layout), tokens)
+    rows, _, _ = pad_input(tokens, tokens, tokens, layout)
+    assert torch.equal(unpad_output(rows, layout), tokens)
     assert rows.shape[0] == sum(b.num_rows for b in layout.buckets)
 
 
@@ -66,19 +66,19 @@ def test_each_row_of_a_bucket_holds_one_sequence_in_order() -> None:
     # Lengths 2 and 3: the longest first, then the other with its last token repeated as padding.
     layout = PackLayout([2, 3], device=CPU)
     tokens = torch.tensor([10.0, 11.0, 20.0, 21.0, 22.0]).reshape(-1, 1, 1)
-    rows, _, _ = spread(tokens, tokens, tokens, layout)
+    rows, _, _ = pad_input(tokens, tokens, tokens, layout)
     assert rows.flatten().tolist() == [20.0, 21.0, 22.0, 10.0, 11.0, 11.0]
 
 
 def test_a_band_lets_each_position_see_the_last_window() -> None:
-    band = PackLayout([4], device=CPU).band(4, window=2)
+    band = PackLayout([4], device=CPU).sliding_window_mask(4, window=2)
     assert band is not None
     assert band.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("window", [None, 4, 9])
 def test_a_window_that_holds_the_whole_sequence_needs_no_band(window: int | None) -> None:
-    assert PackLayout([4], device=CPU).band(4, window=window) is None
+    assert PackLayout([4], device=CPU).sliding_window_mask(4, window=window) is None
 
 
 def test_matmul_precision_is_put_back_after_attention() -> None:
@@ -87,9 +87,9 @@ def test_matmul_precision_is_put_back_after_attention() -> None:
     tokens = torch.zeros(5, 1, 1, requires_grad=True)
     torch.set_float32_matmul_precision("medium")
     try:
-        rows, _, _ = spread(tokens, tokens, tokens, layout)
+        rows, _, _ = pad_input(tokens, tokens, tokens, layout)
         inside = torch.get_float32_matmul_precision()
-        collect(rows, layout).sum().backward()
+        unpad_output(rows, layout).sum().backward()
         after = torch.get_float32_matmul_precision()
     finally:
         torch.set_float32_matmul_precision(before)

@@ -75,7 +75,7 @@ def test_the_tokenizer_is_copied_beside_the_config(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     (source / "model.safetensors").write_bytes(b"")
     config = AutoConfig.for_model("qwen2", vocab_size=7)
-    files = huggingface_files.write_description(config, directory=str(tmp_path), source=str(source), dtype=torch.bfloat16)
+    files = huggingface_files.write_model_config(config, directory=str(tmp_path), source=str(source), dtype=torch.bfloat16)
     assert files == ["huggingface/config.json", "huggingface/tokenizer.json"]
     read = AutoConfig.from_pretrained(tmp_path / "huggingface")
     assert (read.model_type, read.vocab_size, read.dtype) == ("qwen2", 7, torch.bfloat16)

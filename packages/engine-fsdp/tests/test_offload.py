@@ -1,0 +1,120 @@
+"""Parking tensors in host memory and filling them again."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.specs import ResidencySpec
+from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Mode, Offloader, OffloadPolicy
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.arange(6.0)
+
+
+@pytest.fixture
+def residency(weight: Tensor) -> Offloader:
+    # A view shares its storage: both move once.
+    def tensors() -> Iterator[Tensor]:
+        yield weight
+        yield weight[2:4]
+
+    return Offloader({"model": tensors}, device=torch.device("cpu"))
+
+
+def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(residency: Offloader, weight: Tensor) -> None:
+    view = weight[2:4]
+    residency.offload("model")
+    assert weight.untyped_storage().nbytes() == 0
+    residency.load("model")
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert view.tolist() == [2.0, 3.0]
+
+
+def test_changes_inside_a_context_survive_parking(residency: Offloader, weight: Tensor) -> None:
+    residency.offload("model")
+    with residency.loaded("model"):
+        weight.add_(1.0)
+    assert weight.untyped_storage().nbytes() == 0
+    residency.load("model")
+    assert weight.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_nested_contexts_move_nothing_and_the_outer_one_parks(residency: Offloader, weight: Tensor) -> None:
+    residency.offload("model")
+    with residency.loaded("model"):
+        with residency.loaded("model"):
+            pass
+        assert weight.untyped_storage().nbytes() == 24
+    assert residency.is_offloaded("model")
+
+
+def test_what_was_on_the_device_stays_there(residency: Offloader, weight: Tensor) -> None:
+    with residency.loaded("model"):
+        pass
+    assert not residency.is_offloaded("model")
+
+
+def test_an_exception_parks_again(residency: Offloader) -> None:
+    residency.offload("model")
+    with pytest.raises(KeyError), residency.loaded("model"):
+        raise KeyError
+    assert residency.is_offloaded("model")
+
+
+def test_parking_twice_and_bringing_in_twice_are_harmless(residency: Offloader, weight: Tensor) -> None:
+    residency.offload("model")
+    residency.offload("model")
+    residency.load("model")
+    residency.load("model")
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.fixture
+def groups() -> Offloader:
+    held = {name: torch.arange(3.0) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    return Offloader({name: (lambda tensor=tensor: [tensor]) for name, tensor in held.items()}, device=torch.device("cpu"))
+
+
+def parked(residency: Offloader) -> set[str]:
+    return {name for name in (PARAMETERS, GRADIENTS, OPTIMIZER) if residency.is_offloaded(name)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "gone"),
+    [
+        (ResidencySpec(), set()),
+        (ResidencySpec(offload_parameters=True), {PARAMETERS, GRADIENTS}),
+        (ResidencySpec(offload_parameters=True, offload_gradients=False), {PARAMETERS}),
+        (ResidencySpec(offload_gradients=True), {GRADIENTS}),
+        (ResidencySpec(offload_optimizer=True), {OPTIMIZER}),
+    ],
+)
+def test_each_kind_leaves_on_its_own(groups: Offloader, spec: ResidencySpec, gone: set[str]) -> None:
+    offloading = OffloadPolicy(groups, spec=spec)
+    assert parked(groups) == gone
+    with offloading.mode_context("update"):
+        assert parked(groups) == set()
+    assert parked(groups) == gone
+
+
+def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> None:
+    offloading = OffloadPolicy(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    # (context, optimiser states on the device inside, and after it)
+    steps: list[tuple[Mode, bool, bool]] = [("train", True, True), ("train", True, True), ("update", True, False), ("train", True, True)]
+    for mode, inside, after in [*steps, ("eval", False, False)]:
+        with offloading.mode_context(mode):
+            assert groups.is_offloaded(OPTIMIZER) != inside, mode
+        assert groups.is_offloaded(OPTIMIZER) != after, mode
+
+
+def test_an_exception_in_a_step_parks_what_was_loaded_ahead(groups: Offloader) -> None:
+    offloading = OffloadPolicy(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    with offloading.mode_context("train"):
+        pass
+    with pytest.raises(KeyError), offloading.mode_context("update"):
+        raise KeyError
+    assert parked(groups) == {OPTIMIZER}
