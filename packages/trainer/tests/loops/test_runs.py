@@ -229,9 +229,7 @@ def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
     broken = ("run.total_steps=1", "reward.function=temper_trainer_test_rewards:fails_on_even", "batching.prompts_per_step=64")
     with pytest.raises(RewardFailureError) as caught:
         run(tmp_path / "run", *broken, *SHORT)
-    assert caught.value.__notes__ == [
-        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
-    ]
+    assert caught.value.__notes__ == ["No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."]
     run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", *SHORT)
     said = capsys.readouterr().out
     assert f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: starting from step 1" in said

@@ -1,5 +1,6 @@
 """A vLLM server on another node: a Ray actor holds its process, the driver holds the actor."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,9 +13,14 @@ from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.runtime.vllm_opening import ServerPlan
 from temper_trainer.types import Completion, SamplingRequest
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 CALLS_AT_ONCE = 64
 """Of one server; an interrupt must get through while others wait for their completions."""
+
+STOP_TIMEOUT_S = 5.0
+"""For an actor to end its server; afterwards it is killed."""
 
 
 class _Method(Protocol):
@@ -25,6 +31,7 @@ class ReplicaHandle(Protocol):
     """What a Ray handle to a ReplicaActor offers."""
 
     start: _Method
+    stop: _Method
     sample: _Method
     call: _Method
 
@@ -40,6 +47,10 @@ class ReplicaActor:
         self._server.start()
         assert self._server.process_id is not None
         return self._server.process_id, dict(self._server.versions)
+
+    def stop(self) -> None:
+        """End the server and remove its files."""
+        self._server.close()
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Completions in order."""
@@ -89,9 +100,14 @@ class RayReplica:
         return self._ask(lambda actor: actor.call.remote(method, arguments))
 
     def close(self) -> None:
-        """End actor and server."""
+        """End the actor and its server."""
         actor, self._actor = self._actor, None
         if actor is not None:
+            # Killing the actor ends the server too, but leaves the server's temporary folder.
+            try:
+                ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+            except ray.exceptions.RayError as error:
+                logger.debug("%s could not be asked to stop: %s", self._name, error)
             ray.kill(actor)
             self.process_id = None
 

@@ -26,7 +26,7 @@ from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import ExportsWeights
 from temper_trainer.weight_sync.held import in_step
-from temper_trainer.weight_sync.shared_memory import fresh, make_folder, remove, remove_folder, write_set
+from temper_trainer.weight_sync.shared_memory import folder_for, fresh, remove, remove_folder, write_set
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 
@@ -39,7 +39,7 @@ class SharedChangeTransport:
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
         self._max_share = max_share
-        self._folder = make_folder()
+        self._folder = folder_for(actor)
         self._base: tuple[Parcel, ...] = ()
         self._loaded = ChangeManifest(version=0, base_version=0, parcels=())
         """What every server has taken on top of the whole set's files."""

@@ -5,10 +5,7 @@ The last set stays until the next one is loaded everywhere, so that a server tha
 
 import json
 import logging
-import os
 import shutil
-import tempfile
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,12 +18,11 @@ from temper_engine_api.errors import TemperError, WeightError
 from temper_trainer.rollout.parcels import Parcel, cut, write_parcel
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.temporary_folders import name_folder, shared_memory_root
 from temper_trainer.weight_sync.buckets import ExportsWeights
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 logger = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class ExportsAdapter(Protocol):
@@ -50,7 +46,7 @@ class SharedMemoryTransport:
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
-        self._folder = make_folder()
+        self._folder = folder_for(actor)
         self._previous: Path | None = None
 
     def send(self, version: int) -> Sent:
@@ -83,7 +79,7 @@ class AdapterTransport:
     def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler) -> None:
         self._actor = actor
         self._sampler = sampler
-        self._folder = make_folder()
+        self._folder = folder_for(actor)
         self._previous: Path | None = None
 
     def send(self, version: int) -> Sent:
@@ -163,7 +159,14 @@ def fresh(folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
 
 
-def make_folder() -> Path:
-    """A name that no other run uses; rank 0 of the actor makes it, on its own machine."""
-    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return root / f"temper-{os.getuid()}-{uuid.uuid4().hex[:12]}"
+def folder_for(actor: RunsOnRanks) -> Path:
+    """Return a folder in shared memory that belongs to the process of the actor's rank 0.
+
+    What earlier runs left there is removed if their process is dead.
+    """
+    return Path(actor.run(_name_folder, [()] * actor.num_workers)[0])
+
+
+def _name_folder(worker: ExportsWeights) -> str:
+    """Runs on every rank of the actor; rank 0's answer counts, because that process writes."""
+    return str(name_folder("weights", root=shared_memory_root())) if worker.is_first else ""

@@ -1,15 +1,18 @@
 """A server that misbehaves as its spec's environment says.
 
-``silent`` answers nothing, ``garbled`` what can't be read; ``gives-up`` hangs up before it has started and ``hangs-up`` after that, and
-only then each says why.
+`builds` never becomes ready; `silent` answers nothing, `garbled` what can't be read; `gives-up`
+hangs up before it has started and `hangs-up` after that, and only then each says why.
 """
 
+import queue
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from temper_trainer.rollout.vllm.messages import Hello, Ready, ServerSpec, decode, encode
+from temper_trainer.rollout.vllm.messages import Ask, Hello, Ready, ServerSpec, decode, encode
+from temper_trainer.rollout.vllm.server import read_messages
 
 if __name__ == "__main__":
     connection: "Connection[Any, Any]" = Connection(int(sys.argv[1]))
@@ -17,6 +20,10 @@ if __name__ == "__main__":
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     behaviour = spec.environment["BEHAVIOUR"]
+    if behaviour == "builds":
+        inbox: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
+        time.sleep(600)
     if behaviour != "gives-up":
         connection.send_bytes(encode(Ready(device="cpu")))
         connection.recv_bytes()

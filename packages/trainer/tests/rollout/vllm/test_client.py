@@ -1,6 +1,10 @@
 """The trainer's end of a server, where the server cannot start or misbehaves."""
 
+import contextlib
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,6 +20,7 @@ from temper_trainer.rollout.vllm import client
 from temper_trainer.rollout.vllm.client import ServerProcess
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.temporary_folders import remove_orphans
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
@@ -125,6 +130,58 @@ def test_the_last_words_of_a_server_that_hung_up_are_heard(behaviour: str, tmp_p
     with pytest.raises(ReplicaError, match="the key is 7"):
         ask_once(server)
     assert server.process_id is None
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from temper_trainer.rollout.vllm import client
+from temper_trainer.rollout.vllm.messages import ServerSpec
+client.MODULE = "temper_trainer_test_server"
+spec = ServerSpec(
+    arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41,
+    environment={"BEHAVIOUR": "builds"},
+)
+client.ServerProcess(
+    spec, name="r", python=sys.executable, log_file=Path(sys.argv[1]) / "log",
+    start_timeout_s=600, stall_timeout_s=600,
+).start()
+"""
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def servers_of(session: Path) -> list[Path]:
+    """Return the folders in /proc of processes whose temporary directory is `session`."""
+    marker = f"TMPDIR={session}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if marker in (process / "environ").read_bytes() and b"_test_server" in command:
+                found.append(process)
+    return found
+
+
+def test_killed_driver_leaves_no_server_that_builds_its_model_and_no_folder_after_the_next_start(
+    tmp_path: Path,
+) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": path}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], env=environment)
+    with driver:
+        assert wait_until(lambda: len(servers_of(tmp_path)) == 1, timeout_s=60)
+        assert wait_until(lambda: len(list(tmp_path.glob("temper-server-*"))) == 1, timeout_s=60)
+        time.sleep(2)  # the server has read its spec by then, in which case a thread of it watches
+        driver.kill()
+    assert wait_until(lambda: servers_of(tmp_path) == [], timeout_s=10)
+    remove_orphans(tmp_path)  # as the next start does
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def ask_once(server: ServerProcess) -> None:

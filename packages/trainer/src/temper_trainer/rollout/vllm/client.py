@@ -5,12 +5,14 @@ import itertools
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -35,6 +37,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode_value,
 )
 from temper_trainer.rollout.vllm.versions import describe
+from temper_trainer.temporary_folders import make_temporary_folder
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class ServerProcess:
         self._start_timeout_s = start_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
         self._connection: Connection[object, object] | None = None
         self._open: dict[int, Future[object]] = {}
         self._reader: threading.Thread | None = None
@@ -85,6 +89,9 @@ class ServerProcess:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         deadline = begin + self._start_timeout_s
+        # The server may be killed at any time, so its files are in a folder that is removed here.
+        self._directory = make_temporary_folder("server")
+        spec = replace(self._spec, directory=str(self._directory))
         # A socket pair instead of a listener: only the child that inherits the other end can talk.
         self._connection, other_end = multiprocessing.Pipe()
         with other_end, self._log_file.open("ab") as log:
@@ -110,7 +117,7 @@ class ServerProcess:
         self.versions = hello.versions
         # Sent only now, because a spec larger than the socket's buffer waits until someone reads it.
         with contextlib.suppress(OSError):  # the server has ended, which the next line reports
-            self._connection.send_bytes(encode(self._spec))
+            self._connection.send_bytes(encode(spec))
         ready = self._receive(deadline=deadline, ended="ended while it built its model")
         assert isinstance(ready, Ready)
         logger.info("%s: %s, on %s", self._name, describe(hello.versions), ready.device)
@@ -149,6 +156,7 @@ class ServerProcess:
         with self._lock:
             connection, self._connection = self._connection, None
             process, self._process = self._process, None
+            directory, self._directory = self._directory, None
             reader, self._reader = self._reader, None
             self.process_id = None
         if process is not None:
@@ -157,6 +165,8 @@ class ServerProcess:
             except ProcessLookupError:
                 logger.debug("%s has ended by itself", self._name)
             process.wait()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
         if connection is not None and reader is None:
             connection.close()  # otherwise its reader does, which sees the end of the process
 

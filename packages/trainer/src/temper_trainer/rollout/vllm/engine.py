@@ -1,7 +1,6 @@
 """vLLM itself, inside a server process: requests in, completions out, weights taken between two steps."""
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +40,11 @@ class VllmEngine:
 
     def __init__(self, spec: ServerSpec) -> None:
         self._spec = spec
-        self._directory = tempfile.TemporaryDirectory(prefix="temper-vllm-")
         arguments = {name: _read(value) for name, value in spec.arguments.items()}
         if spec.files:
             for name, content in spec.files.items():
-                (Path(self._directory.name) / name).write_bytes(content)
-            arguments["model"] = self._directory.name
+                (Path(spec.directory) / name).write_bytes(content)
+            arguments["model"] = spec.directory
         self._is_cpu: bool = current_platform.is_cpu()
         if self._is_cpu:
             if spec.sleep_level:

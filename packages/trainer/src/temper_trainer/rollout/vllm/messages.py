@@ -42,6 +42,8 @@ class ServerSpec:
     """Token ids lie below it."""
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
+    directory: str = ""
+    """A temporary directory of this server alone; its client makes it and removes it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of vLLM's own that the server sets before it imports it."""
 

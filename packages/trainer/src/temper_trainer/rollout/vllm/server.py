@@ -5,6 +5,7 @@ FD is the file descriptor of the inherited end of a socket pair, whose other end
 
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -41,38 +42,30 @@ _SIGN_OF_LIFE_S = 1.0
 class Serving:
     """The loop between the socket and the engine: messages are read between two steps."""
 
-    def __init__(self, engine: "VllmEngine", connection: "Connection[object, object]") -> None:
+    def __init__(
+        self,
+        engine: "VllmEngine",
+        connection: "Connection[object, object]",
+        inbox: "queue.SimpleQueue[Ask]",
+    ) -> None:
         self._engine = engine
         self._calls: EngineCalls = engine
         self._connection = connection
-        self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._inbox = inbox
         self._sampling: dict[int, list[Completion | None]] = {}
         self._last_sign = time.monotonic()
         self._num_untold = 0
 
     def run(self) -> None:
-        """Until the client goes away."""
-        threading.Thread(target=self._read, daemon=True).start()
+        """Serve for ever; `read_messages` ends the process."""
         while True:
             while self._engine.is_idle or not self._inbox.empty():
-                ask = self._inbox.get()
-                if ask is None:
-                    return
-                self._handle(ask)
+                self._handle(self._inbox.get())
             for key, completion in self._engine.step():
                 self._finish(key, completion)
             if time.monotonic() - self._last_sign > _SIGN_OF_LIFE_S:
                 self._send(Alive(num_finished=self._num_untold))
                 self._num_untold = 0
-
-    def _read(self) -> None:
-        try:
-            while True:
-                ask = decode(self._connection.recv_bytes())
-                assert isinstance(ask, Ask)
-                self._inbox.put(ask)
-        except (EOFError, OSError):
-            self._inbox.put(None)
 
     def _handle(self, ask: Ask) -> None:
         try:
@@ -110,7 +103,29 @@ class Serving:
         try:
             self._connection.send_bytes(encode(message))
         except OSError:
-            self._inbox.put(None)
+            end_group()
+
+
+def read_messages(connection: "Connection[object, object]", inbox: "queue.SimpleQueue[Ask]") -> None:
+    """Put calls into the inbox, and end this process as soon as its client is gone.
+
+    Runs in a thread of its own from the start, because building a model takes minutes and a step
+    seconds, and servers without a client must not keep their GPUs for that long.
+    """
+    try:
+        while True:
+            ask = decode(connection.recv_bytes())
+            assert isinstance(ask, Ask)
+            inbox.put(ask)
+    except (EOFError, OSError):
+        end_group()
+
+
+def end_group() -> None:
+    """End this process and, where it leads its group, as a server does, the workers in it."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def main(descriptor: int) -> None:
@@ -124,13 +139,15 @@ def main(descriptor: int) -> None:
         sys.exit(problem)
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
+    inbox: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+    threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     os.environ.update(spec.environment)
     # vLLM reads its variables when it is imported.
     from temper_trainer.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(spec)
     connection.send_bytes(encode(engine.ready()))
-    Serving(engine, connection).run()
+    Serving(engine, connection, inbox).run()
 
 
 if __name__ == "__main__":

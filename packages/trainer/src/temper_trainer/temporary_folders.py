@@ -1,0 +1,88 @@
+"""Folders in shared memory or the temporary directory that do not outlive their process for long.
+
+A folder's name says which process owns it. SIGKILL leaves no chance to remove it, so whoever makes
+the next one removes those of dead processes. Linux only, like /dev/shm. Standard library alone.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}")
+
+
+def shared_memory_root() -> Path:
+    """Return /dev/shm, or the temporary directory on a machine without it."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def name_folder(kind: str, *, root: Path) -> Path:
+    """Return a path that no other process uses, after removing what dead processes left in `root`.
+
+    The name is `temper-KIND-USER-PROCESS-START-SPACE-RANDOM`. START, the process's start time in
+    clock ticks since boot, tells a process from a later one with the same id.
+
+    Args:
+        kind: Lowercase letters, for people who look at the directory.
+        root: Where the folder will be made, by the caller.
+    """
+    remove_orphans(root)
+    process = os.getpid()
+    owner = f"{os.getuid()}-{process}-{_start_time(process)}-{_process_space()}"
+    return root / f"temper-{kind}-{owner}-{uuid.uuid4().hex[:8]}"
+
+
+def make_temporary_folder(kind: str) -> Path:
+    """Make a folder, readable by this user alone, in the temporary directory; see `name_folder`."""
+    folder = name_folder(kind, root=Path(tempfile.gettempdir()))
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def remove_orphans(root: Path) -> list[Path]:
+    """Remove folders in `root` whose owner, a process of this user on this machine, is dead.
+
+    Other names, other users, and processes of another container or an earlier boot, about which
+    nothing is known here, are left alone.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    for folder in root.glob("temper-*"):
+        name = _NAME.fullmatch(folder.name)
+        if name is None or int(name["user"]) != os.getuid() or name["space"] != _process_space():
+            continue
+        if _start_time(int(name["process"])) == int(name["start"]):
+            continue
+        # Another process may remove it at the same time, which is as good.
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed %s, which a process that is dead had left", folder)
+        removed.append(folder)
+    return removed
+
+
+def _start_time(process: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is not running."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command in parentheses may contain anything, also spaces and parentheses.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def _process_space() -> str:
+    """Return a name for the boot and the container within which process ids mean something."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    # A container that shares /dev/shm with its host has process ids of its own.
+    return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
