@@ -22,6 +22,7 @@ from tools.command_rules import OWN_RUN, kit, migrate, nox_sessions, pip_install
 NOT_RUN = {
     "apt-get": "installs packages of the reader's system; .ci/run installs bubblewrap with it",
     "git": "changes the reader's repository; tools/tests/test_release.py commits and tags in repositories of its own",
+    "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
     "ray start": "opens a cluster on the reader's machines; packages/trainer/tests/runtime starts two nodes, at night",
     "tee": "keeps the output of the command before it, which is checked",
 }

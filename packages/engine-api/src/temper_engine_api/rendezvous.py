@@ -296,6 +296,18 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def bind_collectives(address: str) -> None:
+    """Let gloo and NCCL listen on one address's interface, here and in processes started from here.
+
+    Left to themselves they listen on whatever interface they find. GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME stay as they are where the user has set them.
+    """
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" asks for exactly this name
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address, or None where Linux does not say so."""
     if sys.platform != "linux":

@@ -21,6 +21,8 @@ from temper_trainer.runtime.ray_replica import RayReplica
 from temper_trainer.runtime.vllm_teacher import VllmTeacher
 
 from .conftest import SMALL
+from .listeners_for_tests import Listeners
+from .listeners_for_tests import rows as listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -68,6 +70,14 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
     assert len(found) == len(expected) > 0
     for name in (*NUMBERS, *more):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process")
+def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(run: Run, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+    with Listeners() as listeners:
+        run(tmp_path / "run", *LEAN, *on_vllm, "weight_sync.transport=collective")
+    listeners.check(listed(run="vllm"))
 
 
 def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import bind_collectives
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.hf import HfSampler
@@ -85,6 +86,7 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         torch.set_num_threads(config.run.num_threads)
     if config.runtime.kind == "inline":
         logger.info("placement:\n%s", "\n".join(planned(config)))
+        bind_collectives(config.runtime.bind_address)
         yield InlineRuntime(config.model_engine)
         return
     try:

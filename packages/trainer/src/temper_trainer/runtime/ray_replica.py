@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, cast
 import ray
 
 from temper_engine_api.errors import TemperError
+from temper_engine_api.rendezvous import bind_collectives
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.runtime.vllm_opening import ServerPlan
 from temper_trainer.types import Completion, SamplingRequest
@@ -40,6 +41,7 @@ class ReplicaActor:
     """Holds one server process on its node; Ray gives it the server's resources."""
 
     def __init__(self, plan: ServerPlan) -> None:
+        bind_collectives(ray.util.get_node_ip_address())
         self._server = plan.make()
 
     def start(self) -> tuple[int, dict[str, str]]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.registry import engine_class
-from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, interface_of, run_token
+from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, bind_collectives, run_token
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
@@ -83,11 +83,7 @@ class RoleActor:
         """Take a place in the role's process group."""
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
         os.environ[TOKEN_VARIABLE] = token
-        # Left to themselves, gloo and NCCL listen on whatever interface they find first.
-        interface = interface_of(ray.util.get_node_ip_address())
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        bind_collectives(ray.util.get_node_ip_address())
         self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.hf_model import named_end_tokens
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
@@ -149,6 +150,11 @@ def _small_files(config: object, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def _environment(*, eager: bool) -> dict[str, str]:
-    """Of vLLM: its engine in the server's own process, no report of usage, and on CPUs no thread bound to a core that a replica shares."""
-    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    """Return variables of vLLM's own that every server of a run has."""
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in the server's own process
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # no thread bound to a core that a replica shares
+        "VLLM_HOST_IP": LOOPBACK,  # where its workers meet; all of them are on the server's machine
+    }
     return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
