@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.model.packed_attention import CALL_COST, PackLayout, _make_buckets, pad_input, unpad_output
+from temper_engine_fsdp.model.packed_attention import CALL_COST, PackLayout, _make_buckets, pad_input, round_length, unpad_output
 
 CPU = torch.device("cpu")
 
@@ -94,3 +94,25 @@ def test_matmul_precision_is_put_back_after_attention() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert (inside, after) == ("highest", "medium")
+
+
+@pytest.mark.parametrize(
+    ("length", "rounded"),
+    [(1, 128), (128, 128), (129, 256), (2048, 2048), (2049, 2304), (8193, 9216), (16384, 16384)],
+)
+def test_lengths_round_up_to_eighths_of_a_power_of_two(length: int, rounded: int) -> None:
+    assert round_length(length) == rounded
+
+
+def test_few_bucket_lengths_recur_over_many_micro_batches() -> None:
+    lengths = {round_length(length) for length in range(2048, 16385)}
+    assert len(lengths) == 1 + 3 * 8
+
+
+def test_buckets_of_rounded_lengths_give_every_token_back() -> None:
+    lengths = [300, 5, 120, 129, 300]
+    layout = PackLayout(lengths, device=CPU, rounds_lengths=True)
+    assert all(bucket.length % 128 == 0 for bucket in layout.buckets)
+    tokens = torch.arange(float(sum(lengths))).reshape(-1, 1, 1)
+    rows, _, _ = pad_input(tokens, tokens, tokens, layout)
+    assert torch.equal(unpad_output(rows, layout), tokens)

@@ -108,7 +108,11 @@ class MicroBatchRunner:
             bounds=None if self._sequence_group is None else self._sequence_group.slice_bounds(micro.num_tokens),
         )
         packing = PackLayout(
-            micro.lengths.tolist(), device=self._device, needs_buckets=self._needs_buckets, sequence_group=self._sequence_group
+            micro.lengths.tolist(),
+            device=self._device,
+            needs_buckets=self._needs_buckets,
+            rounds_lengths=self._device.type == "cuda",
+            sequence_group=self._sequence_group,
         )
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
         *columns, zero_loss = self._sharded.root(on_device, request, packing)
