@@ -10,7 +10,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
 from torch.nn.attention._registry import FlashAttentionHandle
 
 from temper_engine_api.batch import SequenceBatch
@@ -156,27 +156,15 @@ def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
 def engine_update(row: Row, place: Place) -> Measurement:
     """Measure FSDPEngine."""
     engine = FSDPEngine(fsdp_config(row, place, folder_of(row, place)))
-    with attention_backend(row):
-        return _measure_engine(row, place, engine, num_replicas=place.world_size)
+    choose_flash_attention(row)
+    return _measure_engine(row, place, engine, num_replicas=place.world_size)
 
 
-def attention_backend(row: Row) -> AbstractContextManager[None]:
-    """Choose cuDNN for scaled-dot-product attention, or FlashAttention 4, as the row asks."""
-    from torch.nn.attention import (
-        SDPBackend,
-        activate_flash_attention_impl,
-        register_flash_attention_impl,
-        sdpa_kernel,
-    )
-
+def choose_flash_attention(row: Row) -> None:
+    """Put FlashAttention 4 behind torch's operators where the row asks for it."""
     if "fa4" in row.options:
         register_flash_attention_impl("FA4", register_fn=register_current_fa4)
         activate_flash_attention_impl("FA4")
-    if "cudnn" not in row.options:
-        return nullcontext()
-
-    chosen: AbstractContextManager[None] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    return chosen
 
 
 def register_current_fa4() -> FlashAttentionHandle:
@@ -317,8 +305,8 @@ def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
 def attention_rates(row: Row, place: Place) -> Measurement:
     """Time attention kernels alone over one causal sequence."""
     shape, length = shape_of(row.model, place.scale), max_tokens_of(row, place)
-    with attention_backend(row):
-        found = kernel_rates(shape, length=length, scale=place.scale)
+    choose_flash_attention(row)
+    found = kernel_rates(shape, length=length, scale=place.scale)
     return Measurement(seconds=[1.0], lengths=[length], first_norm=0.0, extra=found)
 
 
