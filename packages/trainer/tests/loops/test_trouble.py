@@ -100,6 +100,8 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(environment: dict
     second = finish(start(environment, run, "run.total_steps=2", "run.resume=auto", preexec_fn=small_files_only))
     assert second.returncode == 1, second.stderr
     assert "step 2 could not be saved" in second.stderr
+    saved = run / "checkpoints" / "step_00000001"
+    assert f"step 1 is saved in {saved}: continue with run.resume=auto." in second.stderr
     assert steps_of(run) == ["step_00000001"]
     third = finish(start(environment, run, "run.total_steps=2", "run.resume=auto", "run.save_model=false"))
     assert third.returncode == 0, third.stderr

@@ -5,7 +5,8 @@ from temper_trainer.config.run import RunConfig
 
 def describe_policy(run: RunConfig) -> str:
     """Return the line that says when a run saves and what it keeps."""
-    when = [f"every {run.save_every} steps"] if run.save_every else []
+    steps = "step" if run.save_every == 1 else f"{run.save_every} steps"
+    when = [f"every {steps}"] if run.save_every else []
     return f"checkpoints: saved {' and '.join([*when, 'at the end'])}; {describe_retention(run)}"
 
 

@@ -28,7 +28,11 @@ from temper_engine_api.checkpoint import (
 from temper_engine_api.checkpoint.layout import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.checkpoint.transaction import write_durably
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from temper_trainer.checkpoint.alone import step_of, steps_alone
 from temper_trainer.checkpoint.state import TrainerState
 
@@ -189,7 +193,8 @@ class Checkpointer:
         later = [path for step, path in step_entries(self.root).items() if step > done]
         if found is not None and self._is_own(found):
             for path in later:
-                self._set_aside(path, "superseded", cause=f"run.resume names the earlier {found.name}")
+                cause = f"run.resume names the earlier {found.name}"
+                self._set_aside(path, "superseded", cause=cause)
         elif later:
             raise CheckpointError(
                 f"{later[0]} exists, and this run, which continues after step {done}, would have to "
@@ -211,7 +216,13 @@ class Checkpointer:
             if (path / MARKER_NAME).is_file():
                 self._set_aside(path, "incomplete", cause="its run died while saving it")
 
-    def _set_aside(self, path: Path, reason: Literal["damaged", "incomplete", "superseded"], *, cause: str) -> None:
+    def _set_aside(
+        self,
+        path: Path,
+        reason: Literal["damaged", "incomplete", "superseded"],
+        *,
+        cause: str,
+    ) -> None:
         try:
             renamed = set_aside(path, reason)
         except OSError as error:
@@ -219,11 +230,13 @@ class Checkpointer:
                 f"{path} is {reason} and cannot be renamed ({error.strerror}): make {self.root} "
                 "writable, or rename it yourself, and start again."
             ) from error
-        cause = cause.replace(f"{path}/", "").replace(f"{path} ", "it ").removesuffix(": load another step directory.")
+        # The line names the directory already, and what to do is done.
+        cause = cause.replace(f"{path}/", "").replace(f"{path} ", "it ")
+        cause = cause.removesuffix(": load another step directory.")
         logger.warning("checkpoint %s is %s (%s): renamed to %s", path, reason, cause, renamed.name)
 
     def _delete_old(self) -> None:
-        """Apply the retention settings. What cannot be deleted never fails a save that is complete."""
+        """Apply the retention settings; a failure to delete never fails a completed save."""
         if self.max_to_keep is None:
             return
         try:
@@ -266,8 +279,8 @@ class Checkpointer:
         path = directory / TRAINER_PART / STATE_FILE
         if not path.is_file():
             raise CheckpointError(
-                f"{directory} has no {TRAINER_PART}/{STATE_FILE}, so it is no checkpoint of a run: resume "
-                "from one of a run, or from what temper-migrate converted."
+                f"{directory} has no {TRAINER_PART}/{STATE_FILE}, so it is no checkpoint of a run: "
+                "resume from one of a run, or from what temper-migrate converted."
             )
         state = TrainerState.from_json(path.read_text())
         if state.phase != phase:

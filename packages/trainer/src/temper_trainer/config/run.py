@@ -33,22 +33,23 @@ class RunConfig:
     total_epochs: int | None = None
     """Passes over the training problems, in place of total_steps: as many whole steps as each holds, counted when they have been read."""
     resume: str = "never"
-    """never refuses a folder that holds a run. auto continues from the newest good checkpoint: damaged
-    ones are renamed, never deleted. Or the path of a step directory, whose later steps in the same run
-    are renamed, or of what an old run was converted to."""
+    """never refuses a folder that holds a run. auto continues from the newest good checkpoint:
+    damaged ones are renamed, never deleted. Or the path of a step directory, whose later steps in
+    the same run are renamed, or of what an old run was converted to."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
     save_in_background: bool = False
     """Let a step wait only until its state is copied to host memory, and write it while the next ones run; the last save of a run is
     waited for. One save is under way at most."""
     max_ckpt_to_keep: int | None = 2
-    """Newest verified checkpoints to keep; older ones that this run wrote are deleted. None keeps all."""
+    """Newest verified checkpoints to keep; older ones that this run wrote are deleted. None keeps
+    all."""
     keep_every: int = 0
     """Checkpoints of steps that are a multiple of this are permanent: they are kept in addition to
     max_ckpt_to_keep. 0 makes none permanent."""
     verify_checkpoints: Literal["full", "size"] = "full"
-    """How files are compared with the manifest before a checkpoint is resumed from, and before older
-    ones are deleted. full reads every file and compares its checksum; size reads no file."""
+    """How files are compared with the manifest before a checkpoint is resumed from, and before
+    older ones are deleted. full reads every file and compares its checksum; size reads no file."""
     save_model: bool = True
     """Write a Hugging Face model directory at the end."""
     eval_every: int = 0
