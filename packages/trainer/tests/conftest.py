@@ -2,7 +2,9 @@
 
 import gc
 import os
+import shutil
 
+import pytest
 from hypothesis import settings
 
 # Ray's workers yield to every other process (niceness 15) unless told otherwise, and tests share their two cores with others.
@@ -16,3 +18,13 @@ settings.load_profile("trainer")
 def pytest_collection_finish() -> None:
     """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def needs_bubblewrap() -> None:
+    """Skip where bubblewrap is not installed, and fail there under .ci/run, which installs it."""
+    if shutil.which("bwrap") is None:
+        sentence = "needs Linux with bubblewrap: apt-get install bubblewrap"
+        if os.environ.get("TEMPER_CI"):
+            pytest.fail(sentence)
+        pytest.skip(sentence)

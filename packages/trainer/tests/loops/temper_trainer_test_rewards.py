@@ -65,3 +65,9 @@ class Fee:
 
     def step(self, tokens: Sequence[int]) -> Observation:
         return Observation(is_done=True, reward=self._fee)
+
+
+def judged(prompt: Prompt, completion: str, *, api_key: str) -> float:
+    """A judge that needs a key."""
+    assert api_key
+    return share_of_digits(prompt, completion)

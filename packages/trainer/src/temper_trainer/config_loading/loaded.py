@@ -20,7 +20,8 @@ class LoadedConfig:
     config: TrainerConfig
     """The settings."""
     resolved: Mapping[str, Plain]
-    """The same, nested, of nothing but dicts, lists, texts, numbers, booleans and None."""
+    """The same, nested, of nothing but dicts, lists, texts, numbers, booleans and None. A secret is the
+    `${oc.env:NAME}` that it was given by."""
     origins: Mapping[str, str]
     """For every dotted key: ``default``, ``group model_engine=fsdp``, ``file PATH`` or ``command line``."""
     digest: str

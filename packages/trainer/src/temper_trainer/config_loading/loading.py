@@ -18,6 +18,7 @@ from temper_trainer.config_loading.ineffective import check_effects
 from temper_trainer.config_loading.loaded import LoadedConfig
 from temper_trainer.config_loading.origins import is_users, origins_of
 from temper_trainer.config_loading.schema import Plain, defaults_of, keys_of, leaves_of, plain
+from temper_trainer.config_loading.secrets import check_secrets, without_secrets
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
 
@@ -70,6 +71,7 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
     engine_class = _engine_config(composition.values.get("model_engine"))
     check_keys(composition.layers, known=keys_of(TrainerConfig, engine_class=engine_class))
+    check_secrets(composition.values)
     _check_optional_roles(composition)
     values = with_home(_with_defaults(composition, engine_class=engine_class))
     assert isinstance(values, dict)
@@ -80,7 +82,8 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
     origins = origins_of(leaves_of(resolved), layers=composition.layers)
     check_effects(config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class))
     check_worker_switch(config)
-    return LoadedConfig(config=config, resolved=resolved, origins=origins, digest=digest_of(resolved))
+    written = without_secrets(resolved, composed=composition.values)
+    return LoadedConfig(config=config, resolved=written, origins=origins, digest=digest_of(resolved))
 
 
 def digest_of(resolved: Mapping[str, Plain]) -> str:
