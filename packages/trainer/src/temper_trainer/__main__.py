@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.config.folder import holds_run
 from temper_trainer.config_loading import LoadedConfig, load, printed, write_resolved
 from temper_trainer.config_loading.composition import PRIMARY
 from temper_trainer.config_loading.help_text import USAGE, help_text
 from temper_trainer.config_loading.outside import check_libraries, check_outside
 from temper_trainer.config_loading.sizes import derived_sizes
+from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.planned import planned
 
 EXIT_FAILED = 1
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted, 141 nobody reads the output any more.
+        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped by SIGTERM, 141 if the reader of
+        the output went away.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
@@ -64,6 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", action="store_true")
+    parser.add_argument("--report", metavar="RUN_DIR")
     parser.add_argument("--config-dir")
     parser.add_argument("--config-name", default=PRIMARY)
     return parser.parse_intermixed_args(list(arguments))
@@ -73,6 +77,8 @@ def _act(asked: argparse.Namespace) -> int:
     if asked.help:
         print(help_text(overrides=asked.overrides, config_dir=asked.config_dir), end="")
         return 0
+    if asked.report:
+        return _report(Path(asked.report))
     loaded = load(asked.overrides, config_dir=asked.config_dir, config_name=asked.config_name)
     if asked.print:
         print(printed(loaded), end="")
@@ -83,19 +89,36 @@ def _act(asked: argparse.Namespace) -> int:
         print("\n  ".join(["OK", *derived_sizes(loaded.config), "placement:", *placement, f"digest: {loaded.digest}"]))
         return 0
     check_libraries(loaded.config)
-    return _train(loaded, asked)
+    # Taken before torch is imported: a second process is refused within a second and touches nothing.
+    with RunLock(Path(loaded.config.run.dir)) as lock:
+        return _train(loaded, asked, lock=lock)
 
 
-def _train(loaded: LoadedConfig, asked: argparse.Namespace) -> int:
+def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) -> int:
     from temper_trainer.loops import train  # torch and all that comes with it, which --help and --check do without
-    from temper_trainer.loops.interrupts import RunInterrupted
+    from temper_trainer.loops.interrupts import RunInterrupted, end_process_at
 
     logging.getLogger("temper_trainer").setLevel(logging.INFO)
     try:
-        result = train(loaded.config, digest=loaded.digest, write_config=partial(write_resolved, loaded))
+        result = train(loaded.config, digest=loaded.digest, write_config=partial(write_resolved, loaded), lock=lock)
     except RunInterrupted as error:
-        return _fail(f"interrupted at step {error.step}, resume with: {_again(asked)}", code=EXIT_INTERRUPTED)
+        code = 128 + error.signal_number
+        end_process_at(error.deadline, code=code)
+        if not holds_run(Path(loaded.config.run.dir)):
+            return _fail(f"interrupted before the first step was completed, start again with: {_same(asked)}", code=code)
+        where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
+        return _fail(f"interrupted {where}, resume with: {_again(asked)}", code=code)
     print(f"done: {_contents(result.directory)}")
+    return 0
+
+
+def _report(directory: Path) -> int:
+    from temper_trainer.metrics.report import write_report  # matplotlib
+
+    path = write_report(directory)
+    if path is None:
+        raise ConfigError(f"--report: {directory} holds no metrics.jsonl with a complete line: give the run.dir of a run.")
+    print(f"wrote {path} and {directory / 'curves.png'}")
     return 0
 
 
@@ -106,11 +129,19 @@ def _contents(directory: Path) -> str:
 
 
 def _again(asked: argparse.Namespace) -> str:
-    """The command that goes on with this run."""
+    """Return the command that resumes this run."""
+    kept = [override for override in asked.overrides if not override.startswith("run.resume=")]
+    return shlex.join([*_program(asked), *kept, "run.resume=auto"])
+
+
+def _same(asked: argparse.Namespace) -> str:
+    return shlex.join([*_program(asked), *asked.overrides])
+
+
+def _program(asked: argparse.Namespace) -> list[str]:
     folder = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
     name = [] if asked.config_name == PRIMARY else ["--config-name", asked.config_name]
-    kept = [override for override in asked.overrides if not override.startswith("run.resume=")]
-    return shlex.join(["temper-train", *folder, *name, *kept, "run.resume=auto"])
+    return ["temper-train", *folder, *name]
 
 
 def _fail(message: str, *, code: int) -> int:

@@ -24,6 +24,11 @@ def fails_on_even(prompt: Prompt, completion: str) -> float:
     return share_of_digits(prompt, completion)
 
 
+def always_fails(prompt: Prompt, completion: str) -> float:
+    """Raises for every completion."""
+    raise ValueError("nothing can be scored")
+
+
 def waits(prompt: Prompt, completion: str) -> float:
     """Slow enough to be interrupted; says that it began."""
     marker = os.environ["TEMPER_TEST_MARKER"]
@@ -51,6 +56,16 @@ def breaks_down(prompt: Prompt, completion: str) -> float:
         file.write("x")
     if os.path.getsize(marker) > 32 and not os.path.exists(f"{marker}.mended"):
         raise ConnectionError("the service is gone")
+    return share_of_digits(prompt, completion)
+
+
+def slow_after_two_steps(prompt: Prompt, completion: str) -> float:
+    """Takes a second for each completion but the first 32."""
+    marker = os.environ["TEMPER_TEST_MARKER"]
+    with open(marker, "a") as file:
+        file.write("x")
+    if os.path.getsize(marker) > 32:
+        time.sleep(1)
     return share_of_digits(prompt, completion)
 
 

@@ -1,29 +1,119 @@
-"""The first signal asks for the end of the step, the second one acts as if nobody had asked."""
+"""Stop requests: what a signal interrupts at once, later or never, and who ends the process."""
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from types import FrameType
 
 import pytest
 
-from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.interrupts import RunStopped, StopRequest, abandonable_late
+
+GRACE_S = 60.0
+
+
+def receive(number: signal.Signals) -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+    time.sleep(0)  # the handler runs between two bytecodes
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_once_and_stops_at_once_the_second_time(number: signal.Signals) -> None:
+def test_a_signal_stops_work_that_may_be_abandoned_at_once(number: signal.Signals) -> None:
+    with StopRequest(grace_s=GRACE_S) as stop:
+        with pytest.raises(RunStopped):
+            receive(number)
+        assert stop.requested == number
+
+
+def test_deferred_work_is_finished_and_then_stopped() -> None:
+    done = []
+
+    def work(stop: StopRequest) -> None:
+        with stop.deferred():
+            receive(signal.SIGTERM)
+            done.append(stop.is_set)
+        done.append(False)
+
+    with StopRequest(grace_s=GRACE_S) as stop, pytest.raises(RunStopped):
+        work(stop)
+    assert done == [True]
+
+
+def test_nothing_is_begun_after_a_signal() -> None:
+    with StopRequest(grace_s=GRACE_S) as stop, stop.deferred():
+        receive(signal.SIGTERM)
+        with pytest.raises(RunStopped), stop.abandonable():
+            pytest.fail("the body began")
+
+
+def test_a_step_is_interrupted_in_a_blocking_call_after_half_of_the_grace() -> None:
+    called = []
+    with StopRequest(grace_s=1.0) as stop, stop.deferred():
+        stop.on_late = lambda: called.append(threading.current_thread().name)
+        begin = time.monotonic()
+        receive(signal.SIGTERM)
+        with pytest.raises(RunStopped), abandonable_late():
+            threading.Event().wait(30)
+        assert 0.5 <= time.monotonic() - begin < 5
+        time.sleep(0.1)
+    assert called == ["stop-request"]
+
+
+def test_a_second_ctrl_c_acts_as_usual_and_a_second_sigterm_does_nothing() -> None:
     class StoppedError(Exception):
         pass
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def usual(number: int, frame: FrameType | None) -> None:
         raise StoppedError
 
-    before = signal.signal(number, stop)
+    before = signal.signal(signal.SIGINT, usual)
     try:
-        with StopRequest() as request:
-            os.kill(os.getpid(), number)
-            assert request.is_set
+        with StopRequest(grace_s=GRACE_S) as stop, stop.deferred():
+            receive(signal.SIGINT)
+            receive(signal.SIGTERM)
             with pytest.raises(StoppedError):
-                os.kill(os.getpid(), number)
-        assert signal.getsignal(number) is stop
+                receive(signal.SIGINT)
+            stop.requested = None  # so that leaving the body does not stop this test
+        assert signal.getsignal(signal.SIGINT) is usual
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handlers_of_another_library_are_replaced_and_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(grace_s=GRACE_S) as stop:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stop.install()
+        with pytest.raises(RunStopped):
+            receive(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+PROGRAM = """
+import time
+from temper_trainer.loops.interrupts import StopRequest
+with StopRequest(grace_s=1.0) as stop, stop.deferred():
+    print("ready", flush=True)
+    {work}
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param("time.sleep(60)", id="python"),
+        # A call that neither returns nor lets the interpreter run its signal handler.
+        pytest.param("import ctypes; [ctypes.CDLL(None).sleep(20) for _ in range(5)]", id="c"),
+    ],
+)
+def test_a_process_that_does_not_stop_is_ended_when_the_grace_is_over(work: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM.format(work=work)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        begin = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert time.monotonic() - begin < 10

@@ -48,9 +48,10 @@ def test_the_model_that_is_left_loads_in_transformers_and_completes(run: Run, tm
 
 
 def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "whole")
+    run(tmp_path / "whole", "run.save_every=1")  # and a save changes no number
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
@@ -181,6 +182,70 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: 
     with pytest.raises(ConfigError, match=r"already holds a run: go on with run\.resume=auto"):
         run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2")
+
+
+def test_after_a_failed_start_the_corrected_command_uses_the_folder(run: Run, tmp_path: Path) -> None:
+    folder, template = tmp_path / "run", "data.tokenizer.kind=bpe"
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocab_size is 7"):
+        run(folder, *LEAN, template, "data.tokenizer.vocab_size=7")
+    with pytest.raises(DataError, match="tokens"):
+        run(folder, *LEAN, "data.max_prompt_tokens=1")
+    (folder / "tokenizer" / "left_by_the_failed_start.json").write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    run(folder, *LEAN)
+    assert not (folder / "tokenizer" / "left_by_the_failed_start.json").exists()
+    assert not list(folder.glob("config.superseded-*"))
+    assert (folder / "notes.txt").read_text() == "mine"
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(folder, *LEAN)
+
+
+def test_a_reward_that_fails_in_the_first_step_leaves_a_folder_for_the_corrected_one(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RewardFailureError):
+        run(tmp_path / "run", *LEAN, "reward.function=temper_trainer_test_rewards:always_fails")
+    run(tmp_path / "run", *LEAN)
+
+
+def test_files_of_a_user_are_no_failed_start(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(tmp_path / "run", *LEAN)
+    assert (tmp_path / "run" / "config.yaml").read_text() == "mine: 1\n"
+
+
+def test_a_run_saves_by_time_at_the_end_of_a_step(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", *LEAN, "run.total_steps=3", "run.save_interval_s=0.001")
+    # All three are saved, and the default keeps two.
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
+    assert "checkpoints: saved every 0.001 s and at the end; " in capsys.readouterr().out
+
+
+def test_a_resumed_run_lists_changed_settings_and_those_without_effect(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", *LEAN)
+    capsys.readouterr()
+    changes = ("run.total_steps=3", "actor.engine.optimizer.lr=1e-3", "actor.engine.model.seed=5", "run.resume=auto")
+    run(tmp_path / "run", *LEAN, *changes)
+    out = capsys.readouterr().out
+    assert "  actor.engine.model.seed: 0 -> 5\n  actor.engine.optimizer.lr: " in out
+    assert "  run.total_steps: 2 -> 3\n" in out
+    assert out.count("has no effect on a resumed run") == 1
+    assert "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of the checkpoint." in out
+    assert "run.resume:" not in out
+
+
+def test_a_run_that_fails_leaves_a_report_up_to_its_last_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
+    service = "reward.function=temper_trainer_test_rewards:breaks_down"
+    with pytest.raises(RewardFailureError):
+        run(tmp_path / "run", *LEAN, "run.total_steps=4", service)
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<td class=text>rl</td><td class=text>step</td><td class=number>2</td>" in (tmp_path / "run" / "report.html").read_text()
 
 
 SHORT = ("run.save_every=1", "run.save_model=false", "data.eval=null", "warm_start=null")
@@ -314,7 +379,7 @@ def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(run: 
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"run\.dir .* can't be made"):
+    with pytest.raises(ConfigError, match=r"run\.dir .* cannot be written"):
         run(Path("/proc/nowhere/run"))
 
 

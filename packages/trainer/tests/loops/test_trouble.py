@@ -1,5 +1,6 @@
 """Trouble from outside, on the real program in a process of its own: Ctrl-C, kill, a disk that is full."""
 
+import json
 import os
 import resource
 import signal
@@ -72,6 +73,51 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(environment: di
     done = finish(again)
     assert done.returncode == 0, done.stderr
     assert steps_of(run) == [saved, f"step_{step + 1:08d}"]
+
+
+def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(environment: dict[str, str], tmp_path: Path) -> None:
+    run, slow = tmp_path / "run", "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
+    process = start(environment, run, slow, "run.total_steps=1000", "run.stop_grace_s=10")
+    wait_for_step(run, step=2, process=process)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process)
+    assert stopped.returncode == 143, stopped.stderr
+    assert 5 <= time.monotonic() - begin < 20  # of which 10 are the grace, the rest a busy machine
+    assert steps_of(run) == ["step_00000002"]
+    assert "interrupted at step 2, resume with: temper-train" in stopped.stderr
+    assert (run / "report.html").exists()
+
+
+def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_again(environment: dict[str, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(environment, run, "run.total_steps=1", "run.save_model=false")
+    while not (run / "config.yaml").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "interrupted before the first step was completed, start again with: temper-train" in stopped.stderr
+    again = finish(start(environment, run, "run.total_steps=1", "run.save_model=false"))
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_second_process_in_the_folder_of_a_run_touches_nothing(environment: dict[str, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start(environment, run, "run.total_steps=1000", "run.resume=auto")
+    wait_for_step(run, step=1, process=first)
+    files = ("config.yaml", "config_origins.yaml")
+    before = [(run / name).stat().st_mtime_ns for name in files]
+    second = finish(start(environment, run, "run.total_steps=7", "run.resume=auto"))
+    assert second.returncode == 2
+    assert f"run.dir {run} is in use by process {first.pid} on host " in second.stderr
+    assert [(run / name).stat().st_mtime_ns for name in files] == before
+    first.send_signal(signal.SIGINT)
+    assert finish(first).returncode == 130
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not list(run.glob("*.superseded-*"))
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(environment: dict[str, str], tmp_path: Path) -> None:

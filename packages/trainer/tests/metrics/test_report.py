@@ -8,6 +8,7 @@ from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.metrics.log import RunLog, SampleRow
+from temper_trainer.metrics.records import last_lines
 
 
 @pytest.fixture
@@ -20,7 +21,6 @@ def page(tmp_path: Path) -> tuple[Path, str]:
             log.log(step, {"reward/mean": step / 4, "time/step_s": 2.0, "time/rollout_s": 0.5 * step}, phase="rl")
         log.log(3, {"eval/greedy/reward": 0.625}, phase="eval")
         log.show_samples(3, [SampleRow(prompt="2 < 3", completion="<script>alert(1)</script>", answer="&", reward=0.125)])
-        log.draw()
         path = log.report()
     assert path == folder / "report.html"
     return folder, path.read_text(encoding="utf-8")
@@ -64,3 +64,21 @@ def test_a_run_that_logged_nothing_has_no_report(tmp_path: Path) -> None:
     with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())) as log:
         assert log.report() is None
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_reads_the_last_samples_from_the_end_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"line {i} ü\n" for i in range(1000)) + "cut o")
+    expected = [f"line {i} ü" for i in range(1000)]
+    for block_bytes in (1, 7, 64, 1 << 20):
+        assert last_lines(path, 3, block_bytes=block_bytes) == expected[-3:]
+    assert last_lines(path, 5000, block_bytes=64) == expected
+
+
+def test_a_report_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    text = io.StringIO()
+    with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=Console(file=text)) as log:
+        log.log(1, {"reward/mean": 0.5}, phase="rl")
+        (tmp_path / "report.html").mkdir()
+        log.try_report()
+    assert "the report was not written: IsADirectoryError" in text.getvalue()

@@ -6,8 +6,13 @@ from temper_trainer.config.run import RunConfig
 def describe_policy(run: RunConfig) -> str:
     """Return the line that says when a run saves and what it keeps."""
     steps = "step" if run.save_every == 1 else f"{run.save_every} steps"
-    when = [f"every {steps}"] if run.save_every else []
+    when = [] if run.save_interval_s is None else [f"every {_duration(run.save_interval_s)}"]
+    when += [f"every {steps}"] if run.save_every else []
     return f"checkpoints: saved {' and '.join([*when, 'at the end'])}; {describe_retention(run)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
 
 
 def describe_retention(run: RunConfig) -> str:

@@ -37,7 +37,12 @@ class RunConfig:
     damaged ones are renamed, never deleted. Or the path of a step directory, whose later steps in
     the same run are renamed, or of what an old run was converted to."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints, in addition to save_interval_s; 0 does not count steps. The end of a run always saves."""
+    save_interval_s: float | None = 900.0
+    """Seconds between checkpoints: the first step that ends later saves. None saves by save_every alone, and at the end."""
+    stop_grace_s: float = 60.0
+    """Longest time from SIGINT or SIGTERM to the end of the process. A step that does not end within the first half is abandoned while it
+    samples, and the one before it is saved; set it below the time after which a scheduler sends SIGKILL."""
     save_in_background: bool = False
     """Let a step wait only until its state is copied to host memory, and write it while the next ones run; the last save of a run is
     waited for. One save is under way at most."""
@@ -81,10 +86,12 @@ class RunConfig:
         check_range("run.total_steps", self.total_steps, at_least=1)
         check_range("run.total_epochs", self.total_epochs, at_least=1)
         check_range("run.save_every", self.save_every, at_least=0)
-        if self.save_in_background and self.save_every == 0:
+        check_range("run.save_interval_s", self.save_interval_s, above=0)
+        check_range("run.stop_grace_s", self.stop_grace_s, above=0)
+        if self.save_in_background and self.save_every == 0 and self.save_interval_s is None:
             raise ConfigError(
-                "run.save_in_background is on, but run.save_every is 0, so that the only save is the last one, which is always waited for: "
-                "set run.save_every, or switch it off."
+                "run.save_in_background is on, but run.save_every is 0 and run.save_interval_s is null, so that the only save is the last "
+                "one, which is always waited for: set one of them, or turn run.save_in_background off."
             )
         check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
         check_range("run.keep_every", self.keep_every, at_least=0)

@@ -21,11 +21,12 @@ from temper_trainer.config_loading.yaml_text import scalar_text
 USAGE = """\
 temper-train: post-training of language models (SFT, PPO, GRPO and kin) on any Temper engine.
 
-usage: temper-train [OVERRIDE ...] [--check] [--print] [--config-dir DIR] [--config-name NAME] [--help]
+usage: temper-train [OVERRIDE ...] [--check] [--print] [--report RUN_DIR] [--config-dir DIR] [--config-name NAME] [--help]
 
   OVERRIDE            key=value, for example run.seed=1; GROUP=CHOICE, for example algorithm=ppo; ~key goes back to the default
   --check             compose and validate only, and show sizes and placement; trains nothing
   --print             print every value with its origin; trains nothing
+  --report RUN_DIR    draw curves.png and write report.html of a run again, for example after a kill; trains nothing
   --config-dir DIR    a folder with YAML files of yours; a file there wins over ours of the same name
   --config-name NAME  begin with DIR/NAME.yaml, which begins with the line `defaults: [temper, _self_]`
 
@@ -36,7 +37,8 @@ examples:
   temper-train experiment=gsm8k_grpo data.train.paths=[train.jsonl] data.eval.paths=[test.jsonl] --check
   temper-train --config-dir my_runs --config-name first run.seed=1
 
-exit codes: 0 done; 1 the run failed, with the reason; 2 the configuration is wrong; 130 interrupted.
+exit codes: 0 done; 1 the run failed, with the reason; 2 the configuration is wrong or the run folder in use;
+130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM.
 """
 
 GROUPS = ("experiment", "algorithm", "critic", "ref", "model_engine")

@@ -28,6 +28,8 @@ WITHOUT_INFLUENCE = (
     "run.total_epochs",
     "run.resume",
     "run.save_every",
+    "run.save_interval_s",
+    "run.stop_grace_s",
     "run.save_in_background",
     "run.max_ckpt_to_keep",
     "run.keep_every",

@@ -11,6 +11,7 @@ from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.algorithms.objectives import preference_objective
 from temper_trainer.checkpoint.policy import describe_policy
 from temper_trainer.checkpoint.save import Checkpointer, describe_last_save
+from temper_trainer.config.resuming import describe_changes
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
 from temper_trainer.data.pairs import PairRow, encode_pairs, load_pairs
@@ -18,15 +19,18 @@ from temper_trainer.data.prompts import check_fits, encode_demonstrations, encod
 from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streaming import StreamedItems
+from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.evaluation import evaluate_all, trained_among
 from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.inference import generate, open_inference
-from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.interrupts import RunInterrupted, RunStopped, StopRequest
 from temper_trainer.loops.length import with_length, with_schedule_length
 from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_checkpointer, open_tokenizer, with_training
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.settings import read_settings
+from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.opening import Runtime, open_runtime
 from temper_trainer.types import DataCursor, Demonstration
 
@@ -41,31 +45,57 @@ class RunResult:
     """The last evaluation's numbers by metric name; empty for SFT or without held-out problems."""
 
 
-def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object]) -> RunResult:
+def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object], lock: RunLock | None = None) -> RunResult:
     """Run what the configuration says, from its start or from a checkpoint.
 
     Args:
-        config: the composed configuration.
-        digest: its hash, which goes into checkpoints.
-        write_config: writes the resolved configuration, with the origin of every value, into a folder.
+        config: The composed configuration.
+        digest: Its hash, which goes into checkpoints.
+        write_config: Writes the resolved configuration, with the origin of every value, into a folder.
+        lock: The lock of the run folder, if the caller already holds it.
 
     Raises:
-        TemperError: of the kinds in ``temper_engine_api.errors``, each with what to do.
+        TemperError: One of `temper_engine_api.errors`, with what to do.
     """
-    folder = open_folder(config.run)
-    checkpointer = open_checkpointer(config, folder=folder)
-    found = checkpointer.find(config.run.resume)
-    done = 0 if found is None else _steps_done(checkpointer, found, config)
+    if lock is None:
+        with RunLock(Path(config.run.dir)) as lock:
+            return train(config, digest=digest, write_config=write_config, lock=lock)
+    with StopRequest(grace_s=config.run.stop_grace_s) as stop:
+        found, done = None, 0
+        try:
+            folder = open_folder(config.run)
+            checkpointer = open_checkpointer(config, folder=folder)
+            found = checkpointer.find(config.run.resume)
+            done = 0 if found is None else _steps_done(checkpointer, found, config)
+            evaluation = _train(config, digest, write_config, lock, stop=stop, folder=folder, found=found, done=done)
+        except RunStopped:  # before the run was opened, or while it was closed
+            raise RunInterrupted(step=done, checkpoint=found, stop=stop) from None
+    folder.mark_trained()
+    return RunResult(directory=folder.root, evaluation=evaluation)
+
+
+def _train(
+    config: TrainerConfig,
+    digest: str,
+    write_config: Callable[[Path], object],
+    lock: RunLock,
+    *,
+    stop: StopRequest,
+    folder: RunFolder,
+    found: Path | None,
+    done: int,
+) -> dict[str, float]:
     if config.run.total_epochs is None:
         _check_done(done, config=config, found=found)
     problems = load_problems(config)
     pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
     of_pairs = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
     tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *of_pairs, *problems.get("warm_start", [])])
-    write_config(folder.root)
+    before = read_settings(folder.root)
+    with stop.deferred():
+        write_config(folder.root)
     with (
         open_runtime(config) as runtime,
-        StopRequest() as stop,
         RunLog(
             folder.root,
             trackers=config.run.trackers,
@@ -74,7 +104,13 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             prometheus_port=config.run.prometheus_port,
             prometheus_address=config.run.prometheus_address,
         ) as log,
+        _reported(log, stop=stop),
     ):
+        stop.install()  # Ray sets a handler of its own
+        for line in describe_changes(before, read_settings(folder.root), has_checkpoint=found is not None):
+            log.say(line)
+        boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
+        boundary.set_saved(done, found)
         run = _Run(
             config=config,
             folder=folder,
@@ -84,6 +120,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             log=log,
             digest=digest,
             stop=stop,
+            boundary=boundary,
             runtime=runtime,
             done=done,
         )
@@ -91,11 +128,23 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             log.say(describe_policy(config.run))
             if found is None and config.run.resume == "auto":
                 log.say(f"no checkpoint in {folder.checkpoints}: starting from step 1")
-        with _last_save_named(folder):
-            evaluation = run.start(found)
-        log.draw()
-        log.report()
-    return RunResult(directory=folder.root, evaluation=evaluation)
+        try:
+            with _last_save_named(folder):
+                return run.start(found)
+        except RunStopped:
+            raise boundary.interrupted(stop) from None
+
+
+@contextmanager
+def _reported(log: RunLog, *, stop: StopRequest) -> Iterator[None]:
+    """Leave a report that is complete up to the last step, however the body ends."""
+    stop.on_late = log.try_report
+    try:
+        yield
+    except BaseException:
+        log.try_report()
+        raise
+    log.report()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +159,7 @@ class _Run:
     log: RunLog
     digest: str
     stop: StopRequest
+    boundary: StepBoundary
     runtime: Runtime
     done: int
     """Steps of the checkpoint that the run goes on from; 0 begins."""
@@ -130,7 +180,16 @@ class _Run:
         else:
             stage = self._pair_stage(config, resume_from=found)
         stage = replace(stage, saves_model=config.run.save_model)
-        run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
+        run_sft(
+            config,
+            stage,
+            log=self.log,
+            tokenizer=self.tokenizer,
+            digest=self.digest,
+            stop=self.stop,
+            boundary=self.boundary,
+            runtime=self.runtime,
+        )
         return {}
 
     def _inference(self) -> dict[str, float]:
@@ -163,6 +222,7 @@ class _Run:
             resume_from=found,
             digest=self.digest,
             stop=self.stop,
+            boundary=self.boundary,
             runtime=self.runtime,
         )
 
@@ -174,7 +234,16 @@ class _Run:
             rows = self.problems.get("warm_start", self.problems["train"])
             found = open_checkpointer(config, folder=folder).find("never" if config.run.resume == "never" else "auto")
             stage = self._stage(config, phase="warm_start", rows=rows, folder=folder, resume_from=found)
-            run_sft(config, stage, log=self.log, tokenizer=self.tokenizer, digest=self.digest, stop=self.stop, runtime=self.runtime)
+            run_sft(
+                config,
+                stage,
+                log=self.log,
+                tokenizer=self.tokenizer,
+                digest=self.digest,
+                stop=self.stop,
+                boundary=self.boundary,
+                runtime=self.runtime,
+            )
         return str(folder.model)
 
     def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder, resume_from: Path | None) -> SftStage:

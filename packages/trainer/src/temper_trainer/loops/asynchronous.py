@@ -14,6 +14,7 @@ from temper_engine_api.objective import Objective
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.credits import CreditAccount
+from temper_trainer.loops.interrupts import abandonable_late
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import Collected, collect
 from temper_trainer.loops.staleness import staleness_metrics
@@ -62,7 +63,7 @@ class Asynchronous:
     def step(self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
         """Train on the next batch in order, publish, give a credit back."""
         rooms, clock, begin = self._rooms, StepClock(), time.perf_counter()
-        with clock.phase("wait"):
+        with clock.phase("wait"), abandonable_late():
             batch = self._take(step)
         collected = batch.collected
         stale = staleness_metrics(collected.rollouts, version=rooms.publisher.version)

@@ -1,10 +1,11 @@
-"""The run folder: what lies where, and when it may be used."""
+"""The run folder: its paths, and when it may be used."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.folder import holds_run
+from temper_trainer.config.folder import START_FILES, UNTRAINED, holds_run
 from temper_trainer.config.run import RunConfig
 from temper_trainer.metrics.records import superseded_name
 
@@ -38,28 +39,43 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether a run has trained here; see `temper_trainer.config.folder.holds_run`."""
         return holds_run(self.root)
 
     def set_model_aside(self) -> None:
-        """Before training goes on: an earlier end's model becomes ``NAME.superseded-N``, so that it is not taken for the last one."""
+        """Rename the model of an earlier end to `NAME.superseded-N`, so that it is not taken for the last one."""
         if self.model.exists():
             self.model.rename(superseded_name(self.model))
 
+    def mark_trained(self) -> None:
+        """Record that the run has results: from now on, only `run.resume` continues in this folder."""
+        (self.root / UNTRAINED).unlink(missing_ok=True)
+
 
 def open_folder(run: RunConfig) -> RunFolder:
-    """The folder of a run, made where it does not exist.
+    """Return the folder of a run; the caller holds its lock.
+
+    What a start left that failed before its first step is removed, so that the corrected command
+    finds no half-written tokenizer and no configuration of another run.
 
     Raises:
-        ConfigError: it holds a run and ``run.resume`` is never; or it is a file.
+        ConfigError: If the folder holds a run and `run.resume` is never.
     """
     folder = RunFolder(Path(run.dir))
-    if folder.root.exists() and not folder.root.is_dir():
-        raise ConfigError(f"run.dir {run.dir} is a file: choose a folder.")
-    if folder.holds_run and run.resume == "never":
-        raise ConfigError(f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir.")
-    try:
-        folder.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir {run.dir} can't be made: {error.strerror}. Choose a folder that you may write to.") from error
+    if folder.holds_run:
+        if run.resume == "never":
+            raise ConfigError(f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir.")
+        return folder
+    marker = folder.root / UNTRAINED
+    if marker.exists():
+        for name in START_FILES:
+            _remove(folder.root / name)
+    marker.touch()
     return folder
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

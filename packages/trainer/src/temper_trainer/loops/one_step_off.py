@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from temper_engine_api.objective import Objective
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
+from temper_trainer.loops.interrupts import abandonable_late
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import Collected, collect
 from temper_trainer.loops.staleness import staleness_metrics
@@ -54,7 +55,7 @@ class OneStepOff:
         """One step; see the picture above."""
         rooms, clock, begin = self._rooms, StepClock(), time.perf_counter()
         batch, self._next = self._next or self._begin(step, controllers.rewards), None
-        with clock.phase("wait"):
+        with clock.phase("wait"), abandonable_late():
             collected = batch.future.result()
         if step < rooms.config.run.total_steps:
             self._next = self._begin(step + 1, collected.moments)

@@ -1,7 +1,7 @@
 """A whole RL run: open the rooms, restore, evaluate, step, save, evaluate again, leave a model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +20,11 @@ from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
 from temper_trainer.environment.opening import environment_maker
+from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.controllers import Controllers, restored_controllers
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.folder import RunFolder
-from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.interrupts import RunStopped, StopRequest
 from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
@@ -55,6 +56,7 @@ def run_rl(
     resume_from: Path | None,
     digest: str,
     stop: StopRequest,
+    boundary: StepBoundary,
     runtime: Runtime,
     num_eval_trained: int | None = None,
 ) -> dict[str, float]:
@@ -64,7 +66,7 @@ def run_rl(
         The last evaluation's numbers by metric name.
 
     Raises:
-        RunInterrupted: stopped from outside after a complete step; its checkpoint is saved.
+        RunInterrupted: If the run was asked to stop; the last complete step is saved.
     """
     checkpointer = open_checkpointer(config, folder=folder)
     state = TrainerState(
@@ -85,8 +87,6 @@ def run_rl(
         )
     elif resume_from is not None:
         state = checkpointer.read_state(resume_from, phase="rl")
-        if state.config_digest != digest:
-            log.say(f"the configuration differs from the one that made {resume_from}: compare config.yaml with config.superseded-*.yaml")
         state = replace(state, config_digest=digest)
     with open_rooms(
         config,
@@ -101,12 +101,13 @@ def run_rl(
         if resume_from is not None:
             checkpointer.read_roles(resume_from, roles={name: role.read_part for name, role in rooms.roles.items()})
             log.say(f"going on from step {state.step} ({resume_from})")
+        boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
             folder.set_model_aside()
         rooms.publisher.publish(rooms.canary)
         if state.step == 0:
             evaluate_all(rooms, step=0, moment="before RL")
-        _run_steps(rooms, state=state, checkpointer=checkpointer, stop=stop)
+        _run_steps(rooms, state=state, checkpointer=checkpointer, stop=stop, boundary=boundary)
         found = evaluate_all(rooms, step=config.run.total_steps, moment="after RL")
         if config.run.save_model:
             write_model(rooms.roles["actor"], engine=config.actor.engine, tokenizer=tokenizer, directory=folder.model)
@@ -188,20 +189,21 @@ def _sampler_of_loop(config: TrainerConfig, sampler: Sampler) -> Sampler:
     return ContinuingSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
 
 
-def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest) -> None:
+def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest, boundary: StepBoundary) -> None:
     config, run, log = rooms.config, rooms.config.run, rooms.log
     controllers = restored_controllers(config.algorithm, state)
     objectives = objectives_of(config, controllers=controllers)
     for role, objective in objectives.items():
         rooms.roles[role].set_objective(objective)
     with (
+        stop.deferred(),
         Saves(checkpointer, roles=rooms.roles, in_background=run.save_in_background) as saves,
         log.bar("rl", total=run.total_steps, start=state.step) as bar,
         _open_watched(rooms, state, controllers) as steps,
     ):
         for step in range(state.step + 1, run.total_steps + 1):
             before = _state_after(rooms, step=step - 1, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
-            with _saved_on_failure(before, first=state.step, rooms=rooms, saves=saves):
+            with _saved_on_failure(before, rooms=rooms, saves=saves, stop=stop, boundary=boundary):
                 result = steps.step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
                 objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
@@ -209,36 +211,40 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
             controllers = result.controllers
             saves.settle()
             log.log(step, result.metrics, phase="rl")
+            boundary.end_step()
             bar.advance()
             if run.table_every and step % run.table_every == 0:
                 log.show_samples(step, _rows(result, count=run.num_table_rows))
             is_last = step == run.total_steps
             if run.eval_every and step % run.eval_every == 0 and not is_last:
-                with steps.settled():
+                with steps.settled(), suppress(RunStopped), stop.abandonable():
                     evaluate_all(rooms, step=step, moment=f"step {step}")
-            if stop.is_set or is_last or (run.save_every and step % run.save_every == 0):
+            if boundary.is_save_due(step, is_last=is_last or stop.is_set):
                 made = _state_after(rooms, step=step, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
-                saved = saves.save(made, waits=is_last or stop.is_set)
-                if stop.is_set and not is_last:
-                    raise RunInterrupted(step=step, checkpoint=str(saved))
+                boundary.set_saved(step, saves.save(made, waits=is_last or stop.is_set))
+            if stop.is_set and not is_last:
+                raise boundary.interrupted(stop)
 
 
 @contextmanager
-def _saved_on_failure(before: TrainerState, *, first: int, rooms: Rooms, saves: Saves) -> Iterator[None]:
-    """A step that fails before it has changed a weight (its sampler, its rewards, a teacher) takes nothing of the steps before it along.
+def _saved_on_failure(before: TrainerState, *, rooms: Rooms, saves: Saves, stop: StopRequest, boundary: StepBoundary) -> Iterator[None]:
+    """Save the state before a step that fails, or is abandoned, before it has changed a weight.
 
-    Args:
-        before: the state that the step begins with.
-        first: the step that this start of the run began after, whose state is on the disk or nothing.
-        rooms: of the run.
-        saves: of the run.
+    That is the case while it samples, scores or asks teachers, where most of its time goes.
+
+    Raises:
+        RunInterrupted: In place of RunStopped.
     """
     num_updates = _num_updates(rooms)
     try:
         yield
+    except RunStopped:
+        if before.step != boundary.saved_step:
+            boundary.set_saved(before.step, saves.save(before, waits=True))
+        raise boundary.interrupted(stop) from None
     except TemperError:
         is_whole = _num_updates(rooms) == num_updates and not any(role.is_broken for role in rooms.roles.values())
-        if is_whole and before.step not in (first, saves.last_step):
+        if is_whole and before.step != boundary.saved_step:
             try:
                 rooms.log.say(f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}")
             except TemperError as second:  # the first one is what the run ends with

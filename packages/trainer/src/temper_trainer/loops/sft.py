@@ -21,8 +21,9 @@ from temper_trainer.checkpoint.huggingface import write_model_directory
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.run import TrainerConfig
+from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.folder import RunFolder
-from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step import forward_pass, update_metrics
@@ -89,12 +90,13 @@ def run_sft(
     tokenizer: PreTrainedTokenizerBase,
     digest: str,
     stop: StopRequest,
+    boundary: StepBoundary,
     runtime: Runtime,
 ) -> None:
     """Train, save, and write the model directory where the stage leaves one.
 
     Raises:
-        RunInterrupted: stopped from outside; the checkpoint is saved.
+        RunInterrupted: If the run was asked to stop; the last complete step is saved.
     """
     checkpointer = open_checkpointer(config, folder=stage.folder)
     stream = stage.open_stream(DataCursor())
@@ -121,20 +123,22 @@ def run_sft(
                 done = _pass_over(stage, stream, num_steps=alone)
                 log.say(f"{found} holds an engine without a trainer: the examples of {done} steps are passed over")
             log.say(f"{stage.phase}: going on from step {done} ({found})")
+        boundary.set_saved(done, found)
         if done < stage.total_steps:
             stage.folder.set_model_aside()
         saves = stack.enter_context(Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background))
-        with log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
+        with stop.deferred(), log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
             for step in range(done + 1, stage.total_steps + 1):
                 log.log(step, _sft_update(config, stage, groups=groups, stream=stream, step=step), phase=stage.phase)
+                boundary.end_step()
                 bar.advance()
                 saves.settle()
-                every = config.run.save_every
-                if stop.is_set or step == stage.total_steps or (every and step % every == 0):
+                is_last = step == stage.total_steps or stop.is_set
+                if boundary.is_save_due(step, is_last=is_last):
                     state = TrainerState(phase=stage.phase, step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
-                    saved = saves.save(state, waits=step == stage.total_steps or stop.is_set)
-                    if stop.is_set:
-                        raise RunInterrupted(step=step, checkpoint=str(saved))
+                    boundary.set_saved(step, saves.save(state, waits=is_last))
+                if stop.is_set:
+                    raise boundary.interrupted(stop)
         if stage.saves_model:
             write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
 

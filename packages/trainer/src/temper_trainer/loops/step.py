@@ -31,6 +31,7 @@ from temper_trainer.batching.step_plan import RoleLayout, StepPlan, layout_of, p
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
+from temper_trainer.loops.interrupts import abandonable_late
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
@@ -67,7 +68,7 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], con
     """
     clock = StepClock()
     begin = time.perf_counter()
-    with clock.phase("rollout"):
+    with clock.phase("rollout"), abandonable_late():
         collected = collect(rooms, step=step, clock=clock, moments=controllers.rewards)
     shares_device = isinstance(rooms.sampler, VllmSampler) and rooms.sampler.sleep()
     controllers = replace(controllers, rewards=collected.moments)
@@ -110,6 +111,8 @@ def train_on(
         advantage_metrics = advantage_metrics | drawn
     if can_skip_idle(config):
         plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
+    with abandonable_late():  # the last place at which a stop request may abandon the step
+        pass
     with clock.phase("update"):
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
     if "policy/entropy" in merged and not math.isnan(merged["policy/entropy"]):
@@ -161,7 +164,7 @@ def ask_teachers(
     """Add the teachers' columns, where there are teachers."""
     if rooms.teachers is None:
         return samples, {}
-    with clock.phase("teacher"):
+    with clock.phase("teacher"), abandonable_late():
         columns, metrics = rooms.teachers.columns(samples, routes=[rollout.prompt.route for rollout in rollouts])
     return samples.with_columns(columns), metrics
 

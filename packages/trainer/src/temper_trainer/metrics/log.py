@@ -1,6 +1,8 @@
 """The log of a run: everything that a loop says goes through one object, to files, to trackers and to the terminal."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -16,10 +18,12 @@ from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.metrics.dashboard import Dashboard
 from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
-from temper_trainer.metrics.picture import draw_curves
 from temper_trainer.metrics.records import set_aside
 from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.tracker import Tracker
+
+REPORT_INTERVAL_S = 60.0
+"""Shortest time between two reports of a running run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class Bar:
 class RunLog(AbstractContextManager["RunLog"]):
     """The log of one run folder.
 
-    Files: ``metrics.jsonl`` and ``tensorboard/`` where asked, ``samples.jsonl``, ``curves.png`` by ``draw``, ``report.html`` by ``report``.
+    Files: ``metrics.jsonl`` and ``tensorboard/`` where asked, ``samples.jsonl``, ``curves.png`` and ``report.html`` by ``report``.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._has_bars = progress and self._console.is_terminal
         self._totals: dict[str, int] = {}
         self._dashboard: Dashboard | None = None
+        self._drawing = threading.Lock()
+        self._reported_at, self._report_interval_s = time.monotonic(), REPORT_INTERVAL_S
         moved = [
             set_aside(directory / n, after_step=-1 if resume_step is None else resume_step) for n in ("metrics.jsonl", "samples.jsonl")
         ]
@@ -147,13 +153,29 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def draw(self) -> Path | None:
-        """Draw ``curves.png`` from ``metrics.jsonl``; returns its path, None where there is nothing to draw."""
-        return draw_curves(self._directory)
-
     def report(self) -> Path | None:
-        """Write ``report.html`` from what lies in the run folder, after ``draw``; returns its path, None where nothing was logged."""
-        return write_report(self._directory)
+        """Draw `curves.png` and write `report.html` from what is in the run folder; see `write_report`."""
+        with self._drawing:  # matplotlib's settings are global, and a stop request draws from its own thread
+            return write_report(self._directory)
+
+    def refresh_report(self) -> None:
+        """Write the report again if that costs less than 1 % of the time since the last one.
+
+        A process that is killed then leaves a report that is at most minutes behind `metrics.jsonl`.
+        """
+        begin = time.monotonic()
+        if begin - self._reported_at < self._report_interval_s:
+            return
+        self.try_report()
+        self._reported_at = time.monotonic()
+        self._report_interval_s = max(REPORT_INTERVAL_S, 100 * (self._reported_at - begin))
+
+    def try_report(self) -> None:
+        """Write the report; a failure is printed and does not end, or hide the end of, the run."""
+        try:
+            self.report()
+        except Exception as error:  # noqa: BLE001 - files, fonts, a full disk: the metrics are safe in metrics.jsonl
+            self.say(f"the report was not written: {type(error).__name__}: {error}")
 
 
 def _prometheus(address: str, port: int, directory: Path) -> Tracker:

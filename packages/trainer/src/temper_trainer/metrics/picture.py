@@ -109,7 +109,9 @@ def draw_curves(directory: Path) -> Path | None:
         for panel, (line, column) in zip(panels, cells, strict=True):
             _draw_panel(figure.add_subplot(grid[line, :] if panel.is_wide else grid[line, column]), panel, rows=rows)
         path = directory / "curves.png"
-        figure.savefig(path, dpi=130)
+        partial = directory / ".curves.partial.png"
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)  # a reader, or a kill, never meets half a picture
     return path
 
 

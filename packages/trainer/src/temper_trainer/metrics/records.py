@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,20 @@ def _whole_lines(path: Path) -> Iterator[str]:
         for line in file:
             if line.endswith("\n"):
                 yield line
+
+
+def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[str]:
+    """Return the last complete lines of a file, reading it from its end."""
+    with path.open("rb") as file:
+        start, data = file.seek(0, os.SEEK_END), b""
+        while start > 0 and data.count(b"\n") <= count:
+            size = min(block_bytes, start)
+            start -= size
+            file.seek(start)
+            data = file.read(size) + data
+    lines = data.split(b"\n")
+    # The last one has no line break and is cut off or empty; the first one may begin before the block.
+    return [line.decode() for line in lines[1 if start > 0 else 0 : -1]][-count:]
 
 
 def superseded_name(path: Path) -> Path:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import yaml
 
-from temper_trainer.metrics.records import Row, read_rows
+from temper_trainer.metrics.picture import draw_curves
+from temper_trainer.metrics.records import Row, last_lines, read_rows
 from temper_trainer.metrics.settings import read_settings
 
 NAME = "report.html"
@@ -50,10 +51,10 @@ Cells = Sequence[object]
 
 
 def write_report(directory: Path) -> Path | None:
-    """Write ``report.html`` into a run folder.
+    """Draw `curves.png` and write `report.html` into a run folder, whether its run goes on or was killed.
 
     Returns:
-        Its path; None where the run has logged nothing.
+        The path of the report; None if the run has logged nothing.
     """
     metrics = directory / "metrics.jsonl"
     rows = list({(row.phase, row.step): row for row in read_rows(metrics)}.values()) if metrics.exists() else []
@@ -61,7 +62,7 @@ def write_report(directory: Path) -> Path | None:
         return None
     sections = {
         "Evaluations": _evaluations(rows),
-        "Curves": _curves(directory / "curves.png"),
+        "Curves": _curves(draw_curves(directory)),
         "First and last step": _first_and_last(rows),
         "Time": _times(rows),
         "Samples": _samples(directory / "samples.jsonl"),
@@ -84,8 +85,8 @@ def _evaluations(rows: Sequence[Row]) -> str:
     return _table(("after step", *names), [(row.step, *(row.values.get(name) for name in names)) for row in found])
 
 
-def _curves(path: Path) -> str:
-    if not path.exists():
+def _curves(path: Path | None) -> str:
+    if path is None:
         return ""
     return f'<img alt="curves of the run" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
@@ -122,7 +123,7 @@ def _times(rows: Sequence[Row]) -> str:
 def _samples(path: Path) -> str:
     if not path.exists():
         return ""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][-NUM_SAMPLES:]
+    rows = [json.loads(line) for line in last_lines(path, NUM_SAMPLES)]
     names = ("step", "prompt", "completion", "answer", "reward")
     return _table(names, [tuple(row[name] for name in names) for row in rows])
 

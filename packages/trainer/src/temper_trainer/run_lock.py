@@ -1,0 +1,160 @@
+"""The lock of a run folder: at most one process trains in it, also on shared file systems.
+
+The lock is a `filelock.SoftFileLease`: an exclusively created file with host, process id, boot id
+and process start time, and a heartbeat. It needs no `flock`, which many shared file systems offer
+on one node only. Imports nothing heavy, so that a second process is refused before torch loads.
+"""
+
+import logging
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from filelock import OwnerRecord, SoftFileLease, Timeout
+
+from temper_engine_api.errors import ConfigError, TemperError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+LEASE_S = 60.0
+"""A holder on another host that shows no sign of life for this long has lost the lock."""
+HEARTBEAT_S = 5.0
+
+
+class RunLockLostError(TemperError, RuntimeError):
+    """Another process took over the run folder while this one was suspended or cut off."""
+
+
+class RunLock:
+    """The lock of one run folder, held while the context is open.
+
+    A holder on this host that no longer exists is replaced at once; it is identified by process id,
+    boot id and start time, so a reused process id is not mistaken for it. A holder on another host
+    cannot be looked up: its heartbeat is watched, for at most `LEASE_S` seconds.
+    """
+
+    def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
+        self._folder = folder
+        self._lease = SoftFileLease(
+            folder / LOCK_FILE,
+            lease_duration=lease_s,
+            heartbeat_interval=min(HEARTBEAT_S, lease_s / 3),
+            thread_local=False,
+        )
+
+    def __enter__(self) -> "RunLock":
+        """Take the lock, and create the folder if it does not exist.
+
+        Raises:
+            ConfigError: If another process holds the lock, or the folder cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"run.dir {self._folder} is a file: choose a folder.") from error
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir {self._folder} cannot be written: {error.strerror}. Choose a folder that you may write to."
+            ) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lease.release()
+
+    def check(self) -> None:
+        """Raise if the lock was lost; called before anything is saved.
+
+        Raises:
+            RunLockLostError: If another process has taken over the folder.
+        """
+        if self._lease.compromise is not None:
+            owner = describe_owner(self._lease.owner)
+            raise RunLockLostError(
+                f"this process lost the lock of run.dir {self._folder}: it showed no sign of life for "
+                f"{self._lease.lease_duration:g} s, or {LOCK_FILE} was deleted. The folder now belongs "
+                f"to {owner}. This process stops and saves nothing."
+            )
+
+    def _acquire(self) -> None:
+        left_by = self._lease.owner
+        try:
+            self._lease.acquire(blocking=False)
+        except Timeout:
+            self._watch_holder()
+        if left_by is not None:
+            logger.warning(
+                "%s was left by %s, which has ended: taken over",
+                self._folder / LOCK_FILE,
+                describe_owner(left_by),
+            )
+
+    def _watch_holder(self) -> None:
+        """Take over from a holder on another host once its heartbeat has stopped."""
+        owner, last_sign = self._lease.owner, self._last_sign()
+        if owner is None or _is_local(owner):
+            raise self._refusal(owner)
+        logger.warning(
+            "%s is held by %s: waiting up to %.0f s to see whether it is alive",
+            self._folder / LOCK_FILE,
+            describe_owner(owner),
+            self._lease.lease_duration,
+        )
+        while self._last_sign() == last_sign:
+            try:
+                self._lease.acquire(blocking=False)
+                return
+            except Timeout:
+                time.sleep(min(0.5, self._lease.lease_duration / 10))
+        raise self._refusal(self._lease.owner)
+
+    def _last_sign(self) -> int | None:
+        """Return the time of the holder's last heartbeat, or None if it has released the lock."""
+        try:
+            return (self._folder / LOCK_FILE).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _refusal(self, owner: OwnerRecord | None) -> ConfigError:
+        return ConfigError(
+            f"run.dir {self._folder} is in use by {describe_owner(owner)}. Wait until that process ends, "
+            f"or choose another run.dir. If this folder is a copy, delete {self._folder / LOCK_FILE}."
+        )
+
+
+def lock_holder(folder: Path) -> OwnerRecord | None:
+    """Return the owner that the lock file of a run folder names, alive or not; None without one."""
+    return SoftFileLease(folder / LOCK_FILE, lease_duration=LEASE_S).owner
+
+
+def describe_owner(owner: OwnerRecord | None) -> str:
+    """Return "process PID on host NAME since TIME", without the time where it is not known."""
+    if owner is None:
+        return "another process"
+    since = _started_at(owner) if _is_local(owner) else None
+    return f"process {owner.pid} on host {_host(owner)}" + (f", running since {since}" if since else "")
+
+
+def _host(owner: OwnerRecord) -> str:
+    # filelock appends the PID namespace of a container.
+    return owner.hostname.split("?pidns-")[0]
+
+
+def _is_local(owner: OwnerRecord) -> bool:
+    return _host(owner) == socket.gethostname()
+
+
+def _started_at(owner: OwnerRecord) -> str | None:
+    """Return the local time at which a process of this host started; None if it is gone."""
+    try:
+        started = Path(f"/proc/{owner.pid}").stat().st_ctime
+    except OSError:
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))

@@ -1,0 +1,117 @@
+"""The lock of a run folder, with real processes and with lock files as other hosts leave them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError
+
+HOLDER = """
+import pathlib, sys, time
+from temper_trainer.run_lock import RunLock
+with RunLock(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(folder: Path) -> "subprocess.Popen[str]":
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+def write_lock(folder: Path, *, host: str, pid: int, start: int | None = None, lease_s: float = 60.0) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = ["filelock/2", f"pid={pid}", f"host={host}", "mode=lease", "token=1234", f"duration={lease_s!r}"]
+    (folder / LOCK_FILE).write_text("".join(f"{line}\n" for line in [*lines, *([] if start is None else [f"start={start}"])]))
+
+
+def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with hold(tmp_path) as process:
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=f"in use by process {process.pid} on host .*, running since 20"), RunLock(tmp_path):
+            pass
+        assert time.monotonic() - begin < 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (tmp_path / LOCK_FILE).exists()
+        with RunLock(tmp_path):
+            assert f"was left by process {process.pid}" in caplog.text
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_of_processes_that_start_together_exactly_one_gets_the_lock(tmp_path: Path) -> None:
+    program = HOLDER.replace("time.sleep(60)", "sys.stdin.read()")
+    command = [sys.executable, "-c", program, str(tmp_path / "new")]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(4)]
+    deadline = time.monotonic() + 60
+    while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    codes = [process.poll() for process in processes]
+    for process in processes:
+        process.communicate()
+    assert sorted(codes, key=str) == [1, 1, 1, None]
+
+
+def test_a_reused_process_id_is_not_taken_for_the_holder(tmp_path: Path) -> None:
+    write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), start=1)
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_holder_on_another_host_that_shows_signs_of_life_keeps_the_lock(tmp_path: Path) -> None:
+    write_lock(tmp_path, host="node17", pid=4711, lease_s=6.0)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.3):
+            os.utime(tmp_path / LOCK_FILE)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="in use by process 4711 on host node17"), RunLock(tmp_path, lease_s=6.0):
+            pass
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_lock(tmp_path, host="node17", pid=4711, lease_s=1.0)
+    begin = time.monotonic()
+    with RunLock(tmp_path, lease_s=1.0):
+        assert time.monotonic() - begin >= 1.0
+    assert "is held by process 4711 on host node17: waiting up to 1 s" in caplog.text
+
+
+def test_a_process_that_lost_the_lock_says_to_whom(tmp_path: Path) -> None:
+    with RunLock(tmp_path, lease_s=0.3) as lock:
+        lock.check()
+        (tmp_path / LOCK_FILE).unlink()
+        write_lock(tmp_path, host="node17", pid=4711)
+        time.sleep(1)
+        with pytest.raises(RunLockLostError, match="now belongs to process 4711 on host node17"):
+            lock.check()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"), RunLock(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either")
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir /proc/run cannot be written"), RunLock(Path("/proc/run")):
+        pass
