@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -150,6 +151,17 @@ def test_a_closed_server_gives_its_port_back() -> None:
     server.close()
     with pytest.raises(EngineStateError, match="can't be reached"):
         client_of(server, timeout=timedelta(seconds=1))
+
+
+def test_a_client_that_comes_first_waits_for_the_server(server: StoreServer) -> None:
+    address, port = server.address, server.port
+    server.close()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(TokenStore, address, port, token="right", timeout=SOON)
+        time.sleep(0.3)
+        late = StoreServer(address, port=port, token="right")
+        assert early.result(timeout=20).num_keys() == 0
+    late.close()
 
 
 def test_many_clients_at_once_lose_no_count(server: StoreServer) -> None:

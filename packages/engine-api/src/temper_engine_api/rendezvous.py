@@ -171,8 +171,7 @@ class TokenStore(Store):
         self._lock = threading.Lock()
         where = f"the store at {address}:{port}"
         try:
-            client = socket.create_connection((address, port), timeout=timeout.total_seconds())
-            client.settimeout(None)
+            client = _connect(address, port, timeout_s=timeout.total_seconds())
             self._connection = _authenticated(client, token.encode(), is_server=False)
         except (AuthenticationError, EOFError) as error:
             raise EngineStateError(f"{where} has another token: is the port that of another run?") from error
@@ -324,6 +323,21 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
+    """Connect to a server that may still have to start listening."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            client = socket.create_connection((address, port), timeout=timeout_s)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            client.settimeout(None)
+            return client
 
 
 def _authenticated(client: socket.socket, key: bytes, *, is_server: bool) -> Connection:

@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from temper_engine_api.checkpoint.saved_state import (
     COUNT,
@@ -30,6 +29,7 @@ from temper_engine_api.checkpoint.saved_state import (
     holds_files,
     open_dcp,
 )
+from temper_engine_api.checkpoint.state_reader import StateReader
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron import expert_names
@@ -123,7 +123,7 @@ def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
     if holds_files(saved.directory):
         stored = {key for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors") for key in _keys_of(path)}
     else:
-        stored = set(FileSystemReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
+        stored = set(StateReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
     home_of = expert_names.homes(saved)
     here = dict.fromkeys(home_of[name] for name in names)
     homes = replace(saved, weights={name: saved.weights[name] for name in here}, has_moments=_have_moments(here, stored))

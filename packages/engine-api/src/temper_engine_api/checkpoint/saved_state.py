@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from temper_engine_api.checkpoint.state_reader import StateReader
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry
 
@@ -82,7 +82,7 @@ def holds_files(directory: str | Path) -> bool:
 
 def open_dcp(directory: str) -> SavedState:
     """The state in ``dcp/``; no communication: every rank that asks reads whole tensors from the disk."""
-    reader = FileSystemReader(Path(directory, DCP_FOLDER))
+    reader = StateReader(Path(directory, DCP_FOLDER))
     saved = {name: m for name, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     weights = {name.partition(".")[2]: tuple(m.size) for name, m in saved.items() if name.startswith("parameter.")}
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from temper_engine_api.checkpoint.state_reader import StateReader
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved
 from temper_engine_fsdp.checkpoint import huggingface_files
@@ -67,7 +68,7 @@ def write_dcp(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group
 
 def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
     """Parameters and buffers from what ``write_tensors`` wrote, one at a time, in the dtypes of the entries. No communication."""
-    reader = FileSystemReader(Path(directory, STATE_FOLDER))
+    reader = StateReader(Path(directory, STATE_FOLDER))
     saved = {entry.name.partition(".")[2]: entry for entry in _saved_entries(reader) if _kind(entry.name) in ("parameter", "buffer")}
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=saved[entry.name].dtype)
@@ -75,7 +76,7 @@ def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Itera
         yield NamedWeight(entry.name, tensor.to(entry.dtype))
 
 
-def _read_tensor(name: str, tensor: Tensor, reader: FileSystemReader) -> None:
+def _read_tensor(name: str, tensor: Tensor, reader: StateReader) -> None:
     """Fill a tensor by DCP's own steps: its ``load`` warns on every call where it is to leave the other ranks out."""
     planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
     planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
@@ -94,7 +95,7 @@ def load_training_state(parameters: ShardedParameters, buffers: Buffers, optimiz
     Raises:
         CheckpointError: another configuration made it; nothing has been read then.
     """
-    reader = FileSystemReader(Path(directory, STATE_FOLDER))
+    reader = StateReader(Path(directory, STATE_FOLDER))
     saved = _saved_entries(reader)
     if optimizer is not None:
         optimizer.allocate_state([entry.name for entry in saved])
@@ -115,7 +116,7 @@ def load_training_state(parameters: ShardedParameters, buffers: Buffers, optimiz
 
 def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
     """Whether a checkpoint holds any of these parameters."""
-    saved = {entry.name for entry in _saved_entries(FileSystemReader(Path(directory, STATE_FOLDER)))}
+    saved = {entry.name for entry in _saved_entries(StateReader(Path(directory, STATE_FOLDER)))}
     return any(f"parameter.{name}" in saved for name in parameters)
 
 
@@ -123,7 +124,7 @@ def _shape_of(piece: StateTensor) -> tuple[int, ...]:
     return tuple(piece.tensor.shape if piece.owner is None else piece.owner.shape)
 
 
-def _saved_entries(reader: FileSystemReader) -> list[WeightEntry]:
+def _saved_entries(reader: StateReader) -> list[WeightEntry]:
     saved = reader.read_metadata().state_dict_metadata
     return [
         WeightEntry(name=name, shape=tuple(tensor.size), dtype=tensor.properties.dtype)

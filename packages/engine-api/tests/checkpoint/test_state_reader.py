@@ -1,0 +1,59 @@
+"""Reading torch's distributed checkpoints: their metadata is data."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from temper_engine_api.checkpoint.state_reader import StateReader
+from temper_engine_api.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_tensors_are_read_as_torch_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {"a": torch.arange(6).view(2, 3).to(dtype), "b": {"c": torch.ones((), dtype=dtype)}}
+    dcp.save(state, checkpoint_id=tmp_path)
+    read: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=dtype), "b": {"c": torch.zeros((), dtype=dtype)}}
+    dcp.load(read, storage_reader=StateReader(tmp_path))
+    assert read["a"].equal(state["a"])
+    assert read["b"]["c"].equal(state["b"]["c"])  # type: ignore[index]
+    assert StateReader(tmp_path).read_metadata().state_dict_metadata == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+
+
+def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
+    with pytest.raises(CheckpointError, match=r"\.metadata asks for .*\. Nothing was executed"):
+        StateReader(tmp_path).read_metadata()
+    assert not proof.exists()
+    pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert proof.exists(), "the pickle would have done it"
+
+
+def test_entries_that_torch_would_unpickle_are_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(1), "steps": 3}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=r"asks for .*BytesStorageMetadata"):
+        StateReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1])])
+def test_damaged_metadata_is_said(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata (can't be read|holds a list)"):
+        StateReader(tmp_path).read_metadata()
