@@ -52,7 +52,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(
         return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_node)
-    with pytest.raises(WorkerError, match=r"died.*run\.resume=auto"):
+    with pytest.raises(WorkerError, match=r"(?s)died.*run\.resume=auto"):
         run(tmp_path / "lost", *LEAN, *APART, "run.save_every=1", "runtime.worker_timeout_s=120")
     monkeypatch.undo()
     cluster.add_node(num_cpus=1)

@@ -94,7 +94,7 @@ def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
     monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_rank)
-    with pytest.raises(WorkerError, match=r"actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto"):
+    with pytest.raises(WorkerError, match=r"(?s)actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto"):
         run(tmp_path / "killed", *kept, "actor.num_workers=2")
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
