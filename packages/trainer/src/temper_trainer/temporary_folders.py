@@ -16,6 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+_CLAIM = ".temper-owner"
 _NAME = re.compile(r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}")
 
 
@@ -58,16 +59,37 @@ def remove_orphans(root: Path) -> list[Path]:
     """
     removed = []
     for folder in root.glob("temper-*"):
-        name = _NAME.fullmatch(folder.name)
-        if name is None or int(name["user"]) != os.getuid() or name["space"] != _process_space():
-            continue
-        if _start_time(int(name["process"])) == int(name["start"]):
+        if not _is_orphan(folder.name):
             continue
         # Another process may remove it at the same time, which is as good.
         shutil.rmtree(folder, ignore_errors=True)
         logger.info("removed %s, which a process that is dead had left", folder)
         removed.append(folder)
     return removed
+
+
+def claim_folder(folder: Path) -> None:
+    """Note that a folder of another program belongs to this process; see `remove_claimed`."""
+    (folder / _CLAIM).write_text(name_folder("claim", root=folder).name)
+
+
+def remove_claimed(root: Path) -> list[Path]:
+    """Remove folders in `root` that a process claimed which is dead; returns them."""
+    removed = []
+    for claim in root.glob(f"*/{_CLAIM}"):
+        if _is_orphan(claim.read_text()):
+            shutil.rmtree(claim.parent, ignore_errors=True)
+            logger.info("removed %s, which a process that is dead had left", claim.parent)
+            removed.append(claim.parent)
+    return removed
+
+
+def _is_orphan(name: str) -> bool:
+    """Return whether a name says that its owner is of this user and machine, and it is dead."""
+    found = _NAME.fullmatch(name)
+    if found is None or int(found["user"]) != os.getuid() or found["space"] != _process_space():
+        return False
+    return _start_time(int(found["process"])) != int(found["start"])
 
 
 def _start_time(process: int) -> int | None:

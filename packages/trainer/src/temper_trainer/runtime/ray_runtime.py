@@ -3,7 +3,8 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import cast
 
 import ray
@@ -23,17 +24,24 @@ from temper_trainer.rollout.vllm.spec import server_spec
 from temper_trainer.runtime.group import WorkerError, WorkerGroup
 from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement, teacher_role
 from temper_trainer.runtime.planned import planned_weights
+from temper_trainer.runtime.ray_guard import RayGuard
 from temper_trainer.runtime.ray_replica import CALLS_AT_ONCE, RayReplica, ReplicaActor, ReplicaHandle
 from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
 from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teacher_plans
+from temper_trainer.temporary_folders import claim_folder, remove_claimed
 
 logger = logging.getLogger(__name__)
 
 _RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
 """False on macOS and Windows, where Ray stays on the loopback interface by itself."""
 
+_SESSIONS = Path(ray._common.utils.get_default_ray_temp_dir())
+"""Where Ray makes a folder of logs and sockets for each cluster."""
 _sessions: set[str] = set()
 """Ids of the Ray jobs that ``connect`` began in this process; a user's own is never shut down."""
+
+_guards: list[RayGuard] = []
+"""Of the cluster that this process started, if it did."""
 
 
 class RayRuntime:
@@ -97,6 +105,8 @@ class RayRuntime:
         if self._owns_ray:
             ray.shutdown()
             _sessions.clear()  # a later connection may get the same id
+            while _guards:
+                _guards.pop().close()
 
     def _nodes(self) -> list[str]:
         """The address of each bundle's node."""
@@ -155,10 +165,20 @@ def _begin(address: str | None, bind_address: str) -> None:
     # when it imported Ray; Ray's own processes read it now.
     ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
+    with ExitStack() as stack:
+        if starts_here:
+            remove_claimed(_SESSIONS)
+            _guards.append(stack.enter_context(RayGuard()))
+        _init(address="local" if starts_here else address, bind_address=bind_address if starts_here else None)
+    if starts_here:
+        claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
+
+
+def _init(*, address: str | None, bind_address: str | None) -> None:
     try:
         ray.init(
-            address="local" if starts_here else address,
-            _node_ip_address=bind_address if starts_here else None,
+            address=address,
+            _node_ip_address=bind_address,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
