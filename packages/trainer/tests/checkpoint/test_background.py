@@ -120,4 +120,4 @@ def test_an_engine_that_cannot_is_refused_before_the_first_step(tmp_path: Path) 
 
 def test_it_is_refused_where_only_the_last_save_would_be() -> None:
     with pytest.raises(ConfigError, match=r"run\.save_in_background is on, but run\.save_every is 0"):
-        RunConfig(save_in_background=True)
+        RunConfig(save_in_background=True, save_interval_s=None)
