@@ -158,6 +158,11 @@ def test_a_frequency_may_be_a_truth_value_as_in_python(word: str, every: int) ->
     assert [values(found).get(key, 0) for key in ("run.eval_every", "run.save_every")] == [every, every]
 
 
+@pytest.mark.parametrize("overrides", [[], ["trainer.save_freq=-1"], ["trainer.save_freq=20"]])
+def test_a_translated_run_does_not_save_by_time(overrides: list[str]) -> None:
+    assert values(translated("v0.7.0", *overrides))["run.save_interval_s"] is None
+
+
 def test_loggers_that_are_trackers_here_are_kept_and_others_said() -> None:
     found = translated("v0.7.0", "trainer.logger=[console,mlflow,swanlab,trackio]")
     assert values(found)["run.trackers"] == ["jsonl", "mlflow", "trackio"]

@@ -148,6 +148,7 @@ DEFAULTS: dict[str, Plain] = {
     "run.total_steps": 100,
     "run.resume": "never",
     "run.save_every": 0,
+    "run.save_interval_s": 900.0,
     "run.max_ckpt_to_keep": 2,
     "run.eval_every": 0,
     "run.num_table_rows": 4,

@@ -67,6 +67,8 @@ def _async_length(draft: Draft) -> None:
 def build_habits(draft: Draft) -> None:
     """Checkpoints, resuming, logging, the folder."""
     draft.put("run.save_every", max(0, draft.frequency("trainer.save_freq")), rule="save-freq", old=["trainer.save_freq"])
+    # The old trainer saved by steps alone; ours also saves by time.
+    draft.put("run.save_interval_s", None, rule="save-freq", old=["trainer.save_freq"])
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1

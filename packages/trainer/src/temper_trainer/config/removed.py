@@ -85,7 +85,7 @@ REMOVED = (
     RemovedKey(key="custom_reward_function.path", replacement="reward.function=package.module:function"),
     RemovedKey(key="trainer.total_epochs", replacement="run.total_steps: epochs * prompts / batching.prompts_per_step"),
     RemovedKey(key="trainer.total_training_steps", replacement="run.total_steps"),
-    RemovedKey(key="trainer.save_freq", replacement="run.save_every (-1 is 0: only at the end)"),
+    RemovedKey(key="trainer.save_freq", replacement="run.save_every (-1 is 0); run.save_interval_s=null saves by steps alone"),
     RemovedKey(key="trainer.test_freq", replacement="run.eval_every (-1 is 0: only before and after)"),
     RemovedKey(key="trainer.logger", replacement="run.trackers"),
     RemovedKey(key="trainer.default_local_dir", replacement="run.dir"),
