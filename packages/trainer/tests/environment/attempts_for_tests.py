@@ -828,6 +828,60 @@ for fd in range(3):
         says="empty",
     ),
     Attempt(
+        name="limit the supervisor",
+        code="""
+import resource
+for limit in range(16):
+  try: resource.prlimit(1, limit, (0, 0)); escaped(limit)
+  except (OSError, ValueError): pass
+print('still here'); raise SystemExit(3)
+""",
+        unconfined="not run",
+        says="still here",
+    ),
+    Attempt(
+        name="close everything and fail",
+        code="os.closerange(0, 1000); os._exit(5)",
+        unconfined="not run",
+        says="status 5",
+    ),
+    Attempt(
+        name="attach a filter to a socket",
+        code="import socket; socket.socketpair()[0].setsockopt(1, 26, bytes(16)); escaped()",
+        unconfined="not run",
+        says="Function not implemented",
+    ),
+    Attempt(
+        name="run a binary of its own",
+        code="""
+open('b', 'wb').write(open(sys.executable, 'rb').read()); os.chmod('b', 0o700)
+os.execv('b', ['b', '-I', '-S', '-c', 'open("/etc/passwd"); print("ESCAPED")'])
+""",
+        unconfined="not run",
+        says="No such file",
+    ),
+    Attempt(
+        name="run the loader on a file of the host",
+        code="os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', '/bin/sh', '-c', 'echo ESCAPED'])",
+        machine="x86_64",
+    ),
+    Attempt(
+        name="crash the interpreter",
+        code="ctypes.string_at(0)",
+        unconfined="not run",
+        says="status 139",
+    ),
+    Attempt(
+        name="crash the parser",
+        code="exec('(' * 100000 + ')' * 100000); print('survived')",
+        unconfined="not run",
+    ),
+    Attempt(
+        name="write what is no text",
+        code="os.write(1, bytes(range(256))); print('\\ud800'.encode('utf-8', 'surrogatepass')); os.write(2, b'\\xff'); os._exit(1)",
+        unconfined="not run",
+    ),
+    Attempt(
         name="forge the supervisor's report",
         code="""
 for fd in range(3, 100):

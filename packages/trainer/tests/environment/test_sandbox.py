@@ -1,6 +1,7 @@
 """What both sandboxes of the Python tool promise, and when a run is refused."""
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,6 +69,21 @@ def test_output_is_bounded(sandbox: Sandbox) -> None:
 def test_a_program_longer_than_a_pipe_is_read_whole(sandbox: Sandbox) -> None:
     code = f"text = {'x' * 500_000!r}\nprint(len(text))"
     assert sandbox.run(code, timeout_s=30.0, memory_mib=256).output == "500000"
+
+
+def test_half_a_surrogate_pair_is_an_answer_and_no_error_of_the_run(sandbox: Sandbox) -> None:
+    assert sandbox.run("print('\ud800')", timeout_s=30.0, memory_mib=256).output == "?"
+
+
+def test_calls_leave_no_descriptor_and_no_process(sandbox: Sandbox) -> None:
+    def usage() -> tuple[int, str]:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+        return len(os.listdir("/proc/self/fd")), children
+
+    before = usage()
+    for code in ("print(1)", "1 / 0", "import os; os.closerange(0, 9); os._exit(1)", "while True: print(1)"):
+        sandbox.run(code, timeout_s=30.0, memory_mib=256)
+    assert usage() == before
 
 
 def test_a_program_has_no_environment_of_the_trainer(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class Bubblewrap:
                 command = [*self.outer, "--json-status-fd", str(status_files[0].fileno()), "--", *command]
             process = run_process(
                 command,
-                stdin=code.encode(),
+                stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
                 pass_fds=[file.fileno() for file in (filter_file, *status_files)],
                 on_poll=_Watch(status_files),

@@ -53,7 +53,7 @@ class NoSandbox:
         with tempfile.TemporaryDirectory(prefix="temper-python-") as folder:
             process = run_process(
                 [sys.executable, *INTERPRETER_FLAGS, "-c", RUNNER, *arguments],
-                stdin=code.encode(),
+                stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
                 folder=Path(folder),
                 environment={"HOME": folder, "PATH": "/usr/bin:/bin"},
