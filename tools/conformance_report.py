@@ -70,6 +70,9 @@ class Run:
     def environment(self) -> dict[str, str]:
         """One thread a rank; on GPUs those of this run, and kernels in the order of their launch where Megatron asks for it."""
         found = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # For the plugin tools.held_before, which pytest must find from any working directory.
+        root = str(Path(__file__).resolve().parent.parent)
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         if self.gpus:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
             if "tp2" in self.layout.name:
