@@ -298,11 +298,19 @@ def megatron_0_19(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bitwise(session: nox.Session) -> None:
+    """Every bit-for-bit test 20 times alone and under load; arguments after -- go to tools/repeat_bitwise.py."""
+    python = str(ensure_environment(ROOT))
+    session.run(python, "-m", "tools.repeat_bitwise", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """What takes too long for a pull request: nightly tests, every layout of both engines, the site, every session about an environment."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
+    session.notify("bitwise")
     session.notify("docs")
     session.notify("build")
     session.notify("vllm")

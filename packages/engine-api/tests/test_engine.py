@@ -441,6 +441,7 @@ def test_loading_is_strict(engine: BaseEngine) -> None:
         engine.load_weights([NamedWeight("table", good[0])])
 
 
+@pytest.mark.bitwise
 def test_the_portable_state_carries_an_optimizer_over(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
     (one,), (two,) = make_engines(), make_engines(model=ModelSpec(architecture={"model_type": "bigram"}, seed=5))
     batch = one.shard_data(make_batch([5, 6]), max_tokens=64)
@@ -451,6 +452,7 @@ def test_the_portable_state_carries_an_optimizer_over(make_engines: MakeEngines,
     assert torch.equal(table_of(one), table_of(two))
 
 
+@pytest.mark.bitwise
 def test_resume_is_bitwise(make_engines: MakeEngines, make_batch: MakeBatch, tmp_path: Path) -> None:
     schedule = ScheduleSpec(kind="linear", warmup_steps=2, total_steps=9)
     (straight,), (first,), (second,) = (make_engines(schedule=schedule) for _ in range(3))

@@ -6,6 +6,7 @@ import torch
 from temper_engine_api.projection import project
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("width", [16, 48, 896])
 def test_a_row_does_not_depend_on_how_many_are_asked(width: int) -> None:
     draw = torch.Generator().manual_seed(0)

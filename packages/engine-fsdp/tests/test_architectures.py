@@ -94,6 +94,7 @@ def test_gradients_are_those_of_transformers(start: Callable[..., FSDPEngine], c
         torch.testing.assert_close(state.first_moment * 10, expected, rtol=1e-4, atol=1e-6, msg=state.name)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_resumed_run_goes_on_bit_for_bit(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str, tmp_path: Path

@@ -140,6 +140,7 @@ def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
     torch.testing.assert_close(columns.logprob, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.bitwise
 def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
     # Evaluation answers every position, training only the trained ones: an on-policy ratio must be exactly 1 all the same.
     case = make_case()

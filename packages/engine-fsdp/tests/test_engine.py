@@ -63,6 +63,7 @@ def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: Seque
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.bitwise
 def test_the_loop_gives_the_same_bits_with_everything_offloaded(start: Start, batch: SequenceBatch) -> None:
     here, away = start(), start(residency=EVERYTHING_OFFLOADED)
     assert train(here, [batch] * 3) == train(away, [batch] * 3)
@@ -142,10 +143,12 @@ def test_bf16_compute_exports_bf16_and_keeps_float32_masters(start: Start, batch
     assert {state.master.dtype for state in engine.export_state()} == {torch.float32}
 
 
+@pytest.mark.bitwise
 def test_activation_checkpointing_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
     assert train(start(), [batch] * 2) == train(start(activation_checkpointing=True), [batch] * 2)
 
 
+@pytest.mark.bitwise
 def test_keeping_gathered_parameters_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
     assert train(start(), [batch] * 2) == train(start(reshard_after_forward=False), [batch] * 2)
 
@@ -155,6 +158,7 @@ def test_a_deterministic_engine_puts_the_setting_back(start: Start, batch: Seque
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(start: Start, batch: SequenceBatch, compute: Compute) -> None:
     threads, ends = torch.get_num_threads(), []

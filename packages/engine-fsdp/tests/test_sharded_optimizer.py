@@ -92,6 +92,7 @@ def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[
     assert optimizer(OptimizerSpec()).step(lr=0.1) == pytest.approx(1e30)
 
 
+@pytest.mark.bitwise
 def test_the_device_clips_as_the_host_does_bit_for_bit(parameters: dict[str, FSDP2Parameter]) -> None:
     kept = []
     for is_async in (False, True):

@@ -53,6 +53,7 @@ def test_momentum_decays_matrices_and_spares_vectors(start: Callable[..., FSDPEn
         torch.testing.assert_close(after[state.name], expected, rtol=1e-5, atol=1e-6, msg=state.name)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.NAdam"])
 @pytest.mark.parametrize(("saver", "loader"), [("fsdp2", "fsdp2"), ("fsdp1", "fsdp2")])
 def test_its_state_is_resumed_bit_for_bit(
@@ -144,6 +145,7 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(start: C
 
 
 # What the README says of torch's optimisers, and of which there is none that trains otherwise than on a model that is not sharded.
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

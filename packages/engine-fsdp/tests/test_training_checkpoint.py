@@ -37,6 +37,7 @@ def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2), after)
 
 
+@pytest.mark.bitwise
 def test_moments_and_counts_come_back_bit_for_bit(start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path) -> None:
     engine, other = start(), start()
     engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))

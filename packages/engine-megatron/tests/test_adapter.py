@@ -36,6 +36,7 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
 def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(fleet, reference, layout, tmp_path):
     recipe = replace(reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), lora=replace(LORA, dropout=0.5))

@@ -78,6 +78,7 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
     assert list(answers.columns) == sorted(LANGUAGE_QUERIES)
 
 
+@pytest.mark.bitwise
 def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
     hidden, weight, labels, _, heat = numbers(rows=24)
     share = HeadShare(group=group, first=0, size=13, chunk=100, wants_entropy=True)

@@ -153,6 +153,7 @@ def test_of_experts_whose_ranks_wrote_one_file_the_receipt_says_what_was_lost(fl
     assert any("several expert ranks wrote one file" in reason for reason in kept.not_carried)
 
 
+@pytest.mark.bitwise
 @nightly
 @pytest.mark.parametrize(("architecture", "at"), [pytest.param(EXPERTS, EP2, id="ep2"), pytest.param(DENSE, PP2_VPP2, id="pp2-vpp2")])
 def test_a_run_goes_on_in_megatron_from_its_own_converted_save(

@@ -96,6 +96,7 @@ def test_every_weight_moved_against_the_moment_that_is_carried_for_it(samples: P
     assert agreeing / total > 0.999
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("name", RESUMED)
 def test_an_engine_goes_on_as_the_old_optimizer_would_have(samples: Path, name: str, tmp_path: Path) -> None:
     out = _step(samples, name, tmp_path / "out")
@@ -207,6 +208,7 @@ def test_moments_of_an_adapter_are_told_apart_by_their_shapes(samples: Path) -> 
         read_trained_leaves(role, raw, leaves=leaves[1:])
 
 
+@pytest.mark.bitwise
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron.core")
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("name", ["v0.7.1_fsdp2-actor-untied_ws2", "v0.2_fsdp1-actor-tied_ws2"])

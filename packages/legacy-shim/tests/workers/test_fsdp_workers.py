@@ -51,6 +51,7 @@ def masked(data: DataProto, column: torch.Tensor) -> torch.Tensor:
     return column[data.batch.column("response_mask").bool()]
 
 
+@pytest.mark.bitwise
 def test_before_an_update_actor_and_reference_agree_and_after_it_they_do_not(worker: ActorRolloutRefWorker, make_data: MakeData) -> None:
     data = make_data(4)
     before = worker.compute_log_prob(data)
@@ -104,6 +105,7 @@ def test_generated_sequences_have_the_old_layout_and_the_actors_own_log_probs(wo
     )
 
 
+@pytest.mark.bitwise
 def test_a_checkpoint_brings_the_actor_back(worker: ActorRolloutRefWorker, make_data: MakeData, tmp_path: Path) -> None:
     data = make_data(4)
     worker.update_actor(data)

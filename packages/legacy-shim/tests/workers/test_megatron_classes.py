@@ -301,6 +301,7 @@ def policy_config(actor_config: dict[str, Any]) -> dict[str, Any]:
     return actor_config
 
 
+@pytest.mark.bitwise
 def test_a_worker_of_all_roles_trains_samples_saves_and_loads(policy_config: dict[str, Any], make_data: MakeData, tmp_path: Path) -> None:
     worker = megatron_workers.AsyncActorRolloutRefWorker(policy_config, "actor_rollout_ref")
     worker.init_model()

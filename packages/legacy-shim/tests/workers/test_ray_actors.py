@@ -23,6 +23,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.bitwise
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(
     actor_config: dict[str, Any], make_data: Callable[..., DataProto]

@@ -65,6 +65,7 @@ def test_with_several_micro_batches_the_old_mean_shows(tmp_path: Path) -> None:
     assert old[0]["actor/grad_norm"] != pytest.approx(new[0]["actor/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.bitwise
 def test_critic_and_reference_are_deprecated_workers_too_and_the_run_resumes(tmp_path: Path) -> None:
     ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "use_legacy_worker_impl=enable", "run.save_every=1")
     whole = run(tmp_path / "whole", *ppo, "run.total_steps=2")

@@ -17,6 +17,7 @@ LORA = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "actor.engine.o
 KL = ("algorithm.kl_loss_coef=0.1", "run.total_steps=3", "data.eval=null", "run.save_model=false")
 
 
+@pytest.mark.bitwise
 def test_the_disabled_adapter_is_the_frozen_reference(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "role", *LORA, *KL, "ref=frozen")
     run(tmp_path / "adapter", *LORA, *KL, "algorithm.kl_reference=disabled_adapter")
@@ -26,6 +27,7 @@ def test_the_disabled_adapter_is_the_frozen_reference(run: Run, rows: Rows, tmp_
     assert all(later > 0.0 for later in kl[1:])
 
 
+@pytest.mark.bitwise
 def test_a_run_with_an_adapter_resumes_bit_for_bit_and_leaves_a_merged_model(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "whole", *LORA)
     run(tmp_path / "parts", *LORA, "run.total_steps=2", "run.save_model=false")

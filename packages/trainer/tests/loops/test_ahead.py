@@ -20,6 +20,7 @@ ONE = (*LEAN, "loop=one_step_off")
 ASYNC = (*LEAN, "loop=async")
 
 
+@pytest.mark.bitwise
 def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "a", *ONE)
     run(tmp_path / "b", *ONE)
@@ -32,6 +33,7 @@ def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(run: Run,
     assert one[2] != sync[2]
 
 
+@pytest.mark.bitwise
 def test_sampling_thread_computes_with_the_default_matmul_kernels(run: Run, tmp_path: Path) -> None:
     seen: set[str] = set()
 

@@ -92,6 +92,7 @@ def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path
         run(tmp_path / "run", *SHORT, *overrides)
 
 
+@pytest.mark.bitwise
 def test_controllers_and_running_rewards_go_on_from_a_checkpoint(run: Run, rows: Rows, tmp_path: Path) -> None:
     moving = (
         "warm_start=null",

@@ -103,6 +103,7 @@ def run_with_kills(folder: Path, whole: Whole, *, seed: int) -> int:
 
 
 # In parts, so that each fits into a sitting; their numbers are the seeds.
+@pytest.mark.bitwise
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, NUM_RUNS, RUNS_PER_TEST))

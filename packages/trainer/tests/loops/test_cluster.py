@@ -36,12 +36,14 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
+@pytest.mark.bitwise
 def test_roles_on_different_nodes_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, cluster: Any) -> None:
     run(tmp_path / "inline", *LEAN)
     run(tmp_path / "apart", *LEAN, *APART)
     assert rows(tmp_path / "apart") == rows(tmp_path / "inline")
 
 
+@pytest.mark.bitwise
 def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def assert_equal_runs(found: list[dict[str, float]], wanted: list[dict[str, floa
         assert row == pytest.approx(want, rel=0, abs=1e-5)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("num_steps", "on_ray"), [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)]
 )

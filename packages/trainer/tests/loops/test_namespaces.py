@@ -120,6 +120,7 @@ def run_apart(folder: Path, *overrides: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.bitwise
 def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, nodes: None) -> None:
     run(tmp_path / "inline", *LEAN)
     said = run_apart(tmp_path / "apart")

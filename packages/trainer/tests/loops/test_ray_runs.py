@@ -37,6 +37,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.bitwise
 def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path) -> None:
     ppo = ("algorithm=ppo", "batching.num_mini_batches=2", "ref=frozen", "algorithm.kl_loss_coef=0.01", "run.total_steps=2")
     apart = ("critic.pool=critic", "ref.pool=ref", "rollout.pool=rollout")
@@ -46,6 +47,7 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
         assert rows(tmp_path / "ray", phase=phase) == rows(tmp_path / "inline", phase=phase)
 
 
+@pytest.mark.bitwise
 def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(run: Run, rows: Rows, tmp_path: Path) -> None:
     small = ("actor.engine.precision.compute=bf16", "rollout.dtype=bf16", "actor.engine.optimizer.lr=1e-5", "rollout.canary_tolerance=0.05")
     run(tmp_path / "inline", *small)
@@ -123,6 +125,7 @@ TAUGHT = (
 )
 
 
+@pytest.mark.bitwise
 @pytest.mark.nightly
 def test_a_teacher_on_an_engine_whose_process_is_killed_is_named_and_the_step_before_is_saved(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

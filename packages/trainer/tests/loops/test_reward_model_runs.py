@@ -103,6 +103,7 @@ def test_a_reward_model_with_another_tokenizer_is_refused(run: Run, tmp_path: Pa
         run(tmp_path / "run", *settings(trained, *own), base=())
 
 
+@pytest.mark.bitwise
 @pytest.mark.ray
 def test_a_reward_model_on_ray_gives_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")

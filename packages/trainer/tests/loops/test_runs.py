@@ -47,6 +47,7 @@ def test_the_model_that_is_left_loads_in_transformers_and_completes(run: Run, tm
     assert completed.shape[1] > inputs["input_ids"].shape[1]
 
 
+@pytest.mark.bitwise
 def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "whole", "run.save_every=1")  # and a save changes no number
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
@@ -75,6 +76,7 @@ def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(run: R
         assert size < whole_size / 2
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("loop", ["sync", "one_step_off"])
 def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
@@ -117,6 +119,7 @@ def cut_back_to(folder: Path, step: int) -> None:
     shutil.rmtree(folder / "huggingface", ignore_errors=True)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("task", ["rl", "sft"])
 def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, rows: Rows, tmp_path: Path, task: str) -> None:
     sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16") if task == "sft" else ("data.eval=null",)
@@ -132,6 +135,7 @@ def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, r
     assert all(torch.equal(again[name], model[name]) for name in model)
 
 
+@pytest.mark.bitwise
 def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
     sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
     run(tmp_path / "whole", *sft, "run.total_steps=6", base=TINY)
@@ -141,6 +145,7 @@ def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows:
     assert len(rows(tmp_path / "whole", phase="sft")) == 6  # 96 of 64 demonstrations: across the end of an epoch
 
 
+@pytest.mark.bitwise
 def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", "batching.num_mini_batches=2", "batching.num_passes=2", "actor.engine.optimizer.lr=1e-2")
     found = rows(tmp_path / "run")
@@ -340,6 +345,7 @@ def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) 
 SFT = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
 
 
+@pytest.mark.bitwise
 def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "whole", *SFT, "run.total_steps=4", base=TINY)
     run(tmp_path / "first", *SFT, "run.total_steps=2", "run.save_model=false", base=TINY)
@@ -416,6 +422,7 @@ def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(run: Ru
         run(tmp_path / "lacking", *lean, "algorithm=ppo", "run.total_steps=3", f"run.resume={tmp_path / 'mixed/actor'}")
 
 
+@pytest.mark.bitwise
 def test_supervised_steps_go_on_from_a_converted_engine(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "whole", *SFT, "run.total_steps=4", "run.save_every=2", "run.save_model=false", base=TINY)
     as_converted(tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor"])

@@ -90,6 +90,7 @@ def test_every_assistant_turn_of_a_conversation_is_trained(run: Run, rows: Rows,
     assert everything["sft/nll"] != last["sft/nll"]
 
 
+@pytest.mark.bitwise
 def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
     records: list[dict[str, object]] = [{"question": f"{a} + {b}", "answer": f"= {a + b}"} for a in range(6) for b in range(6)]
     data = write(tmp_path / "sums.jsonl", records)

@@ -85,6 +85,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     assert all(found[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected)
 
 
+@pytest.mark.bitwise
 def test_after_changes_the_sampler_has_the_bits_of_a_whole_set(pair: Pair, actor: Actor) -> None:
     sampler = sampler_of(pair)
     transport = transport_to(sampler, actor)

@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without an engine before anything is collected."""
     config.addinivalue_line("markers", "claims(*capabilities): a law for engines that claim all of these")
     config.addinivalue_line("markers", "disclaims(*capabilities): a law for engines that claim none of these")
+    config.addinivalue_line("markers", "bitwise: compares two results bit for bit; worth repeating, also under load")
     config.addinivalue_line("markers", "mixtures: a law about mixtures of experts, for an engine's defaults and layouts with experts")
     if config.option.help:
         return

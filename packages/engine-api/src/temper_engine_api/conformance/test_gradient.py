@@ -149,6 +149,7 @@ def test_metrics_do_not_scale_with_ranks_or_micro_batches(subject: Subject, refe
         assert_close(merged(updates)["ratio"], ratio, LOSS, what="mean ratio")
 
 
+@pytest.mark.bitwise
 def test_the_same_update_twice_gives_the_same_bits(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     first, second = (subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1])[0] for _ in range(2))

@@ -111,6 +111,7 @@ def test_asking_for_entropy_does_not_change_log_probs(subject: Subject, referenc
     assert_close(together, alone, EXACT, what="log-probs")
 
 
+@pytest.mark.bitwise
 def test_eval_twice_gives_the_same_bits(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     for first, second in subject.run(outputs_twice, recipe=recipe, batch=batch):
@@ -124,6 +125,7 @@ def outputs_twice(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[
     return first, measure_outputs(rank, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_on_policy_ratio_is_exactly_one(subject: Subject, reference: Reference, split: Split) -> None:
     # The old log-probs are computed with the plan of the update, so training must meet the same bits again.

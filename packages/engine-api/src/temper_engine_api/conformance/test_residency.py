@@ -44,6 +44,7 @@ every_offload = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.bitwise
 @every_offload
 def test_offloading_changes_no_number(subject: Subject, reference: Reference, residency: ResidencySpec) -> None:
     batches = [reference.batch(seed=seed) for seed in range(2)]
@@ -132,6 +133,7 @@ def save_offloaded(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, folder: 
     return saved, loaded, dict(update_once(first, [share]).state), dict(update_once(second, [share]).state)
 
 
+@pytest.mark.bitwise
 def test_moving_by_hand_changes_no_number(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), reference.batch()
     for moved, still in subject.run(update_after_moves, recipe=recipe, batch=batch):
@@ -154,6 +156,7 @@ def update_after_moves(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> t
     return update_once(moved, [share]), update_once(still, [share])
 
 
+@pytest.mark.bitwise
 @pytest.mark.claims(Capability.OFFLOAD)
 def test_offloaded_weights_answer_as_well(subject: Subject, reference: Reference) -> None:
     batch = reference.batch()

@@ -142,6 +142,7 @@ def use_before_init(rank: Rank, *, recipe: Recipe) -> None:
         rank.engine_class("not a configuration")  # type: ignore[arg-type]  # that is the question
 
 
+@pytest.mark.bitwise
 def test_a_second_engine_follows_a_closed_one(subject: Subject, reference: Reference) -> None:
     # Nothing of the first life is left in the second: the same update from the same weights gives the same bits.
     recipe, batch = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), reference.batch()

@@ -192,6 +192,7 @@ def weights_and_update(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> t
     return weights_of(engine), update
 
 
+@pytest.mark.bitwise
 def test_portable_state_continues_bitwise(subject: Subject, reference: Reference) -> None:
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
     batches = [reference.batch(seed=seed) for seed in range(2)]

@@ -1,0 +1,223 @@
+"""Repeat every bit-for-bit test, alone and under load, and keep a table of what passed.
+
+    python -m tools.repeat_bitwise [--times 20] [--group trainer] [--expression EXPR] [--restart]
+
+A repetition is one pytest process for the tests of a group that carry the mark `bitwise`. Its result is
+stored in .temper/bitwise.json before the next one starts, and later calls at the same commit continue
+there. After each repetition the table of all results is written to docs/records/bitwise.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / ".temper" / "bitwise.json"
+REPORT = ROOT / "docs" / "records" / "bitwise.md"
+
+KIT = ("--pyargs", "temper_engine_api.conformance", "--world-sizes", "1,2", "--engine")
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "trainer": ("packages/trainer/tests",),
+    "engine-api": ("packages/engine-api/tests",),
+    "engine-fsdp": ("packages/engine-fsdp/tests",),
+    "engine-megatron": ("packages/engine-megatron/tests",),
+    "shim": ("packages/legacy-shim/tests",),
+    "kit-on-fsdp": (*KIT, "fsdp"),
+    "kit-on-megatron": (*KIT, "megatron"),
+}
+CONDITIONS = ("alone", "under load")
+
+BUSY = """
+import os, random, time
+random.seed()
+parent = os.getppid()
+while os.getppid() == parent:
+    until = time.monotonic() + random.random() * 0.3
+    while time.monotonic() < until:
+        sum(range(1000))
+    time.sleep(random.random() * 0.1)
+"""
+"""Computes in bursts of random length, so that the tests' threads interleave differently each time.
+
+It ends with the process that started it, also where that one is killed.
+"""
+
+NO_TESTS = 5
+"""pytest's exit status where nothing was collected."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcomes:
+    """Results of one test under one condition."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """All repetitions at one commit."""
+
+    commit: str
+    done: dict[str, int] = field(default_factory=dict)
+    """Repetitions by group, condition and expression."""
+    tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
+    """By test, then by condition."""
+
+    @classmethod
+    def load(cls, path: Path, *, commit: str) -> "Record":
+        """Return the stored record of this commit, or an empty one."""
+        if not path.exists():
+            return cls(commit=commit)
+        stored = json.loads(path.read_text())
+        if stored["commit"] != commit:
+            return cls(commit=commit)
+        tests = {name: {condition: Outcomes(**counts) for condition, counts in found.items()} for name, found in stored["tests"].items()}
+        return cls(commit=commit, done=stored["done"], tests=tests)
+
+    def save(self, path: Path) -> None:
+        """Replace the file in one step, so that a killed run leaves the previous one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1))
+        partial.replace(path)
+
+    def add(self, junit_xml: str, *, condition: str) -> None:
+        """Count the tests of one pytest report."""
+        for case in ElementTree.fromstring(junit_xml).iter("testcase"):
+            name = f"{case.get('classname')}::{case.get('name')}"
+            counts = self.tests.setdefault(name, {}).setdefault(condition, Outcomes())
+            kinds = {child.tag for child in case}
+            if kinds & {"failure", "error"}:
+                counts.failed += 1
+            elif "skipped" in kinds:
+                counts.skipped += 1
+            else:
+                counts.passed += 1
+
+    def table(self) -> str:
+        """Return the report as Markdown."""
+        lines = [
+            "# Repetitions of the bit-for-bit tests",
+            "",
+            "Written by `nox -s bitwise`, which repeats every test that carries the mark `bitwise`,",
+            "each time in a new process.",
+            f"Under load, {2 * (os.cpu_count() or 1)} processes compute in bursts of random length beside it.",
+            "",
+            f"Processor: {_processor()}, {os.cpu_count()} cores. Last repetition: {time.strftime('%Y-%m-%d')}.",
+            "",
+            "| test | alone: passed | failed | under load: passed | failed |",
+            "|---|---|---|---|---|",
+        ]
+        never_ran = []
+        for name, by_condition in sorted(self.tests.items()):
+            counts = [by_condition.get(condition, Outcomes()) for condition in CONDITIONS]
+            if not any(count.passed or count.failed for count in counts):
+                never_ran.append(name)
+                continue
+            cells = " | ".join(f"{count.passed} | {count.failed}" for count in counts)
+            lines.append(f"| `{name}` | {cells} |")
+        if never_ran:
+            lines += ["", "Always skipped on this machine: " + ", ".join(f"`{name}`" for name in never_ran) + "."]
+        return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing repetitions; returns 1 if any test has ever failed at this commit, else 0."""
+    parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
+    parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
+    parser.add_argument("--group", action="append", choices=list(GROUPS), help="this group only; may be repeated")
+    parser.add_argument("--expression", default="", help="only tests that this -k expression of pytest selects")
+    parser.add_argument("--restart", action="store_true", help="forget earlier repetitions of this commit")
+    chosen = parser.parse_args(arguments)
+    record = Record(commit=_commit()) if chosen.restart else Record.load(STATE, commit=_commit())
+    # Repetition by repetition, not group by group: a run that is cut short has tried everything.
+    for number in range(1, chosen.times + 1):
+        for group in chosen.group or GROUPS:
+            for condition in CONDITIONS:
+                key = f"{group}, {condition}, {chosen.expression or 'all tests'}"
+                if record.done.get(key, 0) >= number:
+                    continue
+                junit_xml = _repeat(group, condition=condition, expression=chosen.expression)
+                if junit_xml is not None:
+                    record.add(junit_xml, condition=condition)
+                record.done[key] = number
+                record.save(STATE)
+                REPORT.parent.mkdir(parents=True, exist_ok=True)
+                REPORT.write_text(record.table())
+                print(f"{key}: {number} of {chosen.times}", flush=True)
+    failed = {name for name, found in record.tests.items() if any(counts.failed for counts in found.values())}
+    print(f"{len(record.tests)} tests, {len(failed)} of them failed at least once: {sorted(failed)}")
+    return 1 if failed else 0
+
+
+def _repeat(group: str, *, condition: str, expression: str) -> str | None:
+    """Return pytest's JUnit report of one repetition, or None where the group has no such test.
+
+    Raises:
+        RuntimeError: pytest wrote no report.
+    """
+    report = STATE.with_suffix(".xml")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "bitwise", "--timeout", "3600", f"--junitxml={report}"]
+    command += ["-k", expression] if expression else []
+    command += _arguments(group)
+    with _load(2 * (os.cpu_count() or 1) if condition == "under load" else 0):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == NO_TESTS:
+        return None
+    if done.returncode not in (0, 1) or not report.exists():
+        raise RuntimeError(f"pytest exited with status {done.returncode}, expected 0 or 1:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    if done.returncode == 1:
+        print(done.stdout[-8000:], flush=True)
+    return report.read_text()
+
+
+def _arguments(group: str) -> list[str]:
+    """Return pytest's arguments; of a folder only the files with such tests, as importing all takes most of the time."""
+    found: list[str] = []
+    for argument in GROUPS[group]:
+        folder = ROOT / argument
+        if folder.is_dir():
+            files = sorted(folder.rglob("test_*.py"))
+            found += [str(file) for file in files if "mark.bitwise" in file.read_text(encoding="utf-8")]
+        else:
+            found.append(argument)
+    return found
+
+
+@contextmanager
+def _load(num_processes: int) -> Iterator[None]:
+    """Keep this many processes computing in the body."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Repetitions of bit-for-bit tests are counted, stored, and shown in a table."""
+
+from pathlib import Path
+
+from tools.repeat_bitwise import Outcomes, Record
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a.test_b" name="test_same"/>
+<testcase classname="a.test_b" name="test_other"><failure message="no"/></testcase>
+<testcase classname="a.test_b" name="test_gpu"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> None:
+    record = Record(commit="abc", done={"trainer": 2})
+    record.add(REPORT, condition="alone")
+    record.add(REPORT, condition="alone")
+    record.save(tmp_path / "state.json")
+    again = Record.load(tmp_path / "state.json", commit="abc")
+    assert again == record
+    assert again.tests["a.test_b::test_same"] == {"alone": Outcomes(passed=2)}
+    assert Record.load(tmp_path / "state.json", commit="def") == Record(commit="def")
+
+
+def test_table_counts_by_condition_and_names_what_never_ran() -> None:
+    record = Record(commit="abc")
+    record.add(REPORT, condition="alone")
+    record.add(REPORT, condition="under load")
+    record.add(REPORT, condition="under load")
+    lines = record.table().splitlines()
+    assert "| `a.test_b::test_same` | 1 | 0 | 2 | 0 |" in lines
+    assert "| `a.test_b::test_other` | 0 | 1 | 0 | 2 |" in lines
+    assert lines[-1] == "Always skipped on this machine: `a.test_b::test_gpu`."
