@@ -30,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, path in (("PYENV_ROOT", ".pyenv"), ("PIP_CONFIG_FILE", ".config/pip/pip.conf")):
         if (Path.home() / path).exists():
             os.environ.setdefault(name, str(Path.home() / path))
+    # As `pythonpath` in pyproject.toml does for this process: Ray's workers import test modules by their
+    # path from the root, which they would otherwise find only where it is the working directory.
+    paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     config.stash[_HOME] = tempfile.TemporaryDirectory(prefix="temper-tests-home-", ignore_cleanup_errors=True)
     os.environ["HOME"] = config.stash[_HOME].name
     for name in _POINT_INTO_HOME:

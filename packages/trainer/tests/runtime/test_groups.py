@@ -1,5 +1,6 @@
 """What the driver may rely on in a role, in this process and as actors of Ray: one class of tests for both."""
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
     from temper_trainer.runtime.ray_workers import RayWorkerGroup, RoleActor
 
-    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
+    paths = (str(Path(__file__).parent), os.environ["PYTHONPATH"])
+    here = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
     actors = [ray.remote(RoleActor).options(num_cpus=1).remote()]
     made = RayWorkerGroup("actor", actors=actors, engine_name="fsdp", config=CONFIG, num_threads=1, timeout_s=120.0, is_deprecated=False)
