@@ -45,6 +45,7 @@ class Listeners:
     def __init__(self) -> None:
         self._before = {inode for _, inode, _ in _listening()}
         self._seen: dict[str, tuple[int, str, str]] = {}
+        self._commands: set[bytes] = set()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -66,6 +67,14 @@ class Listeners:
             is_met = any(name.startswith(row.process) and is_on_loopback == row.is_on_loopback for _, name, is_on_loopback in found)
             assert is_met, f"SECURITY.md lists {row}, which no process opened: {self._seen}"
 
+    def check_secret(self, secret: str, *, folder: Path) -> None:
+        """Neither the command line of a process nor a file below a folder has it."""
+        assert self._commands
+        assert not [command for command in self._commands if secret.encode() in command]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+
     def wait_for(self, listening: socket.socket) -> bool:
         """Whether a socket of this process is noted within seconds."""
         inode = str(os.fstat(listening.fileno()).st_ino)
@@ -76,6 +85,7 @@ class Listeners:
 
     def _watch(self) -> None:
         while not self._is_over.is_set():
+            self._commands |= {_command(process_id) for process_id in _tree()}
             for address, inode, process_id in _listening():
                 if inode not in self._before and inode not in self._seen and (name := _name_of(process_id)):
                     self._seen[inode] = (process_id, name, address)
@@ -122,14 +132,18 @@ def _name_of(process_id: int) -> str:
     """Driver, a server, or the command without its folder."""
     if process_id == os.getpid():
         return "driver"
-    try:
-        words = Path(f"/proc/{process_id}/cmdline").read_bytes().decode().replace("\0", " ").split()
-    except OSError:
-        return ""
+    words = _command(process_id).decode(errors="replace").replace("\0", " ").split()
     if "temper_trainer.rollout.vllm.server" in words:
         return "vLLM server"
     named = [word for word in words if not word.startswith("-") and "python" not in Path(word).name]
     return Path(named[0]).name if named else ""
+
+
+def _command(process_id: int) -> bytes:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has just ended
 
 
 def _entries(folder: str) -> list[str]:

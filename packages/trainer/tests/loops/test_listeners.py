@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.rendezvous import run_token
 from temper_trainer.loops import RunResult
 
 from .listeners_for_tests import Listeners, Row, rows
@@ -18,10 +19,11 @@ Run = Callable[..., RunResult]
 LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2", "sampling.max_tokens=12", "run.progress=false")
 
 
-def test_a_run_in_one_process_opens_the_listed_sockets(run: Run, tmp_path: Path) -> None:
+def test_a_run_in_one_process_opens_the_listed_sockets_and_shows_no_token(run: Run, tmp_path: Path) -> None:
     with Listeners() as listeners:
         run(tmp_path / "run", *LEAN)
     listeners.check(rows(run="inline"))
+    listeners.check_secret(run_token(), folder=tmp_path)
 
 
 def test_a_socket_that_is_not_listed_is_found() -> None:
@@ -35,10 +37,11 @@ def test_a_socket_that_is_not_listed_is_found() -> None:
 
 @pytest.mark.ray
 @pytest.mark.nightly
-def test_a_run_on_ray_opens_the_listed_sockets(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_ray_opens_the_listed_sockets_and_shows_no_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'temper-trainer[ray]'")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     with Listeners() as listeners:
         run(tmp_path / "run", *LEAN, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", "actor.num_workers=2")
     listeners.check(rows(run="ray"))
+    listeners.check_secret(run_token(), folder=tmp_path)

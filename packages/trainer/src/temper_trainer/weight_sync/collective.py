@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import StoreServer, run_token
+from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, run_token
 from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.rollout.changes import digest_of_tensors, find_changes, write_change
 from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
@@ -189,7 +189,7 @@ def listen(worker: ExportsWeights, bind_address: str) -> tuple[str, int, str]:
     """
     # Where ranks meet rank 0 already, servers meet it too: Ray says by which of its addresses a
     # node is reached. Without Ray everything is on this machine.
-    address = os.environ.get("MASTER_ADDR") or bind_address
+    address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
     if not worker.is_first:
         return address, 0, ""
     server = StoreServer(address, token=run_token())
