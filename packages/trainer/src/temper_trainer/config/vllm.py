@@ -62,8 +62,12 @@ class VllmConfig:
     """Further arguments of vLLM's ``EngineArgs``, by their names there; a text that begins with { or [ is read as JSON."""
     start_timeout_s: float = 600.0
     """Longest start of a server."""
-    stall_timeout_s: float = 600.0
-    """Longest time without a sign of life from a server that was asked something; then it counts as dead."""
+    stall_timeout_s: float = 120.0
+    """Longest time that a server with open calls may send neither a token nor the heartbeat of its
+    process; then it is ended and started again."""
+    load_timeout_s: float = 600.0
+    """Longest time that loading weights, or any call without new tokens, may take in a server whose
+    process still sends its heartbeat; then it is ended and started again."""
     max_restarts: int = 3
     """Times that a dead replica is started again, over the whole run, before the run stops."""
 
@@ -77,6 +81,7 @@ class VllmConfig:
         check_range(f"{key}.sleep_level", self.sleep_level, at_least=0, at_most=2)
         check_range(f"{key}.start_timeout_s", self.start_timeout_s, above=0)
         check_range(f"{key}.stall_timeout_s", self.stall_timeout_s, above=0)
+        check_range(f"{key}.load_timeout_s", self.load_timeout_s, above=0)
         check_range(f"{key}.max_restarts", self.max_restarts, at_least=0)
         if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove one of them.")

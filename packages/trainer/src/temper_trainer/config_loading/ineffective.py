@@ -246,7 +246,15 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
     """What a teacher's server, which reads its weights from disk and is never asleep, does not read."""
     teachers, vllm = config.teachers, "rollout.vllm"
     if config.rollout.sampler != "vllm" and any(teacher.backend == "vllm" for teacher in teachers.values()):
-        read = ("gpu_memory_utilization", "kv_cache_bytes", "enforce_eager", "start_timeout_s", "stall_timeout_s", "max_restarts")
+        read = (
+            "gpu_memory_utilization",
+            "kv_cache_bytes",
+            "enforce_eager",
+            "start_timeout_s",
+            "stall_timeout_s",
+            "load_timeout_s",
+            "max_restarts",
+        )
         reason = f"with rollout.sampler hf: servers of teachers never sleep, and read only {', '.join(read)} of {vllm}. Remove it"
         yield Rule(keys=(vllm,), but=tuple(f"{vllm}.{key}" for key in read), applies=lambda _: True, reason=reason)
     for name, teacher in teachers.items():

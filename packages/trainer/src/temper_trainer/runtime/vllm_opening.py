@@ -30,7 +30,9 @@ class ServerPlan:
     start_timeout_s: float
     """Longest start."""
     stall_timeout_s: float
-    """Longest silence."""
+    """Longest silence of its process."""
+    load_timeout_s: float
+    """Longest call without new tokens."""
 
     def make(self) -> ServerProcess:
         """The server on this machine, not started yet."""
@@ -41,6 +43,7 @@ class ServerPlan:
             log_file=Path(self.log_file),
             start_timeout_s=self.start_timeout_s,
             stall_timeout_s=self.stall_timeout_s,
+            load_timeout_s=self.load_timeout_s,
         )
 
 
@@ -90,4 +93,5 @@ def _plan(config: TrainerConfig, spec: ServerSpec, *, name: str, log: str) -> Se
         log_file=str(Path(config.run.dir).resolve() / log),
         start_timeout_s=vllm.start_timeout_s,
         stall_timeout_s=vllm.stall_timeout_s,
+        load_timeout_s=vllm.load_timeout_s,
     )

@@ -8,7 +8,6 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.channel import Backend
 from temper_trainer.rollout.place import Place
-from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, export_buckets
@@ -31,7 +30,7 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
         return AdapterTransport(actor=actor, sampler=sampler)
     transport = sync.transport
     if transport == "auto":
-        choice = choose_transport(_sender(config, actor), [place for replica in sampler.replicas for place in _receivers(replica)])
+        choice = choose_transport(_sender(config, actor), _receivers(sampler))
         logger.info("placement: weights get to the servers by %s, because %s", choice.transport, choice.reason)
         transport = choice.transport
     max_share = sync.max_changed_share if sync.content == "delta" else None
@@ -75,8 +74,11 @@ def _to_transformers(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Samp
     return StreamChangeTransport(whole, actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, max_share=sync.max_changed_share)
 
 
-def _receivers(replica: Replica) -> list[Place]:
-    return [Place(host=host, gpu=gpu) for host, gpu in cast("list[tuple[str, str | None]]", replica.call("places").result())]
+def _receivers(sampler: VllmSampler) -> list[Place]:
+    """Return the place of every worker; a server that has died since it was ready is started again."""
+    answers = sampler.call_each("places", [()] * len(sampler.replicas))
+    workers = cast("list[list[tuple[str, str | None]]]", answers)
+    return [Place(host=host, gpu=gpu) for replica in workers for host, gpu in replica]
 
 
 def _exporter(actor: RunsOnRanks, *, bucket_bytes: int) -> Callable[[], list[WeightBucket]]:

@@ -1,6 +1,6 @@
 """A server that misbehaves as its spec's environment says.
 
-`builds` never becomes ready; `silent` answers nothing, `garbled` what can't be read; `gives-up`
+`beats` sends only heartbeats; `builds` never becomes ready; `silent` answers nothing, `garbled` what can't be read; `gives-up`
 hangs up before it has started and `hangs-up` after that, and only then each says why.
 """
 
@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from temper_trainer.rollout.vllm.messages import Ask, Hello, Ready, ServerSpec, decode, encode
+from temper_trainer.rollout.vllm.messages import Ask, Heartbeat, Hello, Ready, ServerSpec, decode, encode
 from temper_trainer.rollout.vllm.server import read_messages
 
 if __name__ == "__main__":
@@ -31,6 +31,9 @@ if __name__ == "__main__":
         connection.close()
         time.sleep(0.5)
         sys.exit("the key is 7")
+    while behaviour == "beats":
+        connection.send_bytes(encode(Heartbeat()))
+        time.sleep(0.1)
     if behaviour == "garbled":
         connection.send_bytes(b"no message")
     time.sleep(600)

@@ -15,6 +15,7 @@ import pytest
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.place import Place
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm import client
 from temper_trainer.rollout.vllm.client import ServerProcess
@@ -22,6 +23,7 @@ from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.temporary_folders import remove_orphans
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.weight_sync.opening import _receivers
 
 SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
 REQUESTS = make_requests([[2], [3], [2]], SamplingConfig(max_tokens=4))
@@ -121,6 +123,27 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     assert server.process_id is None
 
 
+def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    server = ServerProcess(
+        replace(SPEC, environment={"BEHAVIOUR": "beats"}),
+        name="r",
+        python=sys.executable,
+        log_file=tmp_path / "log",
+        start_timeout_s=120,
+        stall_timeout_s=1,
+        load_timeout_s=3,
+    )
+    server.start()
+    begin = time.monotonic()
+    sentence = r"r is alive, but .* for rollout\.vllm\.load_timeout_s = 3 s"
+    with pytest.raises(ReplicaError, match=sentence):
+        server.call("anything").result(timeout=60)
+    assert time.monotonic() - begin > 3  # not after stall_timeout_s
+    assert server.process_id is None
+
+
 @pytest.mark.parametrize("behaviour", ["gives-up", "hangs-up"])
 def test_the_last_words_of_a_server_that_hung_up_are_heard(behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
@@ -194,6 +217,26 @@ def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> N
     sampler = sampler_of(fake)
     assert sampler.sample(REQUESTS) == [completion_of(request) for request in REQUESTS]
     assert (fake.num_starts, fake.loaded, sampler.num_restarts) == (2, [1, 1], 1)
+
+
+def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_again() -> None:
+    class DiesOnce(FakeReplica):
+        """Is dead when it is first asked where its workers are."""
+
+        def call(self, method: str, *arguments: object) -> "Future[object]":
+            if method != "places":
+                return super().call(method, *arguments)
+            future: Future[object] = Future()
+            if self.num_starts == 1:
+                future.set_exception(ReplicaError(f"{self.name} died"))
+            else:
+                future.set_result([("host", None)])
+            return future
+
+    fake = DiesOnce(0)
+    sampler = VllmSampler([fake], spec=SPEC, max_restarts=2)
+    assert _receivers(sampler) == [Place(host="host")]
+    assert (fake.num_starts, sampler.num_restarts) == (2, 1)
 
 
 def test_a_replica_that_dies_again_and_again_ends_the_run_with_the_cause() -> None:

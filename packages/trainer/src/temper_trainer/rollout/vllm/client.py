@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,6 +27,7 @@ from temper_trainer.rollout.vllm.messages import (
     Answer,
     Ask,
     Fault,
+    Heartbeat,
     Hello,
     Message,
     MessageError,
@@ -53,13 +55,24 @@ _KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError
 class ServerProcess:
     """A Replica in a process of its own, started with another interpreter where one is given."""
 
-    def __init__(self, spec: ServerSpec, *, name: str, python: str, log_file: Path, start_timeout_s: float, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        name: str,
+        python: str,
+        log_file: Path,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        load_timeout_s: float = math.inf,
+    ) -> None:
         self._spec = spec
         self._name = name
         self._python = python
         self._log_file = log_file
         self._start_timeout_s = start_timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._connection: Connection[object, object] | None = None
@@ -68,6 +81,7 @@ class ServerProcess:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._last_sign = time.monotonic()
+        self._last_heartbeat = time.monotonic()
         self.versions: Mapping[str, str] = {}
         """Of vllm, torch and transformers in the server's environment, once it was started."""
         self.process_id: int | None = None
@@ -197,12 +211,15 @@ class ServerProcess:
         reason = "died"
         try:
             while True:
+                if waiting and (stall := self._stall()) is not None:
+                    reason = stall
+                    break
                 if not connection.poll(1.0):
-                    if waiting and time.monotonic() - self._last_sign > self._stall_timeout_s:
-                        reason = f"gave no sign of life for rollout.vllm.stall_timeout_s = {self._stall_timeout_s:g} s"
-                        break
                     continue
                 message = decode(connection.recv_bytes())
+                if isinstance(message, Heartbeat):
+                    self._last_heartbeat = time.monotonic()
+                    continue
                 self._last_sign = time.monotonic()
                 if isinstance(message, Answer):
                     _settle(waiting.pop(message.number, None), value=decode_result(message))
@@ -224,6 +241,17 @@ class ServerProcess:
         error = self._dead(reason)
         while waiting:
             _settle(waiting.popitem()[1], error=error)
+
+    def _stall(self) -> str | None:
+        """Return how a server with open calls has stalled, or None."""
+        now = time.monotonic()
+        if now - max(self._last_sign, self._last_heartbeat) > self._stall_timeout_s:
+            limit = f"rollout.vllm.stall_timeout_s = {self._stall_timeout_s:g} s"
+            return f"gave no sign of life for {limit}"
+        if now - self._last_sign > self._load_timeout_s:
+            limit = f"rollout.vllm.load_timeout_s = {self._load_timeout_s:g} s"
+            return f"is alive, but neither answered nor sampled a token for {limit}"
+        return None
 
     def _hear_out(self) -> None:
         """Wait a little until a server that hung up has ended; one that was closed here is not waited for."""

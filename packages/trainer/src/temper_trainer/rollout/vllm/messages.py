@@ -93,6 +93,11 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The server's process runs; sent every few seconds by a thread of its own once it is ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """The model is built."""
 
@@ -100,11 +105,11 @@ class Ready:
     """cpu, cuda ..."""
 
 
-Message = Hello | ServerSpec | Ask | Answer | Fault | Alive | Ready
+Message = Hello | ServerSpec | Ask | Answer | Fault | Alive | Heartbeat | Ready
 MessageError = msgspec.MsgspecError
 """Raised for bytes that are not a message, or not of the expected types."""
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Ready)}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Heartbeat, Ready)}
 _FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 

@@ -17,6 +17,7 @@ from temper_trainer.rollout.vllm.messages import (
     Answer,
     Ask,
     Fault,
+    Heartbeat,
     Hello,
     Message,
     ServerSpec,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from temper_trainer.rollout.vllm.engine import Key, VllmEngine
 
 _SIGN_OF_LIFE_S = 1.0
+_HEARTBEAT_S = 5.0
 
 
 class Serving:
@@ -55,9 +57,11 @@ class Serving:
         self._sampling: dict[int, list[Completion | None]] = {}
         self._last_sign = time.monotonic()
         self._num_untold = 0
+        self._send_lock = threading.Lock()
 
     def run(self) -> None:
         """Serve for ever; `read_messages` ends the process."""
+        threading.Thread(target=self._beat, daemon=True).start()
         while True:
             while self._engine.is_idle or not self._inbox.empty():
                 self._handle(self._inbox.get())
@@ -100,8 +104,18 @@ class Serving:
 
     def _send(self, message: Message) -> None:
         self._last_sign = time.monotonic()
+        self._write(message)
+
+    def _beat(self) -> None:
+        # Loading weights and long prompts keep the main thread busy for minutes without a message.
+        while True:
+            time.sleep(_HEARTBEAT_S)
+            self._write(Heartbeat())
+
+    def _write(self, message: Message) -> None:
         try:
-            self._connection.send_bytes(encode(message))
+            with self._send_lock:
+                self._connection.send_bytes(encode(message))
         except OSError:
             end_group()
 
