@@ -62,7 +62,12 @@ class Row:
     contender: str
     """`engine`, `plain`, `trl`, `megatron`, or a job of its own, such as `attention`."""
     layout: str = ""
-    """Options of the contender, joined with `+`: `recompute`, `cudnn`, `tp2`, ..."""
+    """Options of the contender, joined with `+`.
+
+    Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `cudnn` (`sdpa_varlen`), `fa4`,
+    a Megatron layout such as `tp2-sp`; `profile`, `checkpoint` and `export` measure more. TRL:
+    `kept` (no gradient checkpointing).
+    """
 
     @property
     def name(self) -> str:

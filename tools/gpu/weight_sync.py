@@ -29,7 +29,7 @@ from torch import Tensor
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
 from temper_trainer.rollout.parcels import Parcel, check_digest, cut, digest_of, fill, layout_of, named_weights, open_parcel, write_parcel
-from tools.gpu.workload import SHAPES, Rows
+from tools.gpu.workload import CARDS, SHAPES, Rows
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
@@ -59,21 +59,45 @@ def settle(device: torch.device) -> None:
 
 
 def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
-    """bf16 tensors with the names and shapes of a Qwen2 model with a tied head."""
-    sizes = TINY if shape == "tiny" else SHAPES[shape]
-    hidden, inner, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
-    small = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    """Return bf16 tensors with the names and shapes of a Qwen2 model, or of a public card's."""
+    card = CARDS.get(shape)
+    sizes = TINY if shape == "tiny" else SHAPES.get(shape) or _integers(CARDS[shape])
+    hidden, inner, layers = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    head_dim = sizes.get("head_dim", hidden // sizes["num_attention_heads"])
+    large = head_dim * sizes["num_attention_heads"]
+    small = head_dim * sizes["num_key_value_heads"]
+    embedding = (sizes["vocab_size"], hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": (hidden,),
+    }
+    if card is not None and not card["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = embedding
+    attention = {
+        "q_proj": (large, hidden),
+        "k_proj": (small, hidden),
+        "v_proj": (small, hidden),
+        "o_proj": (hidden, large),
+    }
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     for i in range(layers):
         layer = f"model.layers.{i}"
-        attention = {"q_proj": (hidden, hidden), "k_proj": (small, hidden), "v_proj": (small, hidden), "o_proj": (hidden, hidden)}
-        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         shapes |= {f"{layer}.self_attn.{name}.weight": size for name, size in attention.items()}
-        shapes |= {f"{layer}.self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
+        if card is None:
+            biased = ("q_proj", "k_proj", "v_proj")
+            shapes |= {f"{layer}.self_attn.{name}.bias": attention[name][:1] for name in biased}
+        elif card["model_type"] == "qwen3":
+            norms = ("q_norm", "k_norm")
+            shapes |= {f"{layer}.self_attn.{name}.weight": (head_dim,) for name in norms}
         shapes |= {f"{layer}.mlp.{name}.weight": size for name, size in mlp.items()}
-        shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"{layer}.{name}.weight": (hidden,) for name in norms}
     generator = torch.Generator(device=device).manual_seed(0)
     return [NamedWeight(name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)) for name, size in shapes.items()]
+
+
+def _integers(card: Mapping[str, object]) -> dict[str, int]:
+    return {name: size for name, size in card.items() if type(size) is int}
 
 
 def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
@@ -286,7 +310,7 @@ def main() -> None:
     """Measure everything that this machine's number of GPUs allows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", choices=["tiny", *SHAPES], default="1.5B")
+    parser.add_argument("--shape", choices=["tiny", *SHAPES, *CARDS], default="1.5B")
     parser.add_argument("--jobs", help="names with commas; all where it is left out")
     parser.add_argument("--job", help="this one alone, in this process")
     chosen = parser.parse_args()
