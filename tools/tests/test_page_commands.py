@@ -34,7 +34,7 @@ def test_an_open_quote_is_told(tmp_path: Path) -> None:
         ("temper-train experiment=quickstart --chekc", "unrecognized arguments: --chekc"),
         (
             "temper-train algorithm=grpo actor.engine.model.path=elsewhere data.train.paths=[train.jsonl]",
-            "no Hugging Face model lies there",
+            "no Hugging Face model in that folder",
         ),
         ("python3 tools/dev.py train run.sead=1", "run.seed"),
         ("python3 tools/dev.py test --only trainers", "trainers: no step"),

@@ -97,9 +97,25 @@ def test_a_run_folder_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str
     assert "already holds a run: go on with run.resume=auto, or choose another run.dir." in err
 
 
-def test_malformed_data_is_a_failure_with_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n')
-    code, _, err = run(capsys, "experiment=gsm8k_sft", f"data.train.paths=[{tmp_path}/train.jsonl]", f"run.dir={tmp_path}/run")
-    assert code == 1
-    assert err.startswith(f"DataError: {tmp_path}/train.jsonl:2: not a JSON object")
-    assert len(err.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("num_good", "status", "sentence"),
+    [
+        (1, 2, "{file}:2 is not a line of JSON"),
+        (200, 1, "DataError: {file}:201: not a JSON object"),
+    ],
+    ids=["found before the start", "found by the run"],
+)
+def test_malformed_data_is_a_failure_with_file_and_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    num_good: int,
+    status: int,
+    sentence: str,
+) -> None:
+    file = tmp_path / "train.jsonl"
+    row = '{"question": "1+1?", "answer": "#### 2"}\n'
+    file.write_text(row * num_good + '{"question": \n')
+    data = f"data.train.paths=[{file}]"
+    code, _, err = run(capsys, "experiment=gsm8k_sft", data, f"run.dir={tmp_path}/run")
+    assert code == status
+    assert sentence.format(file=file) in err

@@ -47,7 +47,7 @@ def test_addresses_with_a_scheme_are_left_to_the_run(there: list[str]) -> None:
 
 def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) -> None:
     text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
-    assert text.startswith(f"actor.engine.model.path is {tmp_path}, but no Hugging Face model lies there (no config.json)")
+    assert text.startswith(f"actor.engine.model.path is {tmp_path}, but there is no Hugging Face model in that folder (no config.json)")
 
 
 @pytest.mark.parametrize(
@@ -188,3 +188,45 @@ def test_home_directory_is_found_in_paths_and_nowhere_else(there: list[str], tmp
     assert config.run.dir == f"{tmp_path}/run"
     assert config.data.train.paths == (f"{tmp_path}/train.jsonl",)
     assert config.data.prompt_template == "~/{prompt}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ('{"question": "a"}\n{"question": "b"}\n{"question": \n', "train.jsonl:3 is not a line of JSON"),
+        ('{"problem": "a", "answer": "b"}\n', "prompt_key is question, but"),
+        ('["a"]\n', "train.jsonl:1 is a list, but each line must be a JSON object"),
+    ],
+)
+def test_broken_row_is_refused_before_the_run(there: list[str], tmp_path: Path, rows: str, sentence: str) -> None:
+    (tmp_path / "train.jsonl").write_text(rows)
+    assert sentence in refusal(there)
+
+
+def test_name_on_the_hub_is_told_how_to_download_it(there: list[str]) -> None:
+    text = refusal([*there, "actor.engine.model.path=Qwen/Qwen2.5-0.5B"])
+    assert "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B" in text
+
+
+def test_weights_that_are_cut_off_are_named(there: list[str], tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    whole = len(header).to_bytes(8, "little") + header + bytes(8)
+    weights.write_bytes(whole)
+    check_outside(load(there).config)
+    for size in (0, 20, len(whole) - 1):
+        weights.write_bytes(whole[:size])
+        assert f"{weights} has {size} bytes" in refusal(there)
+
+
+def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_path: Path) -> None:
+    overrides = [
+        there[0],
+        "rollout=vllm",
+        "weight_sync.content=adapter",
+        "actor.engine.lora.rank=4",
+        "actor.engine.lora.alpha=8",
+        "actor.engine.model.architecture={model_type: qwen2}",
+        "data.tokenizer.kind=word_level",
+    ]
+    assert "servers have no base to put the adapter on" in refusal(overrides)

@@ -1,9 +1,12 @@
 """What a configuration refers to outside itself: files, folders, model directories, libraries, the reward function; without torch."""
 
 import importlib.util
+import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
@@ -19,6 +22,8 @@ from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, reward_parts
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NUM_CHECKED_ROWS = 100
 _NEED_PEFT = ("fsdp", "megatron")
 """Engines whose adapters are PEFT's."""
 
@@ -96,9 +101,37 @@ def _missing_data(config: TrainerConfig) -> Iterator[str]:
         for path in source.paths:
             if _is_local(path) and not Path(path).is_file():
                 yield f"{name}.paths names {path}, which is no file here ({Path.cwd()}): mend the path."
+            elif _is_local(path) and path.endswith(".jsonl"):
+                key = source.prompt_key if config.task == "rl" and name != "warm_start.data" else None
+                if problem := _broken_row(Path(path), prompt_key=key):
+                    yield f"{name}.{problem}"
     tools = config.data.tools_path
     if tools is not None and not Path(tools).is_file():
         yield f"data.tools_path is {tools}, which is no file here ({Path.cwd()}): mend the path."
+
+
+def _broken_row(path: Path, *, prompt_key: str | None) -> str | None:
+    """Return what is wrong with the first row, of the first `_NUM_CHECKED_ROWS`, that is unusable.
+
+    The run reads every row; this finds a wrong key or another format within milliseconds.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(islice(file, _NUM_CHECKED_ROWS), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                return f"paths: {path}:{number} is not a line of JSON ({error}): correct that line."
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                return f"paths: {path}:{number} is a {kind}, but each line must be a JSON object."
+            if prompt_key is not None and prompt_key not in row:
+                return (
+                    f"prompt_key is {prompt_key}, but {path}:{number} has only "
+                    f"{', '.join(sorted(row)) or 'no keys'}: set it to one of them."
+                )
+    return None
 
 
 def _missing_models(config: TrainerConfig) -> Iterator[str]:
@@ -112,15 +145,27 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
     for name, role in roles.items():
         path = None if role is None else role.engine.model.path
         if path is not None and not (Path(path) / "config.json").is_file():
-            yield (
-                f"{name}.engine.model.path is {path}, but no Hugging Face model lies there (no config.json): mend the path, or put the "
-                "model there first."
-            )
+            remedy = "correct the path, or put the model there first."
+            if _HUB_NAME.fullmatch(path) and not Path(path).exists():
+                remedy = (
+                    "if it is the name of a model on the Hugging Face Hub, run hf download "
+                    f"{path} --local-dir models/{path.rpartition('/')[2]} and give that folder."
+                )
+            yield (f"{name}.engine.model.path is {path}, but there is no Hugging Face model in that folder (no config.json): {remedy}")
+        elif path is not None and (damage := _damaged_weights(Path(path))):
+            yield f"{name}.engine.model.path: {damage}"
         elif path is not None and not name.startswith("teachers.") and (part := image_part(Path(path))):  # a server answers text alone
             yield (
                 f"{name}.engine.model.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
                 "trains. Give the folder of a text model."
             )
+    actor = config.actor.engine.model.path
+    if config.weight_sync.content == "adapter" and actor is None:
+        yield (
+            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have "
+            "no base to put the adapter on: set weight_sync.content=full, or save the base as a "
+            "Hugging Face directory first."
+        )
     path = config.data.tokenizer.path
     if path is not None and not Path(path).is_dir():
         yield f"data.tokenizer.path is {path}, which is no directory: give the folder of a tokenizer."
@@ -129,6 +174,29 @@ def _missing_models(config: TrainerConfig) -> Iterator[str]:
             "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
             "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
         )
+
+
+def _damaged_weights(folder: Path) -> str | None:
+    """Return what is wrong with the first file of weights whose header does not fit its size.
+
+    A safetensors file begins with the length of its header in 8 bytes; the header says where each
+    tensor ends. Only the headers are read.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or 8 + length > size:
+                return f"{path} has {size} bytes and is cut off: copy or download it again."
+            try:
+                header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
+            except ValueError:
+                return f"{path} has a header that is not JSON: copy or download it again."
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:
+            return f"{path} has {size} bytes, but its header asks for {end}: copy it again."
+    return None
 
 
 def _problems_of_run(run: RunConfig) -> Iterator[str]:
