@@ -18,7 +18,9 @@ settings.register_profile("engine-fsdp", deadline=None, derandomize=True)
 settings.load_profile("engine-fsdp")
 
 # Beside a released engine-api that does not know adapters inside experts there is nothing to test.
-collect_ignore = [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_lora_experts.py"]
+collect_ignore = (
+    [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_lora_experts.py"]
+)
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {

@@ -20,7 +20,9 @@ def stream() -> Iterator[NamedWeight]:
 def main(folder: str) -> None:
     entries = [WeightEntry(name=f"w{i}", shape=SHAPE, dtype=torch.float32) for i in range(8)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    huggingface_files.write_weights(stream(), entries, directory=folder, is_writer=True, shard_bytes=128 << 20)
+    huggingface_files.write_weights(
+        stream(), entries, directory=folder, is_writer=True, shard_bytes=128 << 20
+    )
     sys.stdout.write(str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 
 

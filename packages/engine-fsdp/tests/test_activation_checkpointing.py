@@ -19,7 +19,9 @@ Start = Callable[..., FSDPEngine]
 
 
 def norms(engine: FSDPEngine, batch: SequenceBatch) -> list[float]:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     found = []
     for _ in range(3):
         engine.optimizer_zero_grad()
@@ -32,7 +34,9 @@ def norms(engine: FSDPEngine, batch: SequenceBatch) -> list[float]:
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("is_selective", [False, True], ids=["full", "selective"])
 @pytest.mark.parametrize("is_offloaded", [False, True], ids=["here", "offloaded"])
-def test_checkpointing_changes_no_bit(start: Start, batch: SequenceBatch, strategy: str, is_selective: bool, is_offloaded: bool) -> None:
+def test_checkpointing_changes_no_bit(
+    start: Start, batch: SequenceBatch, strategy: str, is_selective: bool, is_offloaded: bool
+) -> None:
     plain = norms(start(strategy=strategy), batch)
     again = start(
         strategy=strategy,
@@ -50,7 +54,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.num = 0
 
-    def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
         self.num += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs if isinstance(kwargs, dict) else {}))
 
@@ -61,16 +67,22 @@ def num_products(engine: FSDPEngine, batch: SequenceBatch) -> int:
     return products.num
 
 
-def test_selective_checkpointing_computes_fewer_products_again_than_full(start: Start, batch: SequenceBatch) -> None:
+def test_selective_checkpointing_computes_fewer_products_again_than_full(
+    start: Start, batch: SequenceBatch
+) -> None:
     none = num_products(start(), batch)
     full = num_products(start(activation_checkpointing=True), batch)
-    selective = num_products(start(activation_checkpointing=True, checkpointing_keeps_products=True), batch)
+    selective = num_products(
+        start(activation_checkpointing=True, checkpointing_keeps_products=True), batch
+    )
     # Three updates, two layers of seven products. Nothing needs the last one's result; of the others the first, third and fifth are kept.
     assert full - none == 3 * 2 * 6
     assert selective - none == 3 * 2 * 3
 
 
-def test_the_inputs_of_all_layers_are_parked(start: Start, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inputs_of_all_layers_are_parked(
+    start: Start, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[ActivationOffloader] = []
     initialise = ActivationOffloader.__init__
 
@@ -82,22 +94,38 @@ def test_the_inputs_of_all_layers_are_parked(start: Start, batch: SequenceBatch,
     engine = start(activation_checkpointing=True, offload_activations=True)
     entered: list[Tensor] = []
     for layer in engine._components.runner._sharded.root.hf.model.layers:
-        layer.input_layernorm.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach().clone()))
+        layer.input_layernorm.register_forward_pre_hook(
+            lambda _, args: entered.append(args[0].detach().clone())
+        )
     norms(engine, batch)
     # Three passes of two layers, each of which is entered again in the backward pass.
     assert len(made) == 3
     assert len(entered) == 3 * 2 * 2 + 3 * 2
     hosts = [parked.host for offloader in made for parked in offloader.offloaded]
-    assert all(any(torch.equal(host, inputs) for host in hosts if host.shape == inputs.shape) for inputs in entered[:2])
+    assert all(
+        any(torch.equal(host, inputs) for host in hosts if host.shape == inputs.shape)
+        for inputs in entered[:2]
+    )
 
 
 def test_options_of_checkpointing_without_it_are_refused(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="checkpointing_keeps_products is on, but has no effect without activation_checkpointing"):
+    with pytest.raises(
+        ConfigError,
+        match="checkpointing_keeps_products is on, but has no effect without activation_checkpointing",
+    ):
         replace(config, checkpointing_keeps_products=True)
-    with pytest.raises(ConfigError, match="offload_activations is on, but has no effect without activation_checkpointing"):
+    with pytest.raises(
+        ConfigError,
+        match="offload_activations is on, but has no effect without activation_checkpointing",
+    ):
         replace(config, offload_activations=True)
 
 
 def test_selective_checkpointing_of_compiled_layers_is_refused(config: FSDPConfig) -> None:
     with pytest.raises(ConfigError, match="switch one of them off"):
-        replace(config, activation_checkpointing=True, checkpointing_keeps_products=True, compile_layers=True)
+        replace(
+            config,
+            activation_checkpointing=True,
+            checkpointing_keeps_products=True,
+            compile_layers=True,
+        )

@@ -37,7 +37,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
     """The same weights in transformers' own model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        deepcopy(engine._components.hf_config), attn_implementation="eager"
+    ).eval()
     joining = ExpertJoiner({name: tensor.shape for name, tensor in model.state_dict().items()})
     with engine.export_weights() as stream:
         wholes = dict(filter(None, (joining.add(*weight) for weight in stream)))
@@ -55,7 +57,9 @@ def logprobs_of(model: PreTrainedModel, batch: SequenceBatch, b: int) -> Tensor:
 
 
 def update(engine: FSDPEngine, batch: SequenceBatch) -> float:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_step(batch)
@@ -66,38 +70,61 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> float:
 def test_packed_log_probs_are_those_of_transformers(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
 ) -> None:
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]}))
+    engine = start(
+        model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]})
+    )
     model = twin_of(engine)
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
-        outputs = engine.forward_backward_batch(packed, forward_only=True, outputs=[Query.LOGPROB]).outputs
+        outputs = engine.forward_backward_batch(
+            packed, forward_only=True, outputs=[Query.LOGPROB]
+        ).outputs
     assert outputs is not None
     found = outputs.in_order_of(batch.sample_ids).columns[Query.LOGPROB]
     for b in range(batch.num_sequences):
         first, end = int(batch.sequence_starts[b]), int(batch.sequence_starts[b + 1])
         with torch.no_grad():
-            torch.testing.assert_close(found[first + 1 : end], logprobs_of(model, batch, b), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                found[first + 1 : end], logprobs_of(model, batch, b), rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradients_are_those_of_transformers(start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str) -> None:
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]}))
+def test_gradients_are_those_of_transformers(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
+) -> None:
+    engine = start(
+        model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]})
+    )
     model = twin_of(engine)
     trained = batch.loss_mask.split(batch.lengths.tolist())
-    total = torch.stack([logprobs_of(model, batch, b)[mask[1:]].sum() for b, mask in enumerate(trained)]).sum()
+    total = torch.stack(
+        [logprobs_of(model, batch, b)[mask[1:]].sum() for b, mask in enumerate(trained)]
+    ).sum()
     (-total / batch.loss_mask.sum()).backward()
     update(engine, batch)
-    gradients = {part: grad for name, p in model.named_parameters() if p.grad is not None for part, grad in split_experts(name, p.grad)}
+    gradients = {
+        part: grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+        for part, grad in split_experts(name, p.grad)
+    }
     for state in engine.export_state():
         expected = gradients[state.name]
         # The first moment after one update of AdamW is a tenth of the gradient.
-        torch.testing.assert_close(state.first_moment * 10, expected, rtol=1e-4, atol=1e-6, msg=state.name)
+        torch.testing.assert_close(
+            state.first_moment * 10, expected, rtol=1e-4, atol=1e-6, msg=state.name
+        )
 
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_resumed_run_goes_on_bit_for_bit(
-    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str, tmp_path: Path
+    start: Callable[..., FSDPEngine],
+    config: FSDPConfig,
+    batch: SequenceBatch,
+    name: str,
+    tmp_path: Path,
 ) -> None:
     spec = ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]})
     engine = start(model=spec)
@@ -111,7 +138,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_experts_are_exported_under_the_names_that_transformers_writes(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, tmp_path: Path
 ) -> None:
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}))
+    engine = start(
+        model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]})
+    )
     update(engine, batch)
     with engine.export_weights() as stream:
         exported = {name: tensor.clone() for name, tensor in stream}
@@ -120,10 +149,19 @@ def test_experts_are_exported_under_the_names_that_transformers_writes(
     assert exported.keys() == written.keys()
     assert all(exported[name].equal(tensor) for name, tensor in written.items())
 
-    saved = [replace(s, **{k: getattr(s, k).clone() for k in ("master", "first_moment", "second_moment")}) for s in engine.export_state()]
+    saved = [
+        replace(
+            s, **{k: getattr(s, k).clone() for k in ("master", "first_moment", "second_moment")}
+        )
+        for s in engine.export_state()
+    ]
     assert {state.name for state in saved} == written.keys()
     next_norm = update(engine, batch)
-    other = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}, seed=9))
+    other = start(
+        model=ModelSpec(
+            architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}, seed=9
+        )
+    )
     other.load_state(iter(reversed(saved)))
     assert update(other, batch) == next_norm
     other.load_weights(NamedWeight(name, tensor) for name, tensor in exported.items())
@@ -131,21 +169,39 @@ def test_experts_are_exported_under_the_names_that_transformers_writes(
         assert all(exported[name].equal(tensor) for name, tensor in stream)
 
 
-def test_an_expert_that_lacks_is_named_and_nothing_is_loaded(start: Callable[..., FSDPEngine], config: FSDPConfig) -> None:
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]}))
+def test_an_expert_that_lacks_is_named_and_nothing_is_loaded(
+    start: Callable[..., FSDPEngine], config: FSDPConfig
+) -> None:
+    engine = start(
+        model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES["qwen3_moe"]})
+    )
     with engine.export_weights() as stream:
         exported = [NamedWeight(name, tensor.clone()) for name, tensor in stream]
     lacking = "model.layers.0.mlp.experts.2.up_proj.weight"
     with pytest.raises(WeightError, match=f"missing {lacking}"):
-        engine.load_weights(NamedWeight(name, tensor + 1) for name, tensor in exported if name != lacking)
+        engine.load_weights(
+            NamedWeight(name, tensor + 1) for name, tensor in exported if name != lacking
+        )
     with engine.export_weights() as stream:
-        assert all(tensor.equal(before.tensor) for (_, tensor), before in zip(stream, exported, strict=True))
+        assert all(
+            tensor.equal(before.tensor)
+            for (_, tensor), before in zip(stream, exported, strict=True)
+        )
 
 
 def test_a_mixture_whose_files_name_experts_otherwise_is_refused_where_names_matter(
     start: Callable[..., FSDPEngine], config: FSDPConfig
 ) -> None:
-    mixtral = {"model_type": "mixtral", "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    mixtral = {
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    }
     engine = start(model=ModelSpec(architecture={**config.model.architecture, **mixtral}))
-    with pytest.raises(CapabilityError, match="but this is a mixtral"), engine.export_weights() as stream:
+    with (
+        pytest.raises(CapabilityError, match="but this is a mixtral"),
+        engine.export_weights() as stream,
+    ):
         next(iter(stream))

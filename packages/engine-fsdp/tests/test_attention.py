@@ -53,17 +53,24 @@ FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
 
 def packed_model(family: str) -> PreTrainedModel:
     packed_attention.register_kernels()
-    return build_model(ModelSpec(architecture={**COMMON, **FAMILIES[family]}), attention=packed_attention.SDPA_VARLEN)
+    return build_model(
+        ModelSpec(architecture={**COMMON, **FAMILIES[family]}),
+        attention=packed_attention.SDPA_VARLEN,
+    )
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
     config = type(model.config).from_dict(model.config.to_dict())
-    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    twin = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
 
-def packed_hidden(model: PreTrainedModel, tokens: Tensor, *, packing: PackLayout | None = None) -> Tensor:
+def packed_hidden(
+    model: PreTrainedModel, tokens: Tensor, *, packing: PackLayout | None = None
+) -> Tensor:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     output = model.base_model(
         input_ids=tokens[None],
@@ -77,7 +84,9 @@ def packed_hidden(model: PreTrainedModel, tokens: Tensor, *, packing: PackLayout
 
 
 def hidden_one_by_one(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    return torch.cat([model.base_model(input_ids=t[None]).last_hidden_state[0] for t in tokens.split(LENGTHS)])
+    return torch.cat(
+        [model.base_model(input_ids=t[None]).last_hidden_state[0] for t in tokens.split(LENGTHS)]
+    )
 
 
 @pytest.fixture
@@ -86,14 +95,23 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(family: str, tokens: Tensor) -> None:
+def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(
+    family: str, tokens: Tensor
+) -> None:
     model = packed_model(family).eval()
-    torch.testing.assert_close(packed_hidden(model, tokens), hidden_one_by_one(eager_twin(model), tokens), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        packed_hidden(model, tokens),
+        hidden_one_by_one(eager_twin(model), tokens),
+        rtol=2e-5,
+        atol=2e-5,
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral-window"])
-def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(family: str, checkpointing: bool, tokens: Tensor) -> None:
+def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(
+    family: str, checkpointing: bool, tokens: Tensor
+) -> None:
     model = packed_model(family)
     twin = eager_twin(model)
     if checkpointing:
@@ -101,7 +119,9 @@ def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(family: str, che
     model.train()
     packed_hidden(model, tokens).cos().sum().backward()
     hidden_one_by_one(twin, tokens).cos().sum().backward()
-    for (name, ours), theirs in zip(model.base_model.named_parameters(), twin.base_model.parameters()):
+    for (name, ours), theirs in zip(
+        model.base_model.named_parameters(), twin.base_model.parameters()
+    ):
         assert ours.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=2e-5)
 
@@ -114,7 +134,9 @@ def test_padding_to_rounded_lengths_changes_no_gradient(family: str, tokens: Ten
     assert sum(bucket.num_rows for bucket in rounded.buckets) == 128 * len(LENGTHS)
     packed_hidden(model, tokens, packing=rounded).cos().sum().backward()
     packed_hidden(twin, tokens).cos().sum().backward()
-    for (name, own), other in zip(model.base_model.named_parameters(), twin.base_model.parameters()):
+    for (name, own), other in zip(
+        model.base_model.named_parameters(), twin.base_model.parameters()
+    ):
         assert own.grad is not None, name
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=2e-5)
 
@@ -122,7 +144,9 @@ def test_padding_to_rounded_lengths_changes_no_gradient(family: str, tokens: Ten
 def test_no_mask_over_the_pack_is_made(tokens: Tensor) -> None:
     model = packed_model("qwen2").eval()
     seen: list[object] = []
-    model.base_model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    model.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
     packed_hidden(model, tokens)
     assert seen == [None]
 
@@ -133,9 +157,18 @@ def test_torch_varlen_on_a_cpu_is_refused() -> None:
 
 
 def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
-    assert packed_attention.choose_kernel("auto", device=CPU, compute="bf16") == packed_attention.SDPA_VARLEN
-    assert packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32") == packed_attention.SDPA_VARLEN
-    assert packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16") == packed_attention.TORCH_VARLEN
+    assert (
+        packed_attention.choose_kernel("auto", device=CPU, compute="bf16")
+        == packed_attention.SDPA_VARLEN
+    )
+    assert (
+        packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32")
+        == packed_attention.SDPA_VARLEN
+    )
+    assert (
+        packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16")
+        == packed_attention.TORCH_VARLEN
+    )
 
 
 class ReadsBack(TorchDispatchMode):
@@ -145,8 +178,14 @@ class ReadsBack(TorchDispatchMode):
         super().__init__()
         self.num = 0
 
-    def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
-        self.num += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        self.num += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+        )
         return func(*args, **(kwargs if isinstance(kwargs, dict) else {}))
 
 
@@ -163,7 +202,13 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     seen: set[torch.dtype] = set()
 
     class SeesAttention(TorchDispatchMode):
-        def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: object = None,
+        ) -> object:
             if "scaled_dot_product" in func.name():
                 seen.update(arg.dtype for arg in args if isinstance(arg, Tensor))
             return func(*args, **(kwargs or {}))  # type: ignore[dict-item]
@@ -180,7 +225,10 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"s_aux": torch.zeros(4)}, "Module asks its attention for s_aux, which packed attention does not compute"),
+        (
+            {"s_aux": torch.zeros(4)},
+            "Module asks its attention for s_aux, which packed attention does not compute",
+        ),
         ({"softcap": 30.0}, "asks its attention for softcap"),
         ({"block_indices": torch.zeros(1)}, "asks its attention for block_indices"),
         ({"is_causal": False}, "lets tokens see later ones"),
@@ -189,16 +237,29 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("kernel", [packed_attention.SDPA_VARLEN, packed_attention.TORCH_VARLEN])
-def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str, object], sentence: str) -> None:
+def test_what_a_kernel_does_not_compute_is_refused(
+    kernel: str, asked: dict[str, object], sentence: str
+) -> None:
     packed_attention.register_kernels()
     query = torch.zeros(1, 4, 30, 8)
-    known = {"scaling": 1.0, "packing": PackLayout(LENGTHS, device=CPU), "position_ids": torch.zeros(1, 30), "use_cache": False}
+    known = {
+        "scaling": 1.0,
+        "packing": PackLayout(LENGTHS, device=CPU),
+        "position_ids": torch.zeros(1, 30),
+        "use_cache": False,
+    }
     with pytest.raises(CapabilityError, match=sentence):
-        AttentionInterface()[kernel](torch.nn.Module(), query, query, query, None, **{**known, **asked})
+        AttentionInterface()[kernel](
+            torch.nn.Module(), query, query, query, None, **{**known, **asked}
+        )
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
     with pytest.raises(CapabilityError, match="asks its attention for a mask of its own"):
         packed_attention.sdpa_varlen_forward(
-            torch.nn.Module(), *torch.zeros(3, 1, 4, 30, 8), torch.zeros(30, 30), scaling=1.0, packing=PackLayout(LENGTHS, device=CPU)
+            torch.nn.Module(),
+            *torch.zeros(3, 1, 4, 30, 8),
+            torch.zeros(30, 30),
+            scaling=1.0,
+            packing=PackLayout(LENGTHS, device=CPU),
         )

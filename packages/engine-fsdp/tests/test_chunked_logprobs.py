@@ -20,7 +20,9 @@ class Case:
     temperature: Tensor
     ids: Tensor
 
-    def fused(self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True) -> TokenLogprobs:
+    def fused(
+        self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True
+    ) -> TokenLogprobs:
         return chunked_logprobs(
             self.hidden,
             self.weight,
@@ -33,7 +35,9 @@ class Case:
         )
 
     def naive(self) -> TokenLogprobs:
-        logits = self.hidden.double() @ self.weight.double().t() / self.temperature.double()[:, None]
+        logits = (
+            self.hidden.double() @ self.weight.double().t() / self.temperature.double()[:, None]
+        )
         logprobs = torch.log_softmax(logits, dim=-1)
         return TokenLogprobs(
             logprob=logprobs.gather(1, self.labels[:, None])[:, 0],
@@ -57,7 +61,11 @@ def make_case(*, positions: int = 37, vocabulary: int = 101, scale: float = 1.0)
 def mixed_loss(columns: TokenLogprobs) -> Tensor:
     """Every column with its own weight per position, so that no error cancels."""
     at = torch.arange(1.0, columns.logprob.shape[0] + 1, dtype=columns.logprob.dtype).sin()
-    loss = (columns.logprob * at).sum() + 0.3 * (columns.logsumexp * at.square()).sum() + 0.1 * columns.logprob_at.sum()
+    loss = (
+        (columns.logprob * at).sum()
+        + 0.3 * (columns.logsumexp * at.square()).sum()
+        + 0.1 * columns.logprob_at.sum()
+    )
     return loss + 0.7 * (columns.entropy * at).sum() if columns.entropy.requires_grad else loss
 
 
@@ -71,13 +79,18 @@ def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: in
     case = make_case()
     fused, naive = case.fused(chunk_tokens=chunk_tokens), case.naive()
     for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
-        torch.testing.assert_close(getattr(fused, name), getattr(naive, name).float(), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            getattr(fused, name), getattr(naive, name).float(), rtol=2e-6, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
 def test_gradients_of_hidden_and_weight_equal_autograds(chunk_tokens: int) -> None:
     case = make_case()
-    for fused, naive in zip(gradients(case, mixed_loss(case.fused(chunk_tokens=chunk_tokens))), gradients(case, mixed_loss(case.naive()))):
+    for fused, naive in zip(
+        gradients(case, mixed_loss(case.fused(chunk_tokens=chunk_tokens))),
+        gradients(case, mixed_loss(case.naive())),
+    ):
         torch.testing.assert_close(fused, naive, rtol=1e-5, atol=1e-5)
 
 
@@ -86,8 +99,15 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
     columns = case.fused(entropy_has_gradient=False)
     assert not columns.entropy.requires_grad
     naive = case.naive()
-    naive = TokenLogprobs(logprob=naive.logprob, logsumexp=naive.logsumexp, entropy=naive.entropy.detach(), logprob_at=naive.logprob_at)
-    for ours, theirs in zip(gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))):
+    naive = TokenLogprobs(
+        logprob=naive.logprob,
+        logsumexp=naive.logsumexp,
+        entropy=naive.entropy.detach(),
+        logprob_at=naive.logprob_at,
+    )
+    for ours, theirs in zip(
+        gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -97,7 +117,9 @@ def test_peaked_logits_stay_finite_and_exact() -> None:
     fused, naive = case.fused(chunk_tokens=5), case.naive()
     torch.testing.assert_close(fused.logprob, naive.logprob.float(), rtol=2e-6, atol=2e-4)
     torch.testing.assert_close(fused.entropy, naive.entropy.float(), rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(gradients(case, mixed_loss(case.fused())), gradients(case, mixed_loss(naive))):
+    for ours, theirs in zip(
+        gradients(case, mixed_loss(case.fused())), gradients(case, mixed_loss(naive))
+    ):
         assert bool(ours.isfinite().all())
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
@@ -146,6 +168,12 @@ def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
     case = make_case()
     whole = case.fused()
     for size in (1, 2, 3, 5, 36):
-        few = chunked_logprobs(case.hidden[:size], case.weight, case.labels[:size], temperature=case.temperature[:size], needs_entropy=True)
+        few = chunked_logprobs(
+            case.hidden[:size],
+            case.weight,
+            case.labels[:size],
+            temperature=case.temperature[:size],
+            needs_entropy=True,
+        )
         assert torch.equal(few.logprob, whole.logprob[:size])
         assert torch.equal(few.entropy, whole.entropy[:size])

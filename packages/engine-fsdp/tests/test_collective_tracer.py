@@ -22,9 +22,17 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path / "told")], env={**os.environ, **meeting, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path / "told")],
+            env={**os.environ, **meeting, "RANK": str(rank)},
+        )
         for rank in range(2)
     ]
     try:
@@ -43,7 +51,10 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
 
 
 def alone() -> CollectiveTracer:
-    return CollectiveTracer(Membership(rank=0, world_size=1, device=torch.device("cpu"), owns_group=False), timeout_s=1.0)
+    return CollectiveTracer(
+        Membership(rank=0, world_size=1, device=torch.device("cpu"), owns_group=False),
+        timeout_s=1.0,
+    )
 
 
 def test_errors_that_no_collective_raised_pass_as_they_are() -> None:

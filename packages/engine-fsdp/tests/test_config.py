@@ -13,7 +13,9 @@ from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 
 MODEL = ModelSpec(architecture={"model_type": "qwen2"})
-NEEDS_CHECKS = pytest.mark.skipif(not hasattr(EngineConfig, "__post_init__"), reason="needs an engine-api that checks words")
+NEEDS_CHECKS = pytest.mark.skipif(
+    not hasattr(EngineConfig, "__post_init__"), reason="needs an engine-api that checks words"
+)
 
 
 def test_importing_the_configuration_needs_no_torch() -> None:
@@ -42,7 +44,10 @@ def test_torch_varlen_in_float32_names_both_keys() -> None:
 
 
 def test_a_size_of_safetensors_files_that_are_not_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match="huggingface_shard_bytes is 1000, but has no effect without save_huggingface_weights"):
+    with pytest.raises(
+        ConfigError,
+        match="huggingface_shard_bytes is 1000, but has no effect without save_huggingface_weights",
+    ):
         FSDPConfig(model=MODEL, huggingface_shard_bytes=1000)
     FSDPConfig(model=MODEL, huggingface_shard_bytes=1000, save_huggingface_weights=True)
 
@@ -56,30 +61,81 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        pytest.param({"strategy": "fsdp"}, "strategy is 'fsdp', but must be 'fsdp2' or 'fsdp1'", marks=NEEDS_CHECKS),
-        pytest.param({"attention": "flash"}, "attention is 'flash', but must be 'auto', 'sdpa_varlen' or", marks=NEEDS_CHECKS),
-        pytest.param({"device": "gpu"}, "device is 'gpu', but must be 'auto', 'cpu' or 'cuda'", marks=NEEDS_CHECKS),
-        pytest.param({"fsdp_size": 1.5}, "fsdp_size is 1.5, but must be a whole number or null", marks=NEEDS_CHECKS),
+        pytest.param(
+            {"strategy": "fsdp"},
+            "strategy is 'fsdp', but must be 'fsdp2' or 'fsdp1'",
+            marks=NEEDS_CHECKS,
+        ),
+        pytest.param(
+            {"attention": "flash"},
+            "attention is 'flash', but must be 'auto', 'sdpa_varlen' or",
+            marks=NEEDS_CHECKS,
+        ),
+        pytest.param(
+            {"device": "gpu"},
+            "device is 'gpu', but must be 'auto', 'cpu' or 'cuda'",
+            marks=NEEDS_CHECKS,
+        ),
+        pytest.param(
+            {"fsdp_size": 1.5},
+            "fsdp_size is 1.5, but must be a whole number or null",
+            marks=NEEDS_CHECKS,
+        ),
         ({"sequence_parallel": 0}, "sequence_parallel is 0, but must be at least 1"),
-        ({"head_keeps_logits": True, "head_chunk_tokens": 8}, "head_chunk_tokens has no effect with head_keeps_logits"),
+        (
+            {"head_keeps_logits": True, "head_chunk_tokens": 8},
+            "head_chunk_tokens has no effect with head_keeps_logits",
+        ),
         ({"liger_layers": True, "device": "cpu"}, "liger_layers needs CUDA, but device is cpu"),
-        ({"liger_layers": True, "compile_layers": True}, "liger_layers is on, but compile_layers makes such kernels by itself"),
+        (
+            {"liger_layers": True, "compile_layers": True},
+            "liger_layers is on, but compile_layers makes such kernels by itself",
+        ),
         ({"forward_prefetch": -1}, "forward_prefetch is -1, but must be at least 0"),
         ({"wrap_together": 0}, "wrap_together is 0, but must be at least 1"),
-        ({"strategy": "fsdp1", "wrap_together": 2}, "wrap_together is 2, but strategy fsdp1 wraps modules one by one"),
-        ({"reshard_after_forward": 1}, "reshard_after_forward is 1, but must be true, false or a number of ranks from 2"),
-        ({"checkpointing_keeps_products": True}, "checkpointing_keeps_products is on, but has no effect without activation_checkpointing"),
-        ({"offload_activations": True}, "offload_activations is on, but has no effect without activation_checkpointing"),
         (
-            {"activation_checkpointing": True, "checkpointing_keeps_products": True, "compile_layers": True},
+            {"strategy": "fsdp1", "wrap_together": 2},
+            "wrap_together is 2, but strategy fsdp1 wraps modules one by one",
+        ),
+        (
+            {"reshard_after_forward": 1},
+            "reshard_after_forward is 1, but must be true, false or a number of ranks from 2",
+        ),
+        (
+            {"checkpointing_keeps_products": True},
+            "checkpointing_keeps_products is on, but has no effect without "
+            "activation_checkpointing",
+        ),
+        (
+            {"offload_activations": True},
+            "offload_activations is on, but has no effect without activation_checkpointing",
+        ),
+        (
+            {
+                "activation_checkpointing": True,
+                "checkpointing_keeps_products": True,
+                "compile_layers": True,
+            },
             "checkpointing_keeps_products chooses between operators, which compile_layers hides",
         ),
-        ({"huggingface_shard_bytes": 0, "save_huggingface_weights": True}, "huggingface_shard_bytes is 0, but must be at least 1"),
+        (
+            {"huggingface_shard_bytes": 0, "save_huggingface_weights": True},
+            "huggingface_shard_bytes is 0, but must be at least 1",
+        ),
         ({"profile_from": 3}, "profile_from is 3, but has no effect without profile_to"),
         ({"profile_memory": True}, "profile_memory is True, but has no effect without profile_to"),
-        ({"profile_to": "traces", "profile_updates": 0}, "profile_updates is 0, but must be at least 1"),
-        ({"strategy": "fsdp1", "reshard_after_forward": False}, "reshard_after_forward is False, but strategy fsdp1 always reshards"),
-        ({"strategy": "fsdp1", "forward_prefetch": 2}, "forward_prefetch is 2, but strategy fsdp1 gathers at most 1 layer ahead"),
+        (
+            {"profile_to": "traces", "profile_updates": 0},
+            "profile_updates is 0, but must be at least 1",
+        ),
+        (
+            {"strategy": "fsdp1", "reshard_after_forward": False},
+            "reshard_after_forward is False, but strategy fsdp1 always reshards",
+        ),
+        (
+            {"strategy": "fsdp1", "forward_prefetch": 2},
+            "forward_prefetch is 2, but strategy fsdp1 gathers at most 1 layer ahead",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -91,4 +147,6 @@ def test_what_cannot_work_together_is_refused(settings: dict[str, Any], sentence
 def test_a_report_of_the_conformance_kit_names_this_distribution_however_it_was_installed() -> None:
     from temper_engine_api.conformance.findings import versions_of
 
-    assert versions_of("temper_engine_fsdp.engine")["temper-engine-fsdp"] == version("temper-engine-fsdp")
+    assert versions_of("temper_engine_fsdp.engine")["temper-engine-fsdp"] == version(
+        "temper-engine-fsdp"
+    )

@@ -25,7 +25,9 @@ Start = Callable[..., FSDPEngine]
 EVERYTHING_OFFLOADED = ResidencySpec(offload_parameters=True, offload_optimizer=True)
 
 
-def mean_nll(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+def mean_nll(
+    data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context
+) -> tuple[Tensor, Context]:
     return -predictions["logprob"][data.loss_mask].mean(), ctx
 
 
@@ -37,7 +39,9 @@ def train(engine: FSDPEngine, train_loader: list[SequenceBatch]) -> list[float]:
     for batch in train_loader:
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            preds, loss, ctx = engine.forward_backward_step(batch, ctx, forward_only=False, preprocess_fn=None, postprocess_fn=None)
+            preds, loss, ctx = engine.forward_backward_step(
+                batch, ctx, forward_only=False, preprocess_fn=None, postprocess_fn=None
+            )
         grad_norm = engine.optimizer_step()
         current_lr = engine.lr_scheduler_step()
         assert preds is not None
@@ -64,7 +68,9 @@ def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: Seque
 
 
 @pytest.mark.bitwise
-def test_the_loop_gives_the_same_bits_with_everything_offloaded(start: Start, batch: SequenceBatch) -> None:
+def test_the_loop_gives_the_same_bits_with_everything_offloaded(
+    start: Start, batch: SequenceBatch
+) -> None:
     here, away = start(), start(residency=EVERYTHING_OFFLOADED)
     assert train(here, [batch] * 3) == train(away, [batch] * 3)
     theirs = weights_of(away)
@@ -72,7 +78,9 @@ def test_the_loop_gives_the_same_bits_with_everything_offloaded(start: Start, ba
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_offloaded_parameters_leave_the_device_between_contexts(start: Start, batch: SequenceBatch) -> None:
+def test_offloaded_parameters_leave_the_device_between_contexts(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start(residency=EVERYTHING_OFFLOADED)
 
     def resident_bytes() -> int:
@@ -109,14 +117,23 @@ def test_exported_weights_are_copies(start: Start, batch: SequenceBatch) -> None
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
 
 
-def test_exported_weights_load_in_transformers_with_the_same_logprobs(start: Start, batch: SequenceBatch) -> None:
+def test_exported_weights_load_in_transformers_with_the_same_logprobs(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start()
     train(engine, [batch])
-    model = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(engine._components.hf_config), attn_implementation="eager"
+    ).eval()
     missing, unexpected = model.load_state_dict(weights_of(engine), strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: the index of a safetensors file has no head either
+    assert (missing, unexpected) == (
+        ["lm_head.weight"],
+        [],
+    )  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
-        ours = engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]).outputs
+        ours = engine.forward_backward_batch(
+            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]
+        ).outputs
     assert ours is not None
     ours = ours.in_order_of(batch.sample_ids)
     tokens = batch.tokens[:9]  # sample 0, at temperature 1
@@ -135,7 +152,9 @@ def test_a_weight_too_few_changes_nothing(start: Start) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
 
 
-def test_bf16_compute_exports_bf16_and_keeps_float32_masters(start: Start, batch: SequenceBatch) -> None:
+def test_bf16_compute_exports_bf16_and_keeps_float32_masters(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start(precision=PrecisionSpec(compute="bf16"))
     losses = train(engine, [batch] * 4)
     assert losses[-1] < losses[0]
@@ -149,7 +168,9 @@ def test_activation_checkpointing_leaves_the_bits_alone(start: Start, batch: Seq
 
 
 @pytest.mark.bitwise
-def test_keeping_gathered_parameters_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
+def test_keeping_gathered_parameters_leaves_the_bits_alone(
+    start: Start, batch: SequenceBatch
+) -> None:
     assert train(start(), [batch] * 2) == train(start(reshard_after_forward=False), [batch] * 2)
 
 
@@ -160,14 +181,24 @@ def test_a_deterministic_engine_puts_the_setting_back(start: Start, batch: Seque
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(start: Start, batch: SequenceBatch, compute: Compute) -> None:
+def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(
+    start: Start, batch: SequenceBatch, compute: Compute
+) -> None:
     threads, ends = torch.get_num_threads(), []
     torch.set_num_threads(4)
     try:
         for _ in range(2):
             engine = start(deterministic=True, precision=PrecisionSpec(compute=compute))
             losses = train(engine, [batch] * 4)
-            ends.append((losses, [(state.master, state.first_moment, state.second_moment) for state in engine.export_state()]))
+            ends.append(
+                (
+                    losses,
+                    [
+                        (state.master, state.first_moment, state.second_moment)
+                        for state in engine.export_state()
+                    ],
+                )
+            )
     finally:
         torch.set_num_threads(threads)
     assert ends[0][0] == ends[1][0]
@@ -175,10 +206,14 @@ def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(start: Start, b
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_a_loss_that_raises_leaves_the_engine_able_to_train(start: Start, batch: SequenceBatch) -> None:
+def test_a_loss_that_raises_leaves_the_engine_able_to_train(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start()
 
-    def failing(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+    def failing(
+        data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context
+    ) -> tuple[Tensor, Context]:
         raise ZeroDivisionError("in the user's loss")
 
     engine.set_loss_fn(failing)
@@ -198,17 +233,29 @@ def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: Sequ
 
 
 def test_an_unknown_architecture_is_named(start: Start) -> None:
-    with pytest.raises(ConfigError, match="'qwen99', which this version of transformers does not know"):
+    with pytest.raises(
+        ConfigError, match="'qwen99', which this version of transformers does not know"
+    ):
         start(model=ModelSpec(architecture={"model_type": "qwen99"}))
 
 
-def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(start: Start, batch: SequenceBatch) -> None:
+def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start()
     layer = next(
-        module for module in engine._components.runner._sharded.root.modules() if type(module).__name__.endswith("Qwen2DecoderLayer")
+        module
+        for module in engine._components.runner._sharded.root.modules()
+        if type(module).__name__.endswith("Qwen2DecoderLayer")
     )
-    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)  # mixes tokens, and asks no kernel
-    with pytest.raises(CapabilityError, match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers"):
+    layer.self_attn.forward = lambda hidden_states, **_: (
+        hidden_states.cumsum(1),
+        None,
+    )  # mixes tokens, and asks no kernel
+    with pytest.raises(
+        CapabilityError,
+        match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers",
+    ):
         train(engine, [batch])
 
 
@@ -216,34 +263,59 @@ def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(start: Star
 def test_a_window_that_layers_do_not_tell_is_refused_where_a_sequence_is_longer(
     start: Start, config: FSDPConfig, batch: SequenceBatch, window: int, is_refused: bool
 ) -> None:
-    fields = {"model_type": "phimoe", "num_local_experts": 2, "head_dim": 8, "tie_word_embeddings": False, "sliding_window": window}
+    fields = {
+        "model_type": "phimoe",
+        "num_local_experts": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "sliding_window": window,
+    }
     engine = start(model=ModelSpec(architecture={**config.model.architecture, **fields}))
     with (
-        pytest.raises(CapabilityError, match=r"has a sliding window of 13.*a sequence here has 14 tokens") if is_refused else nullcontext()
+        pytest.raises(
+            CapabilityError, match=r"has a sliding window of 13.*a sequence here has 14 tokens"
+        )
+        if is_refused
+        else nullcontext()
     ):
         train(engine, [batch])
 
 
-def test_a_window_that_a_model_does_not_read_is_left_alone(start: Start, config: FSDPConfig, batch: SequenceBatch) -> None:
+def test_a_window_that_a_model_does_not_read_is_left_alone(
+    start: Start, config: FSDPConfig, batch: SequenceBatch
+) -> None:
     settings = {**config.model.architecture, "model_type": "llama"}
     with_window = start(model=ModelSpec(architecture={**settings, "sliding_window": 4}))
-    assert train(with_window, [batch]) == train(start(model=ModelSpec(architecture=settings)), [batch])
+    assert train(with_window, [batch]) == train(
+        start(model=ModelSpec(architecture=settings)), [batch]
+    )
 
 
 def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
-    with pytest.raises(ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"):
+    with pytest.raises(
+        ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"
+    ):
         start(wrap_modules=("Qwen9Layer",))
 
 
 def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> None:
-    with pytest.raises(ConfigError, match=r"wrap_together is 2, but of wrap_modules a Qwen2DecoderLayer holds a Qwen2MLP"):
+    with pytest.raises(
+        ConfigError,
+        match=r"wrap_together is 2, but of wrap_modules a Qwen2DecoderLayer holds a Qwen2MLP",
+    ):
         start(wrap_modules=("Qwen2DecoderLayer", "Qwen2MLP"), wrap_together=2)
 
 
-def test_an_adapter_without_peft_says_what_to_install(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_peft_says_what_to_install(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "temper_engine_fsdp.training.lora_adapter", raising=False)
-    monkeypatch.setitem(sys.modules, "peft", None)  # what is None there can't be imported, as if it were not installed
-    with pytest.raises(ConfigError, match=r"peft is not installed: pip install 'temper-engine-fsdp\[lora\]'\."):
+    monkeypatch.setitem(
+        sys.modules, "peft", None
+    )  # what is None there can't be imported, as if it were not installed
+    with pytest.raises(
+        ConfigError, match=r"peft is not installed: pip install 'temper-engine-fsdp\[lora\]'\."
+    ):
         start(lora=LoraSpec(rank=2, alpha=4.0))
 
 
@@ -265,14 +337,20 @@ def test_a_second_engine_follows_in_the_same_process(start: Start, batch: Sequen
 def test_a_checkpoint_holds_a_model_that_transformers_loads(start: Start, tmp_path: Path) -> None:
     engine = start(save_huggingface_weights=True)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
-    model = AutoModelForCausalLM.from_pretrained(next(Path(step).rglob("huggingface")), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        next(Path(step).rglob("huggingface")), dtype=torch.float32
+    )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), weights_of(engine)[name]), name
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at gradients of tensors that have none
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's compiler looks at gradients of tensors that have none
 def test_compiled_layers_and_kept_logits_train_alike(start: Start, batch: SequenceBatch) -> None:
     expected = train(start(), [batch] * 3)
     assert train(start(head_keeps_logits=True), [batch] * 3) == pytest.approx(expected, rel=1e-5)
-    assert train(start(head_keeps_logits=True, compile_layers=True), [batch] * 3) == pytest.approx(expected, rel=1e-5)
+    assert train(start(head_keeps_logits=True, compile_layers=True), [batch] * 3) == pytest.approx(
+        expected, rel=1e-5
+    )

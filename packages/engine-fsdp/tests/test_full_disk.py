@@ -32,10 +32,17 @@ def full_disk(*, at: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("at", [10_000, 500])
-def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start: Callable[..., FSDPEngine], tmp_path: Path, at: int) -> None:
+def test_a_save_that_fails_leaves_the_step_before_and_no_rest(
+    start: Callable[..., FSDPEngine], tmp_path: Path, at: int
+) -> None:
     engine = start()
     engine.save_checkpoint(str(tmp_path), global_step=1)
-    with full_disk(at=at), pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*torch could not write to"):
+    with (
+        full_disk(at=at),
+        pytest.raises(
+            CheckpointError, match=r"step 2 could not be saved: .*torch could not write to"
+        ),
+    ):
         engine.save_checkpoint(str(tmp_path), global_step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     engine.load_checkpoint(str(tmp_path))
@@ -44,7 +51,9 @@ def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start: Callable[..
 
 def test_random_states_that_can_not_be_written_are_named(tmp_path: Path) -> None:
     with full_disk(at=500), pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
-        training_checkpoint.write_rng_states({"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0)
+        training_checkpoint.write_rng_states(
+            {"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0
+        )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 # still fits. Each rank's share of moments does not.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("full", "optimizer", "sentence"), [(0, None, "rank 0: could not write the model to"), (1, TRAINS, "torch could not write to")]
+    ("full", "optimizer", "sentence"),
+    [(0, None, "rank 0: could not write the model to"), (1, TRAINS, "torch could not write to")],
 )
 def test_a_full_disk_of_one_rank_stops_both(
     fleet: Fleet, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
@@ -79,6 +89,9 @@ def save_twice(rank: Rank, *, recipe: Recipe, folder: Path, full: int) -> str:
     engine = rank.engine(recipe)
     first = Path(engine.save_checkpoint(str(folder), global_step=1))
     at = (first / "engine" / "huggingface" / "model.safetensors").stat().st_size - 1
-    with full_disk(at=at) if rank.index == full else nullcontext(), pytest.raises(CheckpointError) as caught:
+    with (
+        full_disk(at=at) if rank.index == full else nullcontext(),
+        pytest.raises(CheckpointError) as caught,
+    ):
         engine.save_checkpoint(str(folder), global_step=2)
     return str(caught.value)

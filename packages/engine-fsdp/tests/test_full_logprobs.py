@@ -20,21 +20,37 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def gradients(columns: TokenLogprobs, given: dict[str, torch.Tensor], *, with_entropy: bool) -> list[torch.Tensor]:
-    loss = (columns.logprob * torch.arange(23)).sum() + columns.logsumexp.square().sum() + columns.logprob_at.pow(3).sum()
+def gradients(
+    columns: TokenLogprobs, given: dict[str, torch.Tensor], *, with_entropy: bool
+) -> list[torch.Tensor]:
+    loss = (
+        (columns.logprob * torch.arange(23)).sum()
+        + columns.logsumexp.square().sum()
+        + columns.logprob_at.pow(3).sum()
+    )
     loss = loss + (columns.entropy.square().sum() if with_entropy else 0.0)
     return list(torch.autograd.grad(loss, (given["hidden"], given["weight"])))
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_answers_and_gradients_are_those_of_the_chunked_head(with_entropy: bool, is_compiled: bool) -> None:
+def test_answers_and_gradients_are_those_of_the_chunked_head(
+    with_entropy: bool, is_compiled: bool
+) -> None:
     given = inputs()
-    chunked = chunked_logprobs(**given, needs_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7)
-    whole = full_logprobs(**given, needs_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled)
+    chunked = chunked_logprobs(
+        **given, needs_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7
+    )
+    whole = full_logprobs(
+        **given, needs_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled
+    )
     for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
-        torch.testing.assert_close(getattr(whole, name), getattr(chunked, name), rtol=1e-5, atol=1e-5)
-    ours, theirs = (gradients(columns, given, with_entropy=with_entropy) for columns in (whole, chunked))
+        torch.testing.assert_close(
+            getattr(whole, name), getattr(chunked, name), rtol=1e-5, atol=1e-5
+        )
+    ours, theirs = (
+        gradients(columns, given, with_entropy=with_entropy) for columns in (whole, chunked)
+    )
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
 
@@ -42,7 +58,9 @@ def test_answers_and_gradients_are_those_of_the_chunked_head(with_entropy: bool,
 def test_without_a_temperature_logits_stay_as_they_are() -> None:
     given = inputs()
     del given["temperature"], given["ids"]
-    torch.testing.assert_close(full_logprobs(**given).logprob, chunked_logprobs(**given).logprob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        full_logprobs(**given).logprob, chunked_logprobs(**given).logprob, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_nothing_is_kept_where_nothing_is_differentiated() -> None:

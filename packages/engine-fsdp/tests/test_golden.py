@@ -20,7 +20,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.bitwise
-@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose checkpoint could be kept; the first release brings it")
+@pytest.mark.skipif(
+    not GOLDEN,
+    reason="no version is released yet whose checkpoint could be kept; the first release brings it",
+)
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
 def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
     written = json.loads(file.read_text())
@@ -37,15 +40,23 @@ def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Pa
     state = {
         entry.name: {
             "update_count": entry.update_count,
-            **{column: _digest(getattr(entry, column)) for column in ("master", "first_moment", "second_moment")},
+            **{
+                column: _digest(getattr(entry, column))
+                for column in ("master", "first_moment", "second_moment")
+            },
         }
         for entry in engine.export_state()
     }
     assert state == written["state"]
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     batch = from_sequences(
         [torch.tensor(sequence) for sequence in written["sequences"]],
-        loss_masks=[torch.tensor([False] + [True] * (len(sequence) - 1)) for sequence in written["sequences"]],
+        loss_masks=[
+            torch.tensor([False] + [True] * (len(sequence) - 1))
+            for sequence in written["sequences"]
+        ],
     )
     with engine.train_mode():
         engine.forward_backward_step(batch)

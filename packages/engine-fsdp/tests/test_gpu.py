@@ -24,7 +24,9 @@ from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200"
+    ),
 ]
 
 
@@ -37,7 +39,9 @@ def config(config: FSDPConfig) -> FSDPConfig:
 def logprobs(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
-        outputs = engine.forward_backward_batch(packed, forward_only=True, outputs=[Query.LOGPROB]).outputs
+        outputs = engine.forward_backward_batch(
+            packed, forward_only=True, outputs=[Query.LOGPROB]
+        ).outputs
     assert outputs is not None
     return outputs.in_order_of(batch.sample_ids).columns[Query.LOGPROB]
 
@@ -47,17 +51,25 @@ def test_auto_chooses_the_variable_length_kernel_in_bf16() -> None:
     assert chosen == packed_attention.TORCH_VARLEN
 
 
-def test_float32_logprobs_equal_those_of_the_cpu(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_float32_logprobs_equal_those_of_the_cpu(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     exact = PrecisionSpec(compute="fp32")
     theirs = logprobs(start(device="cpu", precision=exact), batch)
-    torch.testing.assert_close(logprobs(start(precision=exact), batch), theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs(start(precision=exact), batch), theirs, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kernel", ["sdpa_varlen", "torch_varlen"])
-def test_bf16_logprobs_are_near_those_of_the_cpu(kernel: str, start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_bf16_logprobs_are_near_those_of_the_cpu(
+    kernel: str, start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     theirs = logprobs(start(device="cpu", precision=PrecisionSpec(compute="fp32")), batch)
     # bf16 keeps 8 bits: 4e-3 an operation on logits of size 1, a dozen operations deep.
-    torch.testing.assert_close(logprobs(start(attention=kernel), batch), theirs, rtol=0.0, atol=5e-2)
+    torch.testing.assert_close(
+        logprobs(start(attention=kernel), batch), theirs, rtol=0.0, atol=5e-2
+    )
 
 
 def test_the_fused_head_equals_all_logits_at_once() -> None:
@@ -67,7 +79,10 @@ def test_the_fused_head_equals_all_logits_at_once() -> None:
     ours = chunked_logprobs(hidden, weight, labels, chunk_tokens=130).logprob
     theirs = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-    for a, b in zip(torch.autograd.grad(ours.sum(), (hidden, weight)), torch.autograd.grad(theirs.sum(), (hidden, weight))):
+    for a, b in zip(
+        torch.autograd.grad(ours.sum(), (hidden, weight)),
+        torch.autograd.grad(theirs.sum(), (hidden, weight)),
+    ):
         assert float((a - b).float().norm() / b.float().norm()) < 1e-2
 
 
@@ -87,7 +102,9 @@ OFFLOADS = (
 
 
 def norms(engine: FSDPEngine, batch: SequenceBatch, *, count: int) -> list[float]:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     found = []
     for _ in range(count):
         engine.optimizer_zero_grad()
@@ -97,7 +114,9 @@ def norms(engine: FSDPEngine, batch: SequenceBatch, *, count: int) -> list[float
     return found
 
 
-@pytest.mark.parametrize("residency", OFFLOADS, ids=["everything", "loaded ahead", "updated on the CPU"])
+@pytest.mark.parametrize(
+    "residency", OFFLOADS, ids=["everything", "loaded ahead", "updated on the CPU"]
+)
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_copies_on_their_own_stream_change_no_number(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, residency: ResidencySpec, strategy: str
@@ -110,13 +129,21 @@ def test_copies_on_their_own_stream_change_no_number(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_fp16_trains_on_cuda(start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str) -> None:
+def test_fp16_trains_on_cuda(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
+) -> None:
     exact = norms(start(precision=PrecisionSpec(compute="fp32")), batch, count=3)
-    scaled = norms(start(precision=PrecisionSpec(compute="fp16"), strategy=strategy), batch, count=3)
+    scaled = norms(
+        start(precision=PrecisionSpec(compute="fp16"), strategy=strategy), batch, count=3
+    )
     assert scaled == pytest.approx(exact, rel=2e-2)
 
 
-@pytest.mark.parametrize("residency", [ResidencySpec(), *OFFLOADS], ids=["nothing", "everything", "loaded ahead", "updated on the CPU"])
+@pytest.mark.parametrize(
+    "residency",
+    [ResidencySpec(), *OFFLOADS],
+    ids=["nothing", "everything", "loaded ahead", "updated on the CPU"],
+)
 def test_a_save_in_the_background_holds_what_was_there(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, residency: ResidencySpec
 ) -> None:
@@ -138,7 +165,9 @@ def without_waiting() -> Iterator[None]:
     """Inside it each wait of the host for the device is an error."""
     with warnings.catch_warnings():
         # Torch warns of every use.
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Synchronization debug mode is a prototype feature", UserWarning
+        )
         try:
             torch.cuda.set_sync_debug_mode("error")
             yield
@@ -147,7 +176,9 @@ def without_waiting() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_a_training_pass_never_waits_for_the_device(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     engine = start()
     packed = engine.shard_data(batch, max_tokens=20)
     micro_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
@@ -155,14 +186,23 @@ def test_a_training_pass_never_waits_for_the_device(start: Callable[..., FSDPEng
     asked = frozenset({Query.LOGPROB})
 
     def update() -> None:
-        runner.run(packed, queries=asked, with_gradient=asked, micro_loss=micro_loss, forward_only=False, reduce_gradients=True)
+        runner.run(
+            packed,
+            queries=asked,
+            with_gradient=asked,
+            micro_loss=micro_loss,
+            forward_only=False,
+            reduce_gradients=True,
+        )
 
     update()
     with without_waiting():
         update()
 
 
-def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_an_update_is_launched_before_its_norm_is_known(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     engine = start(optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=0.5))
     norms(engine, batch, count=1)
     engine.set_loss_fn(LikelihoodProbe())
@@ -188,7 +228,9 @@ def test_an_update_is_launched_before_its_norm_is_known(start: Callable[..., FSD
 
 
 @pytest.mark.parametrize("clip", [None, 0.01, 100.0])
-def test_the_device_and_the_host_decide_alike(start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None) -> None:
+def test_the_device_and_the_host_decide_alike(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None
+) -> None:
     spec = OptimizerSpec(lr=1e-2, clip_grad_norm=clip)
     found = []
     for is_async in (True, False):
@@ -202,16 +244,30 @@ def test_the_device_and_the_host_decide_alike(start: Callable[..., FSDPEngine], 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_ligers_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
-    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'")
+    pytest.importorskip(
+        "liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'"
+    )
     device = torch.device("cuda", 0)
-    check_kernels(load_kernels(device), name="liger-kernel", device=device, compute=compute, sizes={"norm": 896, "gate": 4864})
+    check_kernels(
+        load_kernels(device),
+        name="liger-kernel",
+        device=device,
+        compute=compute,
+        sizes={"norm": 896, "gate": 4864},
+    )
 
 
-def test_an_engine_trains_alike_with_ligers_layers(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
-    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'")
+def test_an_engine_trains_alike_with_ligers_layers(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
+    pytest.importorskip(
+        "liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'"
+    )
     exact = PrecisionSpec(compute="fp32")
     plain = norms(start(precision=exact), batch, count=4)
-    assert norms(start(precision=exact, liger_layers=True), batch, count=4) == pytest.approx(plain, rel=1e-4)
+    assert norms(start(precision=exact, liger_layers=True), batch, count=4) == pytest.approx(
+        plain, rel=1e-4
+    )
 
 
 def _mean_logprob(answers: Answers, micro: SequenceBatch, *, denominator: int) -> Tensor:

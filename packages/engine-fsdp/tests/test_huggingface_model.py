@@ -83,11 +83,15 @@ def test_a_value_head_on_a_language_model_is_new_and_seeded(saved: Path) -> None
 
 def test_capped_logits_are_refused_by_name() -> None:
     architecture = {**TINY, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 30.0}
-    with pytest.raises(CapabilityError, match=r"this gemma2 model sets final_logit_softcapping to 30\.0"):
+    with pytest.raises(
+        CapabilityError, match=r"this gemma2 model sets final_logit_softcapping to 30\.0"
+    ):
         build_model(ModelSpec(architecture=architecture), attention="eager")
 
 
-@pytest.mark.skipif("minicpm3" not in CONFIG_MAPPING, reason="this version of transformers does not know minicpm3")
+@pytest.mark.skipif(
+    "minicpm3" not in CONFIG_MAPPING, reason="this version of transformers does not know minicpm3"
+)
 def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
     architecture = {**TINY, "model_type": "minicpm3", "dim_model_base": 4}
     with pytest.raises(CapabilityError, match=r"this minicpm3 model sets logits_scaling to 4\.0"):
@@ -97,36 +101,69 @@ def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary embedding of type dynamic"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rotary embedding of type dynamic",
+        ),
         ({"model_type": "lfm2", "layer_types": ["conv"]}, "layers of type conv"),
         ({"model_type": "falcon", "alibi": True}, "has ALiBi"),
         ({"model_type": "gpt_oss"}, "AttentionInterface, such as qwen3 or llama"),
-        ({"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1}, "makes no language_model with packed attention of this gptj"),
-        ({"model_type": "llama4", "text_config": {"num_hidden_layers": 4}}, "layers of type chunked_attention"),
-        ({"model_type": "bart", "d_model": 16, "decoder_layers": 1}, "this bart model counts positions itself"),
-        ({"model_type": "bert"}, r"this bert model has cls\..* between its last hidden state and its output projection"),
-        ({"model_type": "modernbert-decoder", "decoder_bias": False, "pad_token_id": 0}, r"has lm_head\..* between its last hidden state"),
         (
-            {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+            {"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1},
+            "makes no language_model with packed attention of this gptj",
+        ),
+        (
+            {"model_type": "llama4", "text_config": {"num_hidden_layers": 4}},
+            "layers of type chunked_attention",
+        ),
+        (
+            {"model_type": "bart", "d_model": 16, "decoder_layers": 1},
+            "this bart model counts positions itself",
+        ),
+        (
+            {"model_type": "bert"},
+            r"this bert model has cls\..* between its last hidden state and its output projection",
+        ),
+        (
+            {"model_type": "modernbert-decoder", "decoder_bias": False, "pad_token_id": 0},
+            r"has lm_head\..* between its last hidden state",
+        ),
+        (
+            {
+                "model_type": "jamba",
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "use_mamba_kernels": False,
+            },
             "mix the sequences of a pack",
         ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_what_would_mix_packed_sequences_is_refused(fields: dict[str, object], sentence: str) -> None:
+def test_what_would_mix_packed_sequences_is_refused(
+    fields: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(CapabilityError, match=sentence):
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
 
 
 def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
     register_kernels()
-    with pytest.raises(CapabilityError, match="makes no language_model with packed attention of this falcon model"):
+    with pytest.raises(
+        CapabilityError, match="makes no language_model with packed attention of this falcon model"
+    ):
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 
 
 def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="transformers makes no value_model with packed attention of this olmo model"):
-        build_model(ModelSpec(architecture={**TINY, "model_type": "olmo"}, model_type="value_model"), attention="eager")
+    with pytest.raises(
+        CapabilityError,
+        match="transformers makes no value_model with packed attention of this olmo model",
+    ):
+        build_model(
+            ModelSpec(architecture={**TINY, "model_type": "olmo"}, model_type="value_model"),
+            attention="eager",
+        )
 
 
 def test_an_architecture_with_impossible_fields_is_told() -> None:
@@ -150,16 +187,31 @@ class ForeignForCausalLM(Qwen2ForCausalLM):
 @pytest.fixture
 def foreign(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose directory brings its own Python files."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(saved / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(saved / "modules")
+    )
     (saved / "configuration_foreign.py").write_text(FOREIGN_CONFIG)
     (saved / "modeling_foreign.py").write_text(FOREIGN_MODEL)
     settings = json.loads((saved / "config.json").read_text())
-    classes = {"AutoConfig": "configuration_foreign.ForeignConfig", "AutoModelForCausalLM": "modeling_foreign.ForeignForCausalLM"}
-    (saved / "config.json").write_text(json.dumps({**settings, "model_type": "foreign", "auto_map": classes}))
+    classes = {
+        "AutoConfig": "configuration_foreign.ForeignConfig",
+        "AutoModelForCausalLM": "modeling_foreign.ForeignForCausalLM",
+    }
+    (saved / "config.json").write_text(
+        json.dumps({**settings, "model_type": "foreign", "auto_map": classes})
+    )
     return saved
 
 
 def test_code_that_came_with_a_model_runs_only_where_it_is_trusted(foreign: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Where you trust the Python files that came with it, set model\.trust_remote_code"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Where you trust the Python files that came with it, set model\.trust_remote_code",
+    ):
         build_model(ModelSpec(path=str(foreign)), attention="eager")
-    assert type(build_model(ModelSpec(path=str(foreign), trust_remote_code=True), attention="eager")).__name__ == "ForeignForCausalLM"
+    assert (
+        type(
+            build_model(ModelSpec(path=str(foreign), trust_remote_code=True), attention="eager")
+        ).__name__
+        == "ForeignForCausalLM"
+    )

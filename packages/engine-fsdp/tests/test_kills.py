@@ -59,4 +59,6 @@ def test_twenty_kills_at_random_moments_leave_a_step_that_loads(tmp_path: Path, 
     trials = kill_at(range(100, 120), how=how, folder=tmp_path)
     for trial in trials:
         check(trial)
-    assert sum(trial["was_saving"] for trial in trials) >= 5, "hardly any kill struck a save: the moments are badly chosen"
+    assert sum(trial["was_saving"] for trial in trials) >= 5, (
+        "hardly any kill struck a save: the moments are badly chosen"
+    )

@@ -18,7 +18,9 @@ SIZES = {"norm": 32, "gate": 48}
 
 
 def test_on_a_cpu_they_are_refused(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="liger_layers needs CUDA, but device is cpu: switch it off"):
+    with pytest.raises(
+        ConfigError, match="liger_layers needs CUDA, but device is cpu: switch it off"
+    ):
         replace(config, liger_layers=True)
 
 
@@ -56,8 +58,14 @@ def detached_gate(gate: Tensor, up: Tensor) -> Tensor:
     ("kernels", "told"),
     [
         (Kernels(norm=shifted_norm, gate=PLAIN.gate), "the norm of strange 1.0 has an error of"),
-        (Kernels(norm=PLAIN.norm, gate=gate_of_other_order), r"the gated unit of strange 1.0 .*\(values\)"),
-        (Kernels(norm=PLAIN.norm, gate=detached_gate), r"the gated unit of strange 1.0 .*\(gradient of the second\)"),
+        (
+            Kernels(norm=PLAIN.norm, gate=gate_of_other_order),
+            r"the gated unit of strange 1.0 .*\(values\)",
+        ),
+        (
+            Kernels(norm=PLAIN.norm, gate=detached_gate),
+            r"the gated unit of strange 1.0 .*\(gradient of the second\)",
+        ),
     ],
 )
 def test_kernels_that_compute_something_else_are_refused(kernels: Kernels, told: str) -> None:
@@ -66,7 +74,9 @@ def test_kernels_that_compute_something_else_are_refused(kernels: Kernels, told:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_every_known_layer_is_replaced_and_keeps_its_numbers(config: FSDPConfig, family: str) -> None:
+def test_every_known_layer_is_replaced_and_keeps_its_numbers(
+    config: FSDPConfig, family: str
+) -> None:
     called: list[str] = []
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,6 +99,9 @@ def test_every_known_layer_is_replaced_and_keeps_its_numbers(config: FSDPConfig,
 
 
 def test_a_model_of_other_layers_is_refused(config: FSDPConfig) -> None:
-    model = build_model(ModelSpec(architecture={**config.model.architecture, "model_type": "gemma"}), attention="eager")
+    model = build_model(
+        ModelSpec(architecture={**config.model.architecture, "model_type": "gemma"}),
+        attention="eager",
+    )
     with pytest.raises(CapabilityError, match="has none of the layers that are known"):
         replace_layers(model, PLAIN)

@@ -25,7 +25,9 @@ LORA = LoraSpec(rank=2, alpha=4.0)
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def mean_nll(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+def mean_nll(
+    data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context
+) -> tuple[Tensor, Context]:
     return -predictions["logprob"][data.loss_mask].mean(), ctx
 
 
@@ -64,18 +66,32 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConf
     # As MegatronEngine's does, so that both train alike from the first update.
     _, tensors = start(lora=replace(LORA, target_modules=("q_proj", "o_proj"))).export_adapter()
     fields = dict(config.model.architecture)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
     torch.manual_seed(config.model.seed)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), network)
-    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    expected = {
+        f"base_model.model.{name.replace('.default.', '.')}": p
+        for name, p in network.named_parameters()
+        if ".lora_" in name
+    }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 def test_modules_are_chosen_by_name_by_pattern_and_left_out(start: Start) -> None:
-    assert adapted(start(lora=replace(LORA, target_modules=("q_proj", "v_proj")))) == {"q_proj", "v_proj"}
-    assert adapted(start(lora=replace(LORA, target_modules=r".*\.mlp\.(up|down)_proj"))) == {"up_proj", "down_proj"}
-    assert adapted(start(lora=replace(LORA, exclude_modules=("o_proj", "down_proj")))) == LINEARS - {"o_proj", "down_proj"}
+    assert adapted(start(lora=replace(LORA, target_modules=("q_proj", "v_proj")))) == {
+        "q_proj",
+        "v_proj",
+    }
+    assert adapted(start(lora=replace(LORA, target_modules=r".*\.mlp\.(up|down)_proj"))) == {
+        "up_proj",
+        "down_proj",
+    }
+    assert adapted(
+        start(lora=replace(LORA, exclude_modules=("o_proj", "down_proj")))
+    ) == LINEARS - {"o_proj", "down_proj"}
 
 
 def test_only_the_adapter_has_moments_and_a_gradient(start: Start, batch: SequenceBatch) -> None:
@@ -86,7 +102,9 @@ def test_only_the_adapter_has_moments_and_a_gradient(start: Start, batch: Sequen
     assert names == set(engine.export_adapter()[1])
 
 
-def test_a_language_head_may_be_trained_whole(start: Start, config: FSDPConfig, batch: SequenceBatch) -> None:
+def test_a_language_head_may_be_trained_whole(
+    start: Start, config: FSDPConfig, batch: SequenceBatch
+) -> None:
     model = ModelSpec(architecture={**config.model.architecture, "tie_word_embeddings": False})
     engine = start(model=model, lora=replace(LORA, modules_to_save=("lm_head",)))
     before = weights_of(engine)["lm_head.weight"]
@@ -107,15 +125,42 @@ def test_a_fresh_adapter_depends_on_the_seed_alone(start: Start) -> None:
 @pytest.mark.parametrize(
     ("lora", "sentence"),
     [
-        (replace(LORA, target_modules=("no_such",)), r"lora.target_modules names no_such, which Qwen2ForCausalLM does not have"),
-        (replace(LORA, target_modules=("q_proj", "nope")), r"lora.target_modules names nope, which Qwen2ForCausalLM does not have"),
-        (replace(LORA, exclude_modules=("o_proj", "nope")), r"lora.exclude_modules names nope, which Qwen2ForCausalLM does not have"),
-        (replace(LORA, exclude_modules="nope.*"), r"lora.exclude_modules names nope\.\*, which Qwen2ForCausalLM does not have"),
-        (replace(LORA, target_modules="nope.*"), r"lora.target_modules 'nope\.\*' can't be adapted in Qwen2ForCausalLM"),
-        (replace(LORA, target_modules=("embed_tokens",)), r"takes in model.embed_tokens, which can't have an adapter"),
-        (replace(LORA, modules_to_save=("no_such",)), r"lora.modules_to_save names no_such, which Qwen2ForCausalLM does not have"),
-        (replace(LORA, modules_to_save=("lm_head",)), r"lora.modules_to_save names .*, which this model ties"),
-        (LoraSpec(path="no/such/folder"), r"lora.path is 'no/such/folder', which has no adapter_config.json"),
+        (
+            replace(LORA, target_modules=("no_such",)),
+            r"lora.target_modules names no_such, which Qwen2ForCausalLM does not have",
+        ),
+        (
+            replace(LORA, target_modules=("q_proj", "nope")),
+            r"lora.target_modules names nope, which Qwen2ForCausalLM does not have",
+        ),
+        (
+            replace(LORA, exclude_modules=("o_proj", "nope")),
+            r"lora.exclude_modules names nope, which Qwen2ForCausalLM does not have",
+        ),
+        (
+            replace(LORA, exclude_modules="nope.*"),
+            r"lora.exclude_modules names nope\.\*, which Qwen2ForCausalLM does not have",
+        ),
+        (
+            replace(LORA, target_modules="nope.*"),
+            r"lora.target_modules 'nope\.\*' can't be adapted in Qwen2ForCausalLM",
+        ),
+        (
+            replace(LORA, target_modules=("embed_tokens",)),
+            r"takes in model.embed_tokens, which can't have an adapter",
+        ),
+        (
+            replace(LORA, modules_to_save=("no_such",)),
+            r"lora.modules_to_save names no_such, which Qwen2ForCausalLM does not have",
+        ),
+        (
+            replace(LORA, modules_to_save=("lm_head",)),
+            r"lora.modules_to_save names .*, which this model ties",
+        ),
+        (
+            LoraSpec(path="no/such/folder"),
+            r"lora.path is 'no/such/folder', which has no adapter_config.json",
+        ),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(start: Start, lora: LoraSpec, sentence: str) -> None:
@@ -140,7 +185,9 @@ def test_a_directory_without_all_its_tensors_is_refused(start: Start, tmp_path: 
         start(lora=LoraSpec(path=str(tmp_path)))
 
 
-def test_a_base_that_was_loaded_is_part_of_the_checkpoint(start: Start, batch: SequenceBatch, tmp_path: Path) -> None:
+def test_a_base_that_was_loaded_is_part_of_the_checkpoint(
+    start: Start, batch: SequenceBatch, tmp_path: Path
+) -> None:
     engine = start(lora=LORA)
     with engine.adapter_disabled():
         base = weights_of(engine)
@@ -153,7 +200,9 @@ def test_a_base_that_was_loaded_is_part_of_the_checkpoint(start: Start, batch: S
     assert all(tensor.equal(want[name]) for name, tensor in weights_of(other).items())
 
 
-def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(start: Start, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(
+    start: Start, tmp_path: Path
+) -> None:
     step = start(lora=LORA).save_checkpoint(str(tmp_path), global_step=1)
     engine = start(lora=LORA)
     with engine.adapter_disabled():
@@ -163,7 +212,9 @@ def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(st
         engine.load_checkpoint(step)
 
 
-def test_a_checkpoint_of_the_whole_model_is_not_one_of_an_adapter(start: Start, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_whole_model_is_not_one_of_an_adapter(
+    start: Start, tmp_path: Path
+) -> None:
     step = start().save_checkpoint(str(tmp_path), global_step=1)
     with pytest.raises(CheckpointError, match="another model or optimizer"):
         start(lora=LORA).load_checkpoint(step)

@@ -29,28 +29,42 @@ INSIDE = replace(LORA, target_parameters=BOTH)
 
 def mixture(config: FSDPConfig) -> ModelSpec:
     """The tiny model with four experts in the place of each dense layer."""
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
     return ModelSpec(architecture={**config.model.architecture, **experts})
 
 
 def network_of(model: ModelSpec) -> PreTrainedModel:
     fields = dict(model.architecture)
-    network: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
     return network
 
 
-def mean_nll(data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context) -> tuple[Tensor, Context]:
+def mean_nll(
+    data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context
+) -> tuple[Tensor, Context]:
     return -predictions["logprob"][data.loss_mask].mean(), ctx
 
 
-def test_experts_are_adapted_where_they_are_named(start: Start, batch: SequenceBatch, config: FSDPConfig) -> None:
+def test_experts_are_adapted_where_they_are_named(
+    start: Start, batch: SequenceBatch, config: FSDPConfig
+) -> None:
     engine = start(model=mixture(config), lora=INSIDE)
     described, tensors = engine.export_adapter()
     assert set(described["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[call-overload]
     # Two layers: four projections, and two tensors of experts.
     assert len(tensors) == 2 * (4 + 2) * 2
     # Four experts of rank 2, width 16.
-    assert tensors["base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"].shape == (8, 32)
+    assert tensors[
+        "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
+    ].shape == (8, 32)
     assert tensors["base_model.model.model.layers.1.mlp.experts.lora_B.weight"].shape == (32, 8)
     engine.set_loss_fn(mean_nll)
     losses = []
@@ -69,19 +83,29 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConf
     _, tensors = start(model=model, lora=lora).export_adapter()
     network = network_of(model)
     torch.manual_seed(model.seed)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], target_parameters=list(BOTH)), network)
-    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["q_proj", "o_proj"], target_parameters=list(BOTH)), network
+    )
+    expected = {
+        f"base_model.model.{name.replace('.default.', '.')}": p
+        for name, p in network.named_parameters()
+        if ".lora_" in name
+    }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
-def test_it_begins_beside_streamed_weights(start: Start, config: FSDPConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_begins_beside_streamed_weights(
+    start: Start, config: FSDPConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network_of(mixture(config)).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     lora = replace(LORA, target_modules=("q_proj",), target_parameters=BOTH)
     built: list[object] = []
     build = components.build_model
-    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs))
+    monkeypatch.setattr(
+        components, "build_model", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs)
+    )
     streamed = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert not built
     monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
@@ -93,23 +117,39 @@ def test_it_begins_beside_streamed_weights(start: Start, config: FSDPConfig, tmp
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     with streamed.export_weights() as mine, whole.export_weights() as others:
-        assert all(torch.equal(tensor, wanted) for (_, tensor), (_, wanted) in zip(mine, others, strict=True))
+        assert all(
+            torch.equal(tensor, wanted)
+            for (_, tensor), (_, wanted) in zip(mine, others, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
-        ((), "and in lora.target_parameters the tensors of experts, such as mlp.experts.gate_up_proj"),
+        (
+            (),
+            "and in lora.target_parameters the tensors of experts, such as "
+            "mlp.experts.gate_up_proj",
+        ),
         (("mlp.experts.up_proj",), "names mlp.experts.up_proj, but only tensors of experts"),
-        (("mlp.experts.down_proj", "mlp.gate.weight"), "mlp.gate.weight, but only tensors of experts"),
+        (
+            ("mlp.experts.down_proj", "mlp.gate.weight"),
+            "mlp.gate.weight, but only tensors of experts",
+        ),
         (("q_norm.weight",), "lora.target_parameters q_norm.weight can't be adapted"),
     ],
 )
-def test_what_can_not_be_adapted_in_a_mixture_is_named(config: FSDPConfig, targets: tuple[str, ...], sentence: str) -> None:
+def test_what_can_not_be_adapted_in_a_mixture_is_named(
+    config: FSDPConfig, targets: tuple[str, ...], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        FSDPEngine(replace(config, model=mixture(config), lora=replace(LORA, target_parameters=targets))).init_model()
+        FSDPEngine(
+            replace(config, model=mixture(config), lora=replace(LORA, target_parameters=targets))
+        ).init_model()
 
 
 def test_fsdp1_has_no_adapters_inside_experts(config: FSDPConfig) -> None:
     with pytest.raises(ConfigError, match="take strategy fsdp2"):
-        FSDPEngine(replace(config, model=mixture(config), lora=INSIDE, strategy="fsdp1")).init_model()
+        FSDPEngine(
+            replace(config, model=mixture(config), lora=INSIDE, strategy="fsdp1")
+        ).init_model()

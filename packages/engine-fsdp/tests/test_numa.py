@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.runtime.host_device import bind_to_near_cores, find_near_cores, parse_core_list
+from temper_engine_fsdp.runtime.host_device import (
+    bind_to_near_cores,
+    find_near_cores,
+    parse_core_list,
+)
 
 ADDRESS = "0000:1b:00.0"
 
 
 def tree(root: Path, *, node: int, cores: str) -> Path:
-    device, memory = root / "bus/pci/devices" / ADDRESS, root / f"devices/system/node/node{max(node, 0)}"
+    device, memory = (
+        root / "bus/pci/devices" / ADDRESS,
+        root / f"devices/system/node/node{max(node, 0)}",
+    )
     device.mkdir(parents=True)
     memory.mkdir(parents=True)
     (device / "numa_node").write_text(f"{node}\n")
@@ -33,7 +40,10 @@ def test_only_allowed_cores_of_the_node_are_taken(tmp_path: Path) -> None:
 
 def test_a_machine_that_tells_no_node_gives_no_cores(tmp_path: Path) -> None:
     assert find_near_cores(ADDRESS, allowed=range(6), root=tmp_path) == set()
-    assert find_near_cores(ADDRESS, allowed=range(6), root=tree(tmp_path, node=-1, cores="0-5")) == set()
+    assert (
+        find_near_cores(ADDRESS, allowed=range(6), root=tree(tmp_path, node=-1, cores="0-5"))
+        == set()
+    )
 
 
 def test_on_a_cpu_nothing_changes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,9 @@ def test_what_the_check_allows_is_float32_and_no_less() -> None:
     assert error < 2e-6
 
 
-def test_deterministic_cuda_without_the_cublas_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_cuda_without_the_cublas_workspace_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         numerics.check_deterministic_environment(torch.device("cuda"))
@@ -42,12 +44,20 @@ def test_deterministic_cuda_without_the_cublas_workspace_is_refused(monkeypatch:
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_16_bits_on_a_cpu_without_kernels_for_them_are_warned_of_once(
-    has_kernels: bool, start: Callable[..., FSDPEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    has_kernels: bool,
+    start: Callable[..., FSDPEngine],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numerics.warn_if_slow_on_cpu.cache_clear()
-    monkeypatch.setattr(numerics, "has_cpu_kernels", lambda compute: has_kernels or compute == "fp32")
+    monkeypatch.setattr(
+        numerics, "has_cpu_kernels", lambda compute: has_kernels or compute == "fp32"
+    )
     for compute in ("fp32", "bf16", "bf16"):
         start(precision=PrecisionSpec(compute=compute))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (0 if has_kernels else 1)
-    assert all("precision.compute is bf16" in line and "set precision.compute=fp32" in line for line in told)
+    assert all(
+        "precision.compute is bf16" in line and "set precision.compute=fp32" in line
+        for line in told
+    )

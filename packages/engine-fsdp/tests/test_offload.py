@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.specs import ResidencySpec
-from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Mode, Offloader, OffloadPolicy
+from temper_engine_fsdp.runtime.offload import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Mode,
+    Offloader,
+    OffloadPolicy,
+)
 
 
 @pytest.fixture
@@ -25,7 +32,9 @@ def residency(weight: Tensor) -> Offloader:
     return Offloader({"model": tensors}, device=torch.device("cpu"))
 
 
-def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(residency: Offloader, weight: Tensor) -> None:
+def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(
+    residency: Offloader, weight: Tensor
+) -> None:
     view = weight[2:4]
     residency.offload("model")
     assert weight.untyped_storage().nbytes() == 0
@@ -43,7 +52,9 @@ def test_changes_inside_a_context_survive_parking(residency: Offloader, weight: 
     assert weight.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
-def test_nested_contexts_move_nothing_and_the_outer_one_parks(residency: Offloader, weight: Tensor) -> None:
+def test_nested_contexts_move_nothing_and_the_outer_one_parks(
+    residency: Offloader, weight: Tensor
+) -> None:
     residency.offload("model")
     with residency.loaded("model"):
         with residency.loaded("model"):
@@ -65,7 +76,9 @@ def test_an_exception_parks_again(residency: Offloader) -> None:
     assert residency.is_offloaded("model")
 
 
-def test_parking_twice_and_bringing_in_twice_are_harmless(residency: Offloader, weight: Tensor) -> None:
+def test_parking_twice_and_bringing_in_twice_are_harmless(
+    residency: Offloader, weight: Tensor
+) -> None:
     residency.offload("model")
     residency.offload("model")
     residency.load("model")
@@ -76,7 +89,10 @@ def test_parking_twice_and_bringing_in_twice_are_harmless(residency: Offloader, 
 @pytest.fixture
 def groups() -> Offloader:
     held = {name: torch.arange(3.0) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
-    return Offloader({name: (lambda tensor=tensor: [tensor]) for name, tensor in held.items()}, device=torch.device("cpu"))
+    return Offloader(
+        {name: (lambda tensor=tensor: [tensor]) for name, tensor in held.items()},
+        device=torch.device("cpu"),
+    )
 
 
 def parked(residency: Offloader) -> set[str]:
@@ -93,7 +109,9 @@ def parked(residency: Offloader) -> set[str]:
         (ResidencySpec(offload_optimizer=True), {OPTIMIZER}),
     ],
 )
-def test_each_kind_leaves_on_its_own(groups: Offloader, spec: ResidencySpec, gone: set[str]) -> None:
+def test_each_kind_leaves_on_its_own(
+    groups: Offloader, spec: ResidencySpec, gone: set[str]
+) -> None:
     offloading = OffloadPolicy(groups, spec=spec)
     assert parked(groups) == gone
     with offloading.mode_context("update"):
@@ -102,9 +120,16 @@ def test_each_kind_leaves_on_its_own(groups: Offloader, spec: ResidencySpec, gon
 
 
 def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> None:
-    offloading = OffloadPolicy(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    offloading = OffloadPolicy(
+        groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
+    )
     # (context, optimiser states on the device inside, and after it)
-    steps: list[tuple[Mode, bool, bool]] = [("train", True, True), ("train", True, True), ("update", True, False), ("train", True, True)]
+    steps: list[tuple[Mode, bool, bool]] = [
+        ("train", True, True),
+        ("train", True, True),
+        ("update", True, False),
+        ("train", True, True),
+    ]
     for mode, inside, after in [*steps, ("eval", False, False)]:
         with offloading.mode_context(mode):
             assert groups.is_offloaded(OPTIMIZER) != inside, mode
@@ -112,7 +137,9 @@ def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> N
 
 
 def test_an_exception_in_a_step_parks_what_was_loaded_ahead(groups: Offloader) -> None:
-    offloading = OffloadPolicy(groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"))
+    offloading = OffloadPolicy(
+        groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
+    )
     with offloading.mode_context("train"):
         pass
     with pytest.raises(KeyError), offloading.mode_context("update"):

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.model.packed_attention import CALL_COST, PackLayout, _make_buckets, pad_input, round_length, unpad_output
+from temper_engine_fsdp.model.packed_attention import (
+    CALL_COST,
+    PackLayout,
+    _make_buckets,
+    pad_input,
+    round_length,
+    unpad_output,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,9 +43,18 @@ def test_no_other_cut_is_cheaper(lengths: list[int]) -> None:
         return sum(CALL_COST["cpu"] + number * length**2 for number, length in buckets)
 
     ordered = sorted(lengths, reverse=True)
-    cuts = [[0, *inner, len(ordered)] for r in range(len(ordered)) for inner in combinations(range(1, len(ordered)), r)]
-    cheapest = min(cost([(end - first, ordered[first]) for first, end in pairwise(cut)]) for cut in cuts)
-    assert cost([(b.num_sequences, b.length) for b in PackLayout(lengths, device=CPU).buckets]) == cheapest
+    cuts = [
+        [0, *inner, len(ordered)]
+        for r in range(len(ordered))
+        for inner in combinations(range(1, len(ordered)), r)
+    ]
+    cheapest = min(
+        cost([(end - first, ordered[first]) for first, end in pairwise(cut)]) for cut in cuts
+    )
+    assert (
+        cost([(b.num_sequences, b.length) for b in PackLayout(lengths, device=CPU).buckets])
+        == cheapest
+    )
 
 
 def test_a_call_costs_more_on_cuda() -> None:

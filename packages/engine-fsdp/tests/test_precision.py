@@ -13,7 +13,12 @@ ADAMW = OptimizerSpec(lr=1e-2, clip_grad_norm=None)
 
 
 def norm_of_update(engine: FSDPEngine, batch: SequenceBatch, *, factor: float = 1.0) -> float:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-factor * predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (
+            -factor * predictions["logprob"][data.loss_mask].mean(),
+            ctx,
+        )
+    )
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_step(batch)
@@ -21,21 +26,35 @@ def norm_of_update(engine: FSDPEngine, batch: SequenceBatch, *, factor: float = 
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_the_norm_of_fp16_is_that_of_fp32(start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str) -> None:
+def test_the_norm_of_fp16_is_that_of_fp32(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
+) -> None:
     exact = norm_of_update(start(), batch)
-    scaled = norm_of_update(start(precision=PrecisionSpec(compute="fp16"), strategy=strategy), batch)
+    scaled = norm_of_update(
+        start(precision=PrecisionSpec(compute="fp16"), strategy=strategy), batch
+    )
     # fp16 keeps 11 bits: 5e-4 an operation, about ten operations deep.
     assert scaled == pytest.approx(exact, rel=5e-3)
 
 
-def test_tiny_gradients_survive_in_fp16(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_tiny_gradients_survive_in_fp16(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     # Without the scale these would be below the smallest number of fp16, 6e-8.
     exact = norm_of_update(start(), batch, factor=1e-7)
-    assert norm_of_update(start(precision=PrecisionSpec(compute="fp16")), batch, factor=1e-7) == pytest.approx(exact, rel=2e-2)
+    assert norm_of_update(
+        start(precision=PrecisionSpec(compute="fp16")), batch, factor=1e-7
+    ) == pytest.approx(exact, rel=2e-2)
 
 
-def test_the_scale_doubles_after_enough_updates(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
-    engine = start(precision=PrecisionSpec(compute="fp16", initial_loss_scale=8.0, loss_scale_growth_interval=2))
+def test_the_scale_doubles_after_enough_updates(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
+    engine = start(
+        precision=PrecisionSpec(
+            compute="fp16", initial_loss_scale=8.0, loss_scale_growth_interval=2
+        )
+    )
     scales = []
     for _ in range(4):
         norm_of_update(engine, batch)
@@ -44,7 +63,9 @@ def test_the_scale_doubles_after_enough_updates(start: Callable[..., FSDPEngine]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_bf16_masters_train_and_are_exported(start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str) -> None:
+def test_bf16_masters_train_and_are_exported(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
+) -> None:
     spec = PrecisionSpec(compute="bf16", parameters="bf16", reduce="bf16", buffers="bf16")
     exact, lower = start(optimizer=ADAMW), start(optimizer=ADAMW, precision=spec, strategy=strategy)
     assert norm_of_update(lower, batch) == pytest.approx(norm_of_update(exact, batch), rel=5e-2)
@@ -56,7 +77,9 @@ def test_bf16_masters_train_and_are_exported(start: Callable[..., FSDPEngine], b
         torch.testing.assert_close(ours.master, theirs.master, rtol=1e-2, atol=2.1e-2)
 
 
-def test_memory_is_among_the_metrics(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_memory_is_among_the_metrics(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     engine = start()
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)

@@ -15,14 +15,18 @@ from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter
 
 
 def _come_and_go(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     for turn in range(4):
         membership = join(device=torch.device("cpu"), timeout_s=20.0)
         total = torch.ones(1)
         dist.all_reduce(total)
         assert float(total) == 2.0
         if rank == 0 and turn % 2 == 0:
-            time.sleep(0.5)  # the other rank is already at the next turn and must not meet what this one left behind
+            time.sleep(
+                0.5
+            )  # the other rank is already at the next turn and must not meet what this one left behind
         leave(membership)
     assert not dist.is_initialized()
 

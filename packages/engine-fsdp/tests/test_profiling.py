@@ -14,14 +14,18 @@ from temper_engine_fsdp.engine import FSDPEngine
 
 
 def update(engine: FSDPEngine, batch: SequenceBatch) -> None:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_step(batch)
     engine.optimizer_step()
 
 
-def test_a_trace_holds_the_update_that_was_asked_for(start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path) -> None:
+def test_a_trace_holds_the_update_that_was_asked_for(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
+) -> None:
     engine = start(profile_to=str(tmp_path), profile_from=2, profile_updates=1)
     file = tmp_path / "rank-0-updates-2-2.json"
     update(engine, batch)
@@ -35,7 +39,9 @@ def test_a_trace_holds_the_update_that_was_asked_for(start: Callable[..., FSDPEn
 
 
 def test_settings_of_a_profile_without_one_are_refused(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="profile_updates is 3, but has no effect without profile_to"):
+    with pytest.raises(
+        ConfigError, match="profile_updates is 3, but has no effect without profile_to"
+    ):
         replace(config, profile_updates=3)
     with pytest.raises(ConfigError, match="profile_from is 0, but must be at least 1"):
         replace(config, profile_to="traces", profile_from=0)

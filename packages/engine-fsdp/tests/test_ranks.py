@@ -23,7 +23,14 @@ class Outcome(TypedDict):
     """During a call with one micro-batch, and with several."""
 
 
-def run_ranks(world_size: int, *, fsdp_size: str, folder: Path, strategy: str = "fsdp2", keeping: str = "reshards") -> list[Outcome]:
+def run_ranks(
+    world_size: int,
+    *,
+    fsdp_size: str,
+    folder: Path,
+    strategy: str = "fsdp2",
+    keeping: str = "reshards",
+) -> list[Outcome]:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -56,7 +63,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize(
     ("strategy", "fsdp_size", "keeping"),
     [
-        pytest.param("fsdp2", "all", "reshards", marks=pytest.mark.nightly),  # the conformance kit holds both of these to one rank
+        pytest.param(
+            "fsdp2", "all", "reshards", marks=pytest.mark.nightly
+        ),  # the conformance kit holds both of these to one rank
         pytest.param("fsdp1", "all", "reshards", marks=pytest.mark.nightly),
         ("fsdp2", "1", "reshards"),
         ("fsdp1", "1", "reshards"),
@@ -65,8 +74,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         ("fsdp2", "all", "together-keeps"),
     ],
 )
-def test_two_ranks_train_like_one(alone: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path) -> None:
-    for outcome in run_ranks(2, fsdp_size=fsdp_size, strategy=strategy, keeping=keeping, folder=tmp_path / "ranks"):
+def test_two_ranks_train_like_one(
+    alone: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(
+        2, fsdp_size=fsdp_size, strategy=strategy, keeping=keeping, folder=tmp_path / "ranks"
+    ):
         # The last update is that of the first weights, loaded again.
         assert outcome["norms"][3] == pytest.approx(outcome["norms"][0], rel=1e-6)
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)

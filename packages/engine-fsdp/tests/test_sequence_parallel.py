@@ -16,9 +16,18 @@ from temper_engine_fsdp.model.sequence_parallel import check_heads
 
 def ask(*, bounds: tuple[int, int]) -> HeadRequest:
     # Two sequences of 4 and 3 tokens: positions 1, 2, 3 and 5, 6 have a predecessor; the last tokens are 3 and 6.
-    batch = from_sequences([torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0])
+    batch = from_sequences(
+        [torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0]
+    )
     asked = frozenset({Query.LOGPROB})
-    return build_head_request(batch, queries=asked, with_gradient=asked, trained_only=False, device=torch.device("cpu"), bounds=bounds)
+    return build_head_request(
+        batch,
+        queries=asked,
+        with_gradient=asked,
+        trained_only=False,
+        device=torch.device("cpu"),
+        bounds=bounds,
+    )
 
 
 def test_each_answer_is_given_by_the_rank_that_holds_the_token_before() -> None:
@@ -36,12 +45,16 @@ def test_an_answer_at_the_edge_of_a_slice_belongs_to_the_rank_before() -> None:
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sequence_parallel is 3, but must divide the model's 4 attention heads"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel is 3, but must divide the model's 4 attention heads"
+    ):
         check_heads(4, size=3)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused(start: Callable[..., FSDPEngine]) -> None:
-    with pytest.raises(ConfigError, match=r"sequence_parallel is 2, but must divide the world size 1"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel is 2, but must divide the world size 1"
+    ):
         start(sequence_parallel=2)
     if dist.is_initialized():
         dist.destroy_process_group()

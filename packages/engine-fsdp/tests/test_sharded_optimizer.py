@@ -66,7 +66,9 @@ def test_the_first_update_moves_by_the_rate_and_decays_matrices_only(
     assert value(parameters["vector"]) == pytest.approx(1.1, abs=1e-6)
 
 
-def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
+def test_clipping_scales_the_gradient_to_the_limit(
+    parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer
+) -> None:
     sharded = optimizer(OptimizerSpec(clip_grad_norm=0.01))
     assert sharded.step(lr=0.1) == 5.0
     # 0.01 / 5 of each gradient; the first moment is a tenth of it.
@@ -75,17 +77,24 @@ def test_clipping_scales_the_gradient_to_the_limit(parameters: dict[str, FSDP2Pa
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_gradient_touches_nothing(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer, bad: float) -> None:
+def test_a_nonfinite_gradient_touches_nothing(
+    parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer, bad: float
+) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(bad)
     sharded = optimizer(OptimizerSpec())
     assert not math.isfinite(sharded.step(lr=0.1))
     assert (value(parameters["matrix"]), value(parameters["vector"])) == (2.0, 1.0)
-    assert all(float(m.count) == 0 and float(m.first) == 0 and float(m.second) == 0 for m in sharded.adam_states.values())
+    assert all(
+        float(m.count) == 0 and float(m.first) == 0 and float(m.second) == 0
+        for m in sharded.adam_states.values()
+    )
 
 
-def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
+def test_a_norm_whose_square_overflows_float32_is_still_finite(
+    parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer
+) -> None:
     gradient = parameters["vector"].local_gradient()
     assert gradient is not None
     gradient.fill_(1e30)
@@ -93,23 +102,41 @@ def test_a_norm_whose_square_overflows_float32_is_still_finite(parameters: dict[
 
 
 @pytest.mark.bitwise
-def test_the_device_clips_as_the_host_does_bit_for_bit(parameters: dict[str, FSDP2Parameter]) -> None:
+def test_the_device_clips_as_the_host_does_bit_for_bit(
+    parameters: dict[str, FSDP2Parameter],
+) -> None:
     kept = []
     for is_async in (False, True):
-        for parameter, weight, gradient in zip(parameters.values(), (2.0, 1.0), (0.3, -0.7), strict=True):
+        for parameter, weight, gradient in zip(
+            parameters.values(), (2.0, 1.0), (0.3, -0.7), strict=True
+        ):
             parameter.local_shard().fill_(weight)
             found = parameter.local_gradient()
             assert found is not None
             found.fill_(gradient)
-        made = ShardedAdamW(parameters, spec=OptimizerSpec(clip_grad_norm=0.123), sum_over_shards=lambda square: square)
+        made = ShardedAdamW(
+            parameters,
+            spec=OptimizerSpec(clip_grad_norm=0.123),
+            sum_over_shards=lambda square: square,
+        )
         made.is_async = is_async
         norm = made.step(lr=0.1)
-        kept.append([norm, *(value(p) for p in parameters.values()), *(float(m.second) for m in made.adam_states.values())])
+        kept.append(
+            [
+                norm,
+                *(value(p) for p in parameters.values()),
+                *(float(m.second) for m in made.adam_states.values()),
+            ]
+        )
     assert kept[0] == kept[1]
 
 
-def test_what_follows_an_update_is_called_once_it_is_launched(parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer) -> None:
+def test_what_follows_an_update_is_called_once_it_is_launched(
+    parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer
+) -> None:
     seen: list[float] = []
-    optimizer(OptimizerSpec()).step(lr=0.1, after_launch=lambda: seen.append(value(parameters["vector"])))
+    optimizer(OptimizerSpec()).step(
+        lr=0.1, after_launch=lambda: seen.append(value(parameters["vector"]))
+    )
     assert seen == [value(parameters["vector"])]
     assert seen != [1.0]

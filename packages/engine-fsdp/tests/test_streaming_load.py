@@ -19,10 +19,14 @@ from temper_engine_fsdp.model.streaming_load import WeightStreamer
 
 
 @pytest.fixture(params=[1 << 30, 4096], ids=["one file", "many files"])
-def folder(start: Callable[..., FSDPEngine], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def folder(
+    start: Callable[..., FSDPEngine], tmp_path: Path, request: pytest.FixtureRequest
+) -> Path:
     """A model directory, of the usual tied model."""
     engine = start(save_huggingface_weights=True, huggingface_shard_bytes=request.param)
-    return Path(engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface_files.FOLDER)
+    return Path(
+        engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface_files.FOLDER
+    )
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -38,7 +42,11 @@ def test_no_more_than_one_module_is_whole_at_a_time(
     def watched(self: WeightStreamer, module: nn.Module) -> None:
         models.append(module)
         fill(self, module)
-        whole = {name for name, p in module.named_parameters() if not p.is_meta and not isinstance(p.data, DTensor)}
+        whole = {
+            name
+            for name, p in module.named_parameters()
+            if not p.is_meta and not isinstance(p.data, DTensor)
+        }
         filled.append(whole)
 
     monkeypatch.setattr(WeightStreamer, "materialize", watched)
@@ -48,11 +56,19 @@ def test_no_more_than_one_module_is_whole_at_a_time(
     assert len(filled) == 3
     assert filled[2] == {"hf.model.embed_tokens.weight", "hf.model.norm.weight"}
     assert all(isinstance(parameter.data, DTensor) for parameter in root.parameters())
-    assert weights_of(engine).keys() == {n for path in folder.glob("*.safetensors") for n in load_file(path)}
+    assert weights_of(engine).keys() == {
+        n for path in folder.glob("*.safetensors") for n in load_file(path)
+    }
 
 
-def test_streamed_weights_are_those_of_the_directory(start: Callable[..., FSDPEngine], folder: Path) -> None:
-    expected = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+def test_streamed_weights_are_those_of_the_directory(
+    start: Callable[..., FSDPEngine], folder: Path
+) -> None:
+    expected = {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     found = weights_of(start(model=ModelSpec(path=str(folder))))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -60,16 +76,26 @@ def test_streamed_weights_are_those_of_the_directory(start: Callable[..., FSDPEn
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"lora": LoraSpec(rank=4, alpha=8.0)}, {"model_type": "language_model"}, {"model_type": "value_model"}],
+    [
+        {},
+        {"lora": LoraSpec(rank=4, alpha=8.0)},
+        {"model_type": "language_model"},
+        {"model_type": "value_model"},
+    ],
     ids=["fresh", "adapter", "streamed", "new head"],
 )
 def test_first_values_leave_random_numbers_of_gpus_and_cpu_alone(
-    start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    start: Callable[..., FSDPEngine],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
 ) -> None:
     def seeds_gpus(seed: int) -> None:
         raise AssertionError(f"every GPU would be seeded with {seed}")
 
-    given = {"model": ModelSpec(path=str(folder), **settings)} if "model_type" in settings else settings
+    given = (
+        {"model": ModelSpec(path=str(folder), **settings)} if "model_type" in settings else settings
+    )
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds_gpus)
     before = torch.get_rng_state()
     start(**given)
@@ -78,7 +104,11 @@ def test_first_values_leave_random_numbers_of_gpus_and_cpu_alone(
 
 @pytest.mark.parametrize(
     "lora",
-    [LoraSpec(rank=4, alpha=8.0), LoraSpec(rank=4, alpha=8.0, dora=True), LoraSpec(rank=4, alpha=8.0, modules_to_save=("norm",))],
+    [
+        LoraSpec(rank=4, alpha=8.0),
+        LoraSpec(rank=4, alpha=8.0, dora=True),
+        LoraSpec(rank=4, alpha=8.0, modules_to_save=("norm",)),
+    ],
     ids=str,
 )
 def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
@@ -86,7 +116,11 @@ def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
 ) -> None:
     loaded = []
     build = components.build_model
-    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    monkeypatch.setattr(
+        components,
+        "build_model",
+        lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs),
+    )
     streamed = start(model=ModelSpec(path=str(folder)), lora=lora)
     assert loaded == ([1] if lora.dora or lora.modules_to_save else [])
     monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
@@ -94,7 +128,9 @@ def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
     (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
     assert config == other
     assert ours.keys() == theirs.keys()
-    assert any(tensor.any() for tensor in ours.values()), "an adapter begins with random numbers on one side"
+    assert any(tensor.any() for tensor in ours.values()), (
+        "an adapter begins with random numbers on one side"
+    )
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     weights = weights_of(whole)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(streamed).items())
@@ -105,7 +141,11 @@ def test_a_value_model_is_streamed_from_a_language_model(
 ) -> None:
     loaded = []
     build = components.build_model
-    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    monkeypatch.setattr(
+        components,
+        "build_model",
+        lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs),
+    )
     spec = ModelSpec(path=str(folder), model_type="value_model", seed=3)
     streamed = weights_of(start(model=spec))
     assert not loaded
@@ -131,7 +171,9 @@ def mixture(tmp_path: Path) -> Path:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     }
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(tmp_path, max_shard_size="20KB")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     return tmp_path
 
@@ -143,7 +185,11 @@ def _refused(*args: object, **kwargs: object) -> None:
 def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
     start: Callable[..., FSDPEngine], mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_files = {name: tensor for path in mixture.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    in_files = {
+        name: tensor
+        for path in mixture.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
     monkeypatch.setattr(components, "build_model", _refused)
     found = weights_of(start(model=ModelSpec(path=str(mixture))))
@@ -155,14 +201,26 @@ def test_a_directory_with_other_names_is_left_to_transformers(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tied head stands beside the embedding, as some exporters write it.
-    whole = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    whole = {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         path.unlink()
     embedding = whole["model.embed_tokens.weight"]
-    save_file({**whole, "lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**whole, "lm_head.weight": embedding.clone()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     loaded = []
     build = components.build_model
-    monkeypatch.setattr(components, "build_model", lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs))
+    monkeypatch.setattr(
+        components,
+        "build_model",
+        lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs),
+    )
     found = weights_of(start(model=ModelSpec(path=str(folder))))
     assert loaded == [1]
     assert torch.equal(found["model.embed_tokens.weight"], embedding)

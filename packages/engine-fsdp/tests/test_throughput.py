@@ -11,7 +11,11 @@ from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
-from temper_engine_fsdp.runtime.performance import TrainingFlops, count_training_flops, measure_matmul_rate
+from temper_engine_fsdp.runtime.performance import (
+    TrainingFlops,
+    count_training_flops,
+    measure_matmul_rate,
+)
 
 TINY: dict[str, Scalar] = {
     "vocab_size": 61,
@@ -28,13 +32,21 @@ LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
 
 def work(*, is_language_model: bool = True, **fields: Scalar) -> TrainingFlops:
     packed_attention.register_kernels()
-    spec = ModelSpec(architecture={**TINY, **fields}, model_type="language_model" if is_language_model else "value_model")
-    return count_training_flops(build_model(spec, attention=packed_attention.SDPA_VARLEN), is_language_model=is_language_model)
+    spec = ModelSpec(
+        architecture={**TINY, **fields},
+        model_type="language_model" if is_language_model else "value_model",
+    )
+    return count_training_flops(
+        build_model(spec, attention=packed_attention.SDPA_VARLEN),
+        is_language_model=is_language_model,
+    )
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_head_counts_once_and_the_embedding_never(is_tied: bool) -> None:
-    assert work(model_type="qwen2", tie_word_embeddings=is_tied).per_token == 6 * (2 * LAYER + 61 * 32)
+    assert work(model_type="qwen2", tie_word_embeddings=is_tied).per_token == 6 * (
+        2 * LAYER + 61 * 32
+    )
 
 
 def test_a_value_head_is_one_row() -> None:
@@ -44,12 +56,20 @@ def test_a_value_head_is_one_row() -> None:
 def test_attention_counts_half_of_what_no_mask_would_take() -> None:
     # 2 layers of 4 heads of 8: 6 x 4 x 8 x 2 for each squared token.
     assert work(model_type="qwen2").per_squared_length == 384
-    assert TrainingFlops(per_token=10.0, per_squared_length=2.0).total([3, 5]) == 10 * 8 + 2 * (9 + 25)
+    assert TrainingFlops(per_token=10.0, per_squared_length=2.0).total([3, 5]) == 10 * 8 + 2 * (
+        9 + 25
+    )
 
 
 def test_experts_count_as_far_as_a_token_sees_them() -> None:
     one, two = (
-        work(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=seen, moe_intermediate_size=16, decoder_sparse_step=1)
+        work(
+            model_type="qwen3_moe",
+            num_experts=4,
+            num_experts_per_tok=seen,
+            moe_intermediate_size=16,
+            decoder_sparse_step=1,
+        )
         for seen in (1, 2)
     )
     # One more expert of three matrices in each of two layers.
@@ -62,7 +82,9 @@ def test_frozen_weights_count_without_their_gradient(start: Callable[..., FSDPEn
     assert engine._components.throughput.flops.per_token == 4 * (2 * LAYER + 61 * 32) + 6 * adapter
 
 
-def test_training_tells_its_speed_and_evaluation_does_not(start: Callable[..., FSDPEngine], batch: SequenceBatch) -> None:
+def test_training_tells_its_speed_and_evaluation_does_not(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
     engine = start()
     engine.set_loss_fn(LikelihoodProbe())
     packed = engine.shard_data(batch, max_tokens=20)

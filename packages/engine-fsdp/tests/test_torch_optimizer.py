@@ -16,11 +16,19 @@ from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 
-MOMENTUM = OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9}, lr=0.1, weight_decay=0.5, clip_grad_norm=None)
+MOMENTUM = OptimizerSpec(
+    name="torch.optim.SGD",
+    arguments={"momentum": 0.9},
+    lr=0.1,
+    weight_decay=0.5,
+    clip_grad_norm=None,
+)
 
 
 def update(engine: FSDPEngine, batch: SequenceBatch) -> dict[str, torch.Tensor]:
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_step(batch)
@@ -32,14 +40,18 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> dict[str, torch.Tensor]:
 def logprobs_of(model: PreTrainedModel, batch: SequenceBatch) -> torch.Tensor:
     """[T] of one sequence after the other; 0 for the first token of each."""
     found = []
-    for tokens, temperature in zip(batch.tokens.split(batch.lengths.tolist()), batch.temperature, strict=True):
+    for tokens, temperature in zip(
+        batch.tokens.split(batch.lengths.tolist()), batch.temperature, strict=True
+    ):
         logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
         found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_momentum_decays_matrices_and_spares_vectors(start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str) -> None:
+def test_momentum_decays_matrices_and_spares_vectors(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
+) -> None:
     engine = start(optimizer=MOMENTUM, strategy=strategy)
     with engine.export_weights() as stream:
         before = dict(stream)
@@ -50,16 +62,25 @@ def test_momentum_decays_matrices_and_spares_vectors(start: Callable[..., FSDPEn
     for state in adamw.export_state():
         decay = 0.5 if state.master.ndim >= 2 else 0.0
         expected = before[state.name] - 0.1 * (state.first_moment + decay * before[state.name])
-        torch.testing.assert_close(after[state.name], expected, rtol=1e-5, atol=1e-6, msg=state.name)
+        torch.testing.assert_close(
+            after[state.name], expected, rtol=1e-5, atol=1e-6, msg=state.name
+        )
 
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.NAdam"])
 @pytest.mark.parametrize(("saver", "loader"), [("fsdp2", "fsdp2"), ("fsdp1", "fsdp2")])
 def test_its_state_is_resumed_bit_for_bit(
-    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, name: str, saver: str, loader: str
+    start: Callable[..., FSDPEngine],
+    batch: SequenceBatch,
+    tmp_path: Path,
+    name: str,
+    saver: str,
+    loader: str,
 ) -> None:
-    spec = OptimizerSpec(name=name, arguments={"momentum": 0.9} if name.endswith(("SGD", "prop")) else {}, lr=0.01)
+    spec = OptimizerSpec(
+        name=name, arguments={"momentum": 0.9} if name.endswith(("SGD", "prop")) else {}, lr=0.01
+    )
     engine = start(optimizer=spec, strategy=saver, residency=ResidencySpec(offload_optimizer=True))
     update(engine, batch)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
@@ -73,9 +94,18 @@ def test_its_state_is_resumed_bit_for_bit(
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        (OptimizerSpec(name="torch.optim.Nothing"), r"there is no torch.optim.Optimizer of that name in torch.optim"),
-        (OptimizerSpec(name="nowhere.at.All"), r"optimizer.name is nowhere.at.All, but nowhere.at can't be imported"),
-        (OptimizerSpec(name="torch.optim.SGD", arguments={"momentom": 0.9}), r"optimizer.arguments.momentom is no argument of torch"),
+        (
+            OptimizerSpec(name="torch.optim.Nothing"),
+            r"there is no torch.optim.Optimizer of that name in torch.optim",
+        ),
+        (
+            OptimizerSpec(name="nowhere.at.All"),
+            r"optimizer.name is nowhere.at.All, but nowhere.at can't be imported",
+        ),
+        (
+            OptimizerSpec(name="torch.optim.SGD", arguments={"momentom": 0.9}),
+            r"optimizer.arguments.momentom is no argument of torch",
+        ),
         (
             OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": "much"}),
             r"optimizer.arguments.momentum is 'much', but torch.optim.SGD takes something like 0",
@@ -88,10 +118,15 @@ def test_its_state_is_resumed_bit_for_bit(
             OptimizerSpec(name="torch.optim.Adam", arguments={"betas": (0.9,)}),
             r"optimizer.arguments.betas is \(0.9,\), but torch.optim.Adam takes something like \(0.9, 0.999\)",
         ),
-        (OptimizerSpec(name="torch.optim.LBFGS"), r"torch.optim.LBFGS has no weight decay: set it to 0"),
+        (
+            OptimizerSpec(name="torch.optim.LBFGS"),
+            r"torch.optim.LBFGS has no weight decay: set it to 0",
+        ),
     ],
 )
-def test_what_makes_no_sense_is_refused(start: Callable[..., FSDPEngine], spec: OptimizerSpec, sentence: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    start: Callable[..., FSDPEngine], spec: OptimizerSpec, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         start(optimizer=spec)
 
@@ -105,13 +140,26 @@ def test_what_makes_no_sense_is_refused(start: Callable[..., FSDPEngine], spec: 
             r"torch\.optim\.Adafactor can't update parameters that strategy fsdp2 shards: aten",
         ),
         ("Rprop", r"torch\.optim\.Rprop can't update parameters that strategy fsdp2 shards: aten"),
-        ("SparseAdam", r"torch\.optim\.SparseAdam can't update.*SparseAdam does not support dense gradients"),
-        ("Muon", r"torch\.optim\.Muon does not take this model's parameters: Muon only supports 2D parameters"),
+        (
+            "SparseAdam",
+            r"torch\.optim\.SparseAdam can't update.*SparseAdam does not support dense gradients",
+        ),
+        (
+            "Muon",
+            r"torch\.optim\.Muon does not take this model's parameters: Muon only supports 2D parameters",
+        ),
     ],
 )
-def test_an_optimizer_that_can_not_update_is_refused_before_training(start: Callable[..., FSDPEngine], name: str, sentence: str) -> None:
+def test_an_optimizer_that_can_not_update_is_refused_before_training(
+    start: Callable[..., FSDPEngine], name: str, sentence: str
+) -> None:
     with pytest.raises(CapabilityError, match=f"optimizer.name {sentence}"):
-        start(optimizer=OptimizerSpec(name=f"torch.optim.{name}", weight_decay=0.1 if name in ("Adafactor", "Muon") else 0.0))
+        start(
+            optimizer=OptimizerSpec(
+                name=f"torch.optim.{name}",
+                weight_decay=0.1 if name in ("Adafactor", "Muon") else 0.0,
+            )
+        )
 
 
 class Factored(torch.optim.Optimizer):
@@ -134,14 +182,20 @@ def test_a_state_that_a_checkpoint_can_not_hold_is_told_before_training(
         start(optimizer=OptimizerSpec(name="of_a_user.Factored", weight_decay=0.0))
 
 
-def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(start: Callable[..., FSDPEngine]) -> None:
+def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
+    start: Callable[..., FSDPEngine],
+) -> None:
     engine, plain = start(optimizer=MOMENTUM), start()
     with engine.export_weights() as ours, plain.export_weights() as theirs:
-        assert all(torch.equal(tensor, other) for (_, tensor), (_, other) in zip(ours, theirs, strict=True))
+        assert all(
+            torch.equal(tensor, other) for (_, tensor), (_, other) in zip(ours, theirs, strict=True)
+        )
     optimizer = engine._components.optimizer
     assert isinstance(optimizer, TorchOptimizer)
     assert optimizer.state_tensors() == {}
-    assert all(parameter.local_gradient() is None for parameter in engine._components.trainable.values())
+    assert all(
+        parameter.local_gradient() is None for parameter in engine._components.trainable.values()
+    )
 
 
 # What the README says of torch's optimisers, and of which there is none that trains otherwise than on a model that is not sharded.
@@ -153,7 +207,10 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(start: C
         ("Rprop", "fsdp1"),
         *(
             pytest.param(*row, marks=pytest.mark.nightly)
-            for row in product(("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RMSprop", "SGD"), ("fsdp2", "fsdp1"))
+            for row in product(
+                ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RMSprop", "SGD"),
+                ("fsdp2", "fsdp1"),
+            )
         ),
     ],
 )
@@ -161,13 +218,22 @@ def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, name: str, strategy: str
 ) -> None:
     decay = 0.0 if name == "Rprop" else 0.1
-    spec = OptimizerSpec(name=f"torch.optim.{name}", lr=0.01, weight_decay=decay, clip_grad_norm=None)
+    spec = OptimizerSpec(
+        name=f"torch.optim.{name}", lr=0.01, weight_decay=decay, clip_grad_norm=None
+    )
     engine = start(optimizer=spec, strategy=strategy)
-    model = AutoModelForCausalLM.from_config(deepcopy(engine._components.hf_config), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(engine._components.hf_config), attn_implementation="eager"
+    )
     with engine.export_weights() as stream:
         model.load_state_dict(dict(stream), strict=False)  # the head is tied
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
-    groups = [{"params": ps, **({"weight_decay": rate} if decay else {})} for ps, rate in ((matrices, decay), (vectors, 0.0))]
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False)
+    )
+    groups = [
+        {"params": ps, **({"weight_decay": rate} if decay else {})}
+        for ps, rate in ((matrices, decay), (vectors, 0.0))
+    ]
     optimizer = getattr(torch.optim, name)(groups, lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
@@ -183,6 +249,11 @@ def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
     assert all(torch.equal(resumed[key], weight) for key, weight in whole.items())
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused_where_they_are_in_pieces(start: Callable[..., FSDPEngine]) -> None:
-    with pytest.raises(CapabilityError, match=r"torch.optim.Adafactor may look at whole parameters, but strategy fsdp1"):
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused_where_they_are_in_pieces(
+    start: Callable[..., FSDPEngine],
+) -> None:
+    with pytest.raises(
+        CapabilityError,
+        match=r"torch.optim.Adafactor may look at whole parameters, but strategy fsdp1",
+    ):
         start(optimizer=OptimizerSpec(name="torch.optim.Adafactor"), strategy="fsdp1")

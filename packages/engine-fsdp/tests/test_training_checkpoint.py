@@ -21,7 +21,10 @@ CPU = torch.device("cpu")
 def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     assert (
-        training_checkpoint.write_rng_states(training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=1) == "random/rank_1.pt"
+        training_checkpoint.write_rng_states(
+            training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=1
+        )
+        == "random/rank_1.pt"
     )
     drawn = torch.rand(2)
     assert training_checkpoint.load_rng_state(directory=str(tmp_path), rank=1, device=CPU)
@@ -29,7 +32,9 @@ def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
-    training_checkpoint.write_rng_states(training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=0)
+    training_checkpoint.write_rng_states(
+        training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=0
+    )
     torch.manual_seed(4)
     assert not training_checkpoint.load_rng_state(directory=str(tmp_path), rank=1, device=CPU)
     after = torch.rand(2)
@@ -38,9 +43,13 @@ def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.bitwise
-def test_moments_and_counts_come_back_bit_for_bit(start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path) -> None:
+def test_moments_and_counts_come_back_bit_for_bit(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
+) -> None:
     engine, other = start(), start()
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     for _ in range(2):
         engine.optimizer_zero_grad()
         with engine.train_mode():
@@ -65,7 +74,9 @@ def test_a_part_that_is_written_in_the_background_holds_what_was_there(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine, other = start(), start()
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     trained_once(engine, batch)
     state = list(engine.export_state())
     engine.stage_part(str(tmp_path))
@@ -73,7 +84,9 @@ def test_a_part_that_is_written_in_the_background_holds_what_was_there(
     with pytest.raises(EngineStateError, match=r"still being written: call finish_part\(\)"):
         engine.stage_part(str(tmp_path / "second"))
     report = engine.finish_part()
-    assert {record.path for record in report.files} == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert {record.path for record in report.files} == {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")
+    }
     assert engine.has_written_part
     other.read_part(str(tmp_path))
     assert other.num_updates == 1
@@ -86,7 +99,9 @@ def test_safetensors_that_are_written_in_the_background_hold_what_was_there(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(save_huggingface_weights=True)
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     with engine.export_weights() as stream:
         weights = dict(stream)
     step = engine.save_checkpoint(str(tmp_path), global_step=1, in_background=True)
@@ -104,7 +119,9 @@ def test_a_part_that_was_never_staged_cannot_be_finished(start: Callable[..., FS
         start().finish_part()
 
 
-def test_a_part_that_can_not_be_written_is_told_by_whoever_finishes_it(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
+def test_a_part_that_can_not_be_written_is_told_by_whoever_finishes_it(
+    start: Callable[..., FSDPEngine], tmp_path: Path
+) -> None:
     engine = start()
     (tmp_path / "file").touch()
     engine.stage_part(str(tmp_path / "file"))
@@ -119,16 +136,27 @@ def test_a_part_that_can_not_be_written_is_told_by_whoever_finishes_it(start: Ca
     [
         ({"num_hidden_layers": 3}, r"unexpected first_moment\.model\.layers\.2\."),
         ({"num_hidden_layers": 1}, r"missing first_moment\.model\.layers\.1\."),
-        ({"intermediate_size": 40}, r"first_moment\.\S*down_proj\.weight: shape \(32, 40\), expected \(32, 48\)"),
+        (
+            {"intermediate_size": 40},
+            r"first_moment\.\S*down_proj\.weight: shape \(32, 40\), expected \(32, 48\)",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
-    start: Callable[..., FSDPEngine], config: FSDPConfig, tmp_path: Path, change: Mapping[str, Scalar], difference: str
+    start: Callable[..., FSDPEngine],
+    config: FSDPConfig,
+    tmp_path: Path,
+    change: Mapping[str, Scalar],
+    difference: str,
 ) -> None:
-    other = start(model=replace(config.model, architecture={**config.model.architecture, **change}, seed=1))
+    other = start(
+        model=replace(config.model, architecture={**config.model.architecture, **change}, seed=1)
+    )
     engine = start()
     step, before = other.save_checkpoint(str(tmp_path), global_step=2), list(engine.export_state())
-    with pytest.raises(CheckpointError, match=rf"{difference}.*Resume with the configuration that made it"):
+    with pytest.raises(
+        CheckpointError, match=rf"{difference}.*Resume with the configuration that made it"
+    ):
         engine.load_checkpoint(step)
     for ours, theirs in zip(engine.export_state(), before, strict=True):
         assert torch.equal(ours.master, theirs.master), ours.name
@@ -140,10 +168,14 @@ def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
     trained, reader = start(model=replace(config.model, seed=1)), start(optimizer=None)
     reader.load_checkpoint(trained.save_checkpoint(str(tmp_path), global_step=1))
     with reader.export_weights() as ours, trained.export_weights() as theirs:
-        assert all(torch.equal(one.tensor, other.tensor) for one, other in zip(ours, theirs, strict=True))
+        assert all(
+            torch.equal(one.tensor, other.tensor) for one, other in zip(ours, theirs, strict=True)
+        )
 
 
-def test_weights_alone_do_not_resume_training(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
+def test_weights_alone_do_not_resume_training(
+    start: Callable[..., FSDPEngine], tmp_path: Path
+) -> None:
     step = start(optimizer=None).save_checkpoint(str(tmp_path), global_step=1)
     with pytest.raises(CheckpointError, match=r"missing first_moment\."):
         start().load_checkpoint(step)

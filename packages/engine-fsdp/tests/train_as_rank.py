@@ -67,9 +67,13 @@ def count_reductions(engine: FSDPEngine, *, max_tokens: int) -> int:
 
 def _recorded() -> list[str]:
     """Names of all collectives so far."""
-    entries = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get("entries", [])
+    entries = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get(
+        "entries", []
+    )
     assert len(entries) < 2000, "the recorder keeps no more"
-    return [entry["profiling_name"] for entry in sorted(entries, key=lambda entry: entry["record_id"])]
+    return [
+        entry["profiling_name"] for entry in sorted(entries, key=lambda entry: entry["record_id"])
+    ]
 
 
 def main(strategy: Strategy, fsdp_size: int | None, keeping: str, folder: Path) -> None:
@@ -97,16 +101,24 @@ def main(strategy: Strategy, fsdp_size: int | None, keeping: str, folder: Path) 
                 weights: dict[str, Tensor] = dict(stream)
             engine.load_weights(first)
         with engine.train_mode():
-            engine.forward_backward_batch(engine.shard_data(make_batch(), max_tokens=24), forward_only=False)
+            engine.forward_backward_batch(
+                engine.shard_data(make_batch(), max_tokens=24), forward_only=False
+            )
         norms.append(engine.optimizer_step())
         engine.optimizer_zero_grad()
     reductions = [count_reductions(engine, max_tokens=max_tokens) for max_tokens in (64, 16)]
     topology = engine.topology
     torch.save(
-        {"norms": norms, "weights": weights, "reductions": reductions}, folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt"
+        {"norms": norms, "weights": weights, "reductions": reductions},
+        folder / f"rank-{topology.global_rank}-of-{topology.world_size}.pt",
     )
     engine.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], None if sys.argv[2] == "all" else int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))  # type: ignore[arg-type]
+    main(
+        sys.argv[1],
+        None if sys.argv[2] == "all" else int(sys.argv[2]),
+        sys.argv[3],
+        Path(sys.argv[4]),
+    )  # type: ignore[arg-type]

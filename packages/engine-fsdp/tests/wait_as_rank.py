@@ -42,7 +42,10 @@ def main(file: Path) -> None:
     """Start an engine; train, or sleep until killed."""
     engine = FSDPEngine(
         FSDPConfig(
-            model=ModelSpec(architecture=ARCHITECTURE), precision=PrecisionSpec(compute="fp32"), device="cpu", collective_timeout_s=15.0
+            model=ModelSpec(architecture=ARCHITECTURE),
+            precision=PrecisionSpec(compute="fp32"),
+            device="cpu",
+            collective_timeout_s=15.0,
         )
     )
     engine.init_model()
@@ -55,7 +58,9 @@ def main(file: Path) -> None:
     teller.start()
     try:
         with engine.train_mode():
-            engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=False)
+            engine.forward_backward_batch(
+                engine.shard_data(batch, max_tokens=64), forward_only=False
+            )
     except CollectiveTimeoutError as error:
         file.write_text(str(error))
     finally:

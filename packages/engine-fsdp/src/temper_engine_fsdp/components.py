@@ -19,7 +19,12 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.liger_kernels import apply_liger_kernels
-from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, build_head, make_constant_getter
+from temper_engine_fsdp.model.packed_model import (
+    PREFIX,
+    PackedModel,
+    build_head,
+    make_constant_getter,
+)
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
 from temper_engine_fsdp.model.streaming_load import WeightStreamer, build_streaming_model
 from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
@@ -27,8 +32,18 @@ from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.runtime.host_device import bind_to_near_cores
 from temper_engine_fsdp.runtime.numerics import torch_dtype
-from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
-from temper_engine_fsdp.runtime.performance import ThroughputMeter, UpdateProfiler, count_training_flops
+from temper_engine_fsdp.runtime.offload import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Offloader,
+    OffloadPolicy,
+)
+from temper_engine_fsdp.runtime.performance import (
+    ThroughputMeter,
+    UpdateProfiler,
+    count_training_flops,
+)
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
 from temper_engine_fsdp.sharding.sharded_module import shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
@@ -39,7 +54,11 @@ from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 if TYPE_CHECKING:
     from temper_engine_fsdp.training.lora_adapter import LoraAdapter
 
-_DUMMY_QUERIES = {"language_model": Query.LOGPROB, "value_model": Query.VALUE, "reward_model": Query.SCORE}
+_DUMMY_QUERIES = {
+    "language_model": Query.LOGPROB,
+    "value_model": Query.VALUE,
+    "reward_model": Query.SCORE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +106,11 @@ class EngineComponents:
     @property
     def checkpoint_parameters(self) -> ShardedParameters:
         """What a checkpoint holds: an adapter alone, unless the weights around it were replaced since it was started on them."""
-        return self.trainable if self.adapter is not None and not self.adapter.has_replaced_base else {**self.parameters, **self.trainable}
+        return (
+            self.trainable
+            if self.adapter is not None and not self.adapter.has_replaced_base
+            else {**self.parameters, **self.trainable}
+        )
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """What the optimiser keeps of them."""
@@ -101,32 +124,56 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
         bind_to_near_cores(device)
     if config.deterministic:
         numerics.check_deterministic_environment(device)
-    kernel = packed_attention.choose_kernel(config.attention, device=device, compute=config.precision.compute)
+    kernel = packed_attention.choose_kernel(
+        config.attention, device=device, compute=config.precision.compute
+    )
     packed_attention.register_kernels()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     if device.type == "cpu" and membership.rank == 0:
         numerics.warn_if_slow_on_cpu(config.precision.compute)
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
-    data_groups = process_group.build_data_groups(membership, sequence_parallel=config.sequence_parallel)
+    data_groups = process_group.build_data_groups(
+        membership, sequence_parallel=config.sequence_parallel
+    )
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter: LoraAdapter | None = (
-        _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model) if config.lora.is_on else None
+        _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model)
+        if config.lora.is_on
+        else None
     )
     if adapter is not None and adapter.targets_experts and config.strategy == "fsdp1":
         raise ConfigError(
-            "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces while they are used; those of FSDP1 are "
+            "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces "
+            "while they are used; those of FSDP1 are "
             "views, which it can't replace: take strategy fsdp2."
         )
     if config.liger_layers:
         apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
-    head = build_head(hf, config=config, make_getter=make_constant_getter if adapter is None else adapter.make_module_getter)
-    root = PackedModel(hf, head=head, offloads_activations=config.offload_activations, is_compiled=config.compile_layers)
+    head = build_head(
+        hf,
+        config=config,
+        make_getter=make_constant_getter if adapter is None else adapter.make_module_getter,
+    )
+    root = PackedModel(
+        hf,
+        head=head,
+        offloads_activations=config.offload_activations,
+        is_compiled=config.compile_layers,
+    )
     flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
-    host_mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu") if device.type != "cpu" else mesh
+    host_mesh = (
+        process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu")
+        if device.type != "cpu"
+        else mesh
+    )
     sharded = shard_model(
-        root, config=config, mesh=mesh, host_mesh=host_mesh, materialize=_already_materialized if streamer is None else streamer.materialize
+        root,
+        config=config,
+        mesh=mesh,
+        host_mesh=host_mesh,
+        materialize=_already_materialized if streamer is None else streamer.materialize,
     )
     if streamer is not None:
         streamer.release()
@@ -159,15 +206,22 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
             dummy_query=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
             tracer=tracer,
-            sequence_group=SequenceGroup(data_groups.sequence_parallel) if config.sequence_parallel > 1 else None,
+            sequence_group=SequenceGroup(data_groups.sequence_parallel)
+            if config.sequence_parallel > 1
+            else None,
         ),
         offloader=offloader,
-        offload_policy=OffloadPolicy(offloader, spec=config.residency, eval_needs_gradients=sharded.eval_needs_gradients),
+        offload_policy=OffloadPolicy(
+            offloader, spec=config.residency, eval_needs_gradients=sharded.eval_needs_gradients
+        ),
         data_groups=data_groups,
         saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
         uses_fast_matmul=_use_fast_matmul(config, device=device),
         throughput=ThroughputMeter(
-            flops, device=device, compute=torch_dtype(config.precision.compute), ranks_per_pack=config.sequence_parallel
+            flops,
+            device=device,
+            compute=torch_dtype(config.precision.compute),
+            ranks_per_pack=config.sequence_parallel,
         ),
     )
 
@@ -183,13 +237,18 @@ def _import_lora_adapter() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise ConfigError("lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.") from error
+        raise ConfigError(
+            "lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+        ) from error
 
 
-def _build_hf(config: FSDPConfig, *, kernel: str, membership: Membership) -> tuple[PreTrainedModel, WeightStreamer | None]:
+def _build_hf(
+    config: FSDPConfig, *, kernel: str, membership: Membership
+) -> tuple[PreTrainedModel, WeightStreamer | None]:
     """A model, and its weights where they are read only as modules are sharded: FSDP1 and some adapters start from a whole model."""
     if config.strategy == "fsdp2" and not (
-        config.lora.is_on and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
+        config.lora.is_on
+        and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
     ):
         streaming = build_streaming_model(config.model, attention=kernel, membership=membership)
         if streaming is not None:
@@ -204,22 +263,37 @@ def _already_materialized(module: nn.Module) -> None:
 def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
     """Give parameters and buffers their configured dtypes; the buffers that belong to a checkpoint, by Hugging Face name."""
     persistent = root.state_dict().keys()
-    for tensors, dtype_name in ((root.parameters(), config.precision.parameters), (root.buffers(), config.precision.buffers)):
+    for tensors, dtype_name in (
+        (root.parameters(), config.precision.parameters),
+        (root.buffers(), config.precision.buffers),
+    ):
         for tensor in tensors:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch_dtype(dtype_name))
-    return {hf_name(name.removeprefix(PREFIX)): buffer for name, buffer in root.named_buffers() if name in persistent}
+    return {
+        hf_name(name.removeprefix(PREFIX)): buffer
+        for name, buffer in root.named_buffers()
+        if name in persistent
+    }
 
 
-def _build_optimizer(config: FSDPConfig, *, parameters: ShardedParameters, mesh: DeviceMesh) -> ShardedOptimizer | None:
+def _build_optimizer(
+    config: FSDPConfig, *, parameters: ShardedParameters, mesh: DeviceMesh
+) -> ShardedOptimizer | None:
     spec, sum_over_shards = config.optimizer, _sum_over_shards(mesh)
     if spec is None:
         return None
     if spec.is_adamw:
-        return ShardedAdamW(parameters, spec=spec, sum_over_shards=sum_over_shards, on_cpu=config.residency.optimizer_on_cpu)
+        return ShardedAdamW(
+            parameters,
+            spec=spec,
+            sum_over_shards=sum_over_shards,
+            on_cpu=config.residency.optimizer_on_cpu,
+        )
     if config.residency.optimizer_on_cpu:
         raise CapabilityError(
-            f"residency.optimizer_on_cpu is for adamw, but optimizer.name is {spec.name}: use residency.offload_optimizer."
+            f"residency.optimizer_on_cpu is for adamw, but optimizer.name is {spec.name}: use "
+            "residency.offload_optimizer."
         )
     return TorchOptimizer(parameters, spec=spec, sum_over_shards=sum_over_shards)
 

@@ -69,38 +69,70 @@ class FSDPConfig(EngineConfig):
         # engine-api 0.1.1 and those before check nothing there.
         getattr(EngineConfig, "__post_init__", lambda _: None)(self)
         if self.sequence_parallel < 1:
-            raise ConfigError(f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves every pack to one rank.")
+            raise ConfigError(
+                f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves "
+                "every pack to one rank."
+            )
         if self.fsdp_size is not None and self.fsdp_size < 1:
-            raise ConfigError(f"fsdp_size is {self.fsdp_size}, but must be at least 1: null shards over all ranks.")
+            raise ConfigError(
+                f"fsdp_size is {self.fsdp_size}, but must be at least 1: null shards over all "
+                "ranks."
+            )
         if self.head_chunk_tokens is not None and self.head_chunk_tokens < 1:
-            raise ConfigError(f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null chooses by memory.")
+            raise ConfigError(
+                f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null "
+                "chooses by memory."
+            )
         if self.head_keeps_logits and self.head_chunk_tokens is not None:
-            raise ConfigError("head_chunk_tokens has no effect with head_keeps_logits, which computes all logits at once: remove one.")
+            raise ConfigError(
+                "head_chunk_tokens has no effect with head_keeps_logits, which computes all logits "
+                "at once: remove one."
+            )
         if self.attention == "torch_varlen" and self.device == "cpu":
-            raise ConfigError("attention torch_varlen needs CUDA, but device is cpu: use auto or sdpa_varlen.")
+            raise ConfigError(
+                "attention torch_varlen needs CUDA, but device is cpu: use auto or sdpa_varlen."
+            )
         if self.attention == "torch_varlen" and self.precision.compute == "fp32":
-            raise ConfigError("attention torch_varlen computes in bf16 or fp16, but precision.compute is fp32: use sdpa_varlen.")
+            raise ConfigError(
+                "attention torch_varlen computes in bf16 or fp16, but precision.compute is fp32: "
+                "use sdpa_varlen."
+            )
         if self.liger_layers and self.device == "cpu":
             raise ConfigError("liger_layers needs CUDA, but device is cpu: switch it off.")
         if self.liger_layers and self.compile_layers:
-            raise ConfigError("liger_layers is on, but compile_layers makes such kernels by itself: switch one of them off.")
+            raise ConfigError(
+                "liger_layers is on, but compile_layers makes such kernels by itself: switch one "
+                "of them off."
+            )
         if self.wrap_together < 1:
-            raise ConfigError(f"wrap_together is {self.wrap_together}, but must be at least 1 module.")
+            raise ConfigError(
+                f"wrap_together is {self.wrap_together}, but must be at least 1 module."
+            )
         if self.forward_prefetch < 0:
-            raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but must be at least 0 layers.")
+            raise ConfigError(
+                f"forward_prefetch is {self.forward_prefetch}, but must be at least 0 layers."
+            )
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
             raise ConfigError(
-                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false or a number of ranks from 2."
+                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false "
+                "or a number of ranks from 2."
             )
         self._check_checkpointing()
         self._check_profile()
         if self.numa_affinity and self.device == "cpu":
-            raise ConfigError("numa_affinity has no effect with device cpu, where no GPU has processor cores near it: switch it off.")
+            raise ConfigError(
+                "numa_affinity has no effect with device cpu, where no GPU has processor cores "
+                "near it: switch it off."
+            )
         if self.huggingface_shard_bytes < 1:
-            raise ConfigError(f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least 1.")
+            raise ConfigError(
+                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least "
+                "1."
+            )
         if self._is_changed("huggingface_shard_bytes") and not self.save_huggingface_weights:
             raise ConfigError(
-                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect without save_huggingface_weights: switch "
+                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect "
+                "without save_huggingface_weights: switch "
                 "that on, or remove it."
             )
         if self.strategy == "fsdp1":
@@ -113,14 +145,23 @@ class FSDPConfig(EngineConfig):
 
     def _is_changed(self, name: str) -> bool:
         """Whether a field has another value than its default."""
-        return bool(getattr(self, name) != next(field.default for field in fields(self) if field.name == name))
+        return bool(
+            getattr(self, name)
+            != next(field.default for field in fields(self) if field.name == name)
+        )
 
     def _check_profile(self) -> None:
         for name in ("profile_from", "profile_updates", "profile_memory"):
             if self.profile_to is None and self._is_changed(name):
                 value = getattr(self, name)
-                raise ConfigError(f"{name} is {value}, but has no effect without profile_to: set that to a folder, or remove {name}.")
-        for name, value in (("profile_from", self.profile_from), ("profile_updates", self.profile_updates)):
+                raise ConfigError(
+                    f"{name} is {value}, but has no effect without profile_to: set that to a "
+                    f"folder, or remove {name}."
+                )
+        for name, value in (
+            ("profile_from", self.profile_from),
+            ("profile_updates", self.profile_updates),
+        ):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, but must be at least 1.")
 
@@ -130,16 +171,29 @@ class FSDPConfig(EngineConfig):
             ("offload_activations", self.offload_activations),
         ):
             if is_on and not self.activation_checkpointing:
-                raise ConfigError(f"{name} is on, but has no effect without activation_checkpointing: switch that on too, or this off.")
+                raise ConfigError(
+                    f"{name} is on, but has no effect without activation_checkpointing: switch "
+                    "that on too, or this off."
+                )
         if self.checkpointing_keeps_products and self.compile_layers:
             raise ConfigError(
-                "checkpointing_keeps_products chooses between operators, which compile_layers hides in kernels: switch one of them off."
+                "checkpointing_keeps_products chooses between operators, which compile_layers "
+                "hides in kernels: switch one of them off."
             )
 
     def _check_fsdp1(self) -> None:
         if self.reshard_after_forward is not True:
-            raise ConfigError(f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always reshards: leave it true.")
+            raise ConfigError(
+                f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always "
+                "reshards: leave it true."
+            )
         if self.wrap_together > 1:
-            raise ConfigError(f"wrap_together is {self.wrap_together}, but strategy fsdp1 wraps modules one by one: leave it at 1.")
+            raise ConfigError(
+                f"wrap_together is {self.wrap_together}, but strategy fsdp1 wraps modules one by "
+                "one: leave it at 1."
+            )
         if self.forward_prefetch > 1:
-            raise ConfigError(f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 gathers at most 1 layer ahead.")
+            raise ConfigError(
+                f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 gathers at most "
+                "1 layer ahead."
+            )

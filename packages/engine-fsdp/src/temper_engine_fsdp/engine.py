@@ -71,7 +71,11 @@ class FSDPEngine(BaseEngine):
 
     def _build(self) -> Topology:
         self._built = build_components(self.config, loss_scale=self.loss_scale)
-        size, rank, shared = self._built.membership.world_size, self._built.membership.rank, self.config.sequence_parallel
+        size, rank, shared = (
+            self._built.membership.world_size,
+            self._built.membership.rank,
+            self.config.sequence_parallel,
+        )
         return Topology(
             world_size=size,
             global_rank=rank,
@@ -84,7 +88,9 @@ class FSDPEngine(BaseEngine):
     @property
     def _components(self) -> EngineComponents:
         if self._built is None:
-            raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
+            raise EngineStateError(
+                "the engine has no model: call init_model() before, and nothing after close()."
+            )
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
@@ -92,7 +98,9 @@ class FSDPEngine(BaseEngine):
             self._components.runner.reshard()
         return self._components.offload_policy.mode_context(mode)
 
-    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
         """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
 
         Contexts bring in what they need meanwhile, and put it back. Gradients of calls with ``final=False`` stay on the device.
@@ -101,7 +109,9 @@ class FSDPEngine(BaseEngine):
             EngineStateError: inside a mode.
         """
         if self._mode is not None:
-            raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
+            raise EngineStateError(
+                f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
+            )
         self._components.runner.reshard()
         offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
@@ -129,8 +139,13 @@ class FSDPEngine(BaseEngine):
         reduce_gradients: bool,
     ) -> list[Answers] | None:
         with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
-        self._components.throughput.start(None if forward_only else batch.lengths[~batch.is_dummy].tolist())
-        with self._components.tracer.stage("a forward call" if forward_only else "a training call"), self._numerics():
+        self._components.throughput.start(
+            None if forward_only else batch.lengths[~batch.is_dummy].tolist()
+        )
+        with (
+            self._components.tracer.stage("a forward call" if forward_only else "a training call"),
+            self._numerics(),
+        ):
             answers = self._components.runner.run(
                 batch,
                 queries=queries,
@@ -142,7 +157,10 @@ class FSDPEngine(BaseEngine):
         return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        memory, speed = memory_metrics(self._components.membership.device), self._components.throughput.stop()
+        memory, speed = (
+            memory_metrics(self._components.membership.device),
+            self._components.throughput.stop(),
+        )
         return LazyMetrics(lambda: {**memory, **speed()})
 
     def _reduce_pending_gradients(self) -> None:
@@ -154,7 +172,11 @@ class FSDPEngine(BaseEngine):
         optimizer = self._components.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
         with self._components.tracer.stage("the update"):
-            return optimizer.step(lr=lr, loss_scale=self.loss_scale.value, after_launch=self._components.runner.prefetch_parameters)
+            return optimizer.step(
+                lr=lr,
+                loss_scale=self.loss_scale.value,
+                after_launch=self._components.runner.prefetch_parameters,
+            )
 
     def optimizer_step(self) -> float:
         """See UpdateCycle."""
@@ -176,13 +198,21 @@ class FSDPEngine(BaseEngine):
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         components = self._components
         self._check_names()
-        merge = None if components.adapter is None else partial(components.adapter.merge_weight, trained=components.trainable)
-        yield from weight_export.iterate_weights(components.parameters, components.buffers, dtype=self._export_dtype(), merge=merge)
+        merge = (
+            None
+            if components.adapter is None
+            else partial(components.adapter.merge_weight, trained=components.trainable)
+        )
+        yield from weight_export.iterate_weights(
+            components.parameters, components.buffers, dtype=self._export_dtype(), merge=merge
+        )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         self._check_names()
         with self._components.tracer.stage("loading weights"):
-            weight_export.load_weights(self._components.parameters, self._components.buffers, stream)
+            weight_export.load_weights(
+                self._components.parameters, self._components.buffers, stream
+            )
         if self._components.adapter is not None:
             self._components.adapter.has_replaced_base = True
 
@@ -197,7 +227,9 @@ class FSDPEngine(BaseEngine):
 
     @property
     def _adapter(self) -> "LoraAdapter":
-        assert self._components.adapter is not None, "the base class refuses calls that need an adapter"
+        assert self._components.adapter is not None, (
+            "the base class refuses calls that need an adapter"
+        )
         return self._components.adapter
 
     def _check_names(self) -> None:
@@ -214,21 +246,31 @@ class FSDPEngine(BaseEngine):
     def _adamw(self) -> ShardedAdamW:
         optimizer = self._components.optimizer
         if optimizer is None:
-            raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
+            raise EngineStateError(
+                "an engine without an optimiser (optimizer: null) has no training state."
+            )
         if not isinstance(optimizer, ShardedAdamW):
-            raise EngineStateError("the portable training state is that of adamw: use optimizer.name adamw, or save a checkpoint.")
+            raise EngineStateError(
+                "the portable training state is that of adamw: use optimizer.name adamw, or save a "
+                "checkpoint."
+            )
         return optimizer
 
     def _write_state(self, directory: str) -> list[str]:
         with self._components.tracer.stage("saving a checkpoint"):
             return training_checkpoint.write_checkpoint(
-                self._components, config=self.config, directory=directory, weights=self._iterate_weights()
+                self._components,
+                config=self.config,
+                directory=directory,
+                weights=self._iterate_weights(),
             )
 
     def _stage_state(self) -> Callable[[str], list[str]]:
         with self._components.tracer.stage("copying a checkpoint"):
             group = self._components.saving_group.get()
-            return training_checkpoint.stage_checkpoint(self._components, config=self.config, group=group, weights=self._iterate_weights())
+            return training_checkpoint.stage_checkpoint(
+                self._components, config=self.config, group=group, weights=self._iterate_weights()
+            )
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
         return self._components.saving_group.gather(item)
@@ -240,24 +282,38 @@ class FSDPEngine(BaseEngine):
         else:
             if components.adapter is not None:
                 components.adapter.check_base_weights(
-                    training_checkpoint.has_any_parameter(directory, components.parameters.keys()), directory=directory
+                    training_checkpoint.has_any_parameter(directory, components.parameters.keys()),
+                    directory=directory,
                 )
             with components.tracer.stage("loading a checkpoint"):
                 training_checkpoint.load_training_state(
-                    components.checkpoint_parameters, components.buffers, components.optimizer, directory=directory
+                    components.checkpoint_parameters,
+                    components.buffers,
+                    components.optimizer,
+                    directory=directory,
                 )
-        training_checkpoint.load_rng_state(directory=directory, rank=membership.rank, device=membership.device)
+        training_checkpoint.load_rng_state(
+            directory=directory, rank=membership.rank, device=membership.device
+        )
 
     def _load_portable_state(self, saved: SavedState) -> None:
         """What an engine that keeps its state in files has saved."""
         components = self._components
         if components.adapter is not None:
-            components.adapter.check_base_weights(bool(components.parameters.keys() & saved.weights.keys()), directory=saved.directory)
-        expected = weight_export.list_weight_entries(components.checkpoint_parameters, {}, dtype=torch.float32)
+            components.adapter.check_base_weights(
+                bool(components.parameters.keys() & saved.weights.keys()), directory=saved.directory
+            )
+        expected = weight_export.list_weight_entries(
+            components.checkpoint_parameters, {}, dtype=torch.float32
+        )
         check_saved(expected, saved.entries(), directory=saved.directory)
         if components.optimizer is None:
             own = (NamedWeight(name, buffer) for name, buffer in components.buffers.items())
-            weight_export.load_weights(components.checkpoint_parameters, components.buffers, chain(saved.iterate_weights(), own))
+            weight_export.load_weights(
+                components.checkpoint_parameters,
+                components.buffers,
+                chain(saved.iterate_weights(), own),
+            )
         else:
             self._load_state(saved.iterate_state())
 

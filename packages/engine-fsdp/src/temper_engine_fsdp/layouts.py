@@ -17,19 +17,45 @@ LAYOUTS = (
     Layout(name="hybrid.4", world_size=4, fields={"fsdp_size": 2}),
     Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
     *_at((2, 4), "no-reshard", {"reshard_after_forward": False}),
-    Layout(name="together.2", world_size=2, fields={"wrap_together": 2, "reshard_after_forward": False}),
-    Layout(name="together.4", world_size=4, fields={"wrap_together": 2, "activation_checkpointing": True}),
-    Layout(name="reshard-to-2.4", world_size=4, fields={"reshard_after_forward": 2, "forward_prefetch": 1}),
+    Layout(
+        name="together.2", world_size=2, fields={"wrap_together": 2, "reshard_after_forward": False}
+    ),
+    Layout(
+        name="together.4",
+        world_size=4,
+        fields={"wrap_together": 2, "activation_checkpointing": True},
+    ),
+    Layout(
+        name="reshard-to-2.4",
+        world_size=4,
+        fields={"reshard_after_forward": 2, "forward_prefetch": 1},
+    ),
     Layout(name="sp2.2", world_size=2, fields={"sequence_parallel": 2}),
     Layout(name="sp2.4", world_size=4, fields={"sequence_parallel": 2}),
     Layout(name="sp4.4", world_size=4, fields={"sequence_parallel": 4}),
     Layout(name="sp2-fsdp1.4", world_size=4, fields={"sequence_parallel": 2, "strategy": "fsdp1"}),
-    Layout(name="sp2-fsdp1-hybrid.4", world_size=4, fields={"sequence_parallel": 2, "strategy": "fsdp1", "fsdp_size": 2}),
+    Layout(
+        name="sp2-fsdp1-hybrid.4",
+        world_size=4,
+        fields={"sequence_parallel": 2, "strategy": "fsdp1", "fsdp_size": 2},
+    ),
     Layout(name="sp2-hybrid.4", world_size=4, fields={"sequence_parallel": 2, "fsdp_size": 2}),
     Layout(name="sp2-replicated.2", world_size=2, fields={"sequence_parallel": 2, "fsdp_size": 1}),
-    Layout(name="sp2-no-reshard.2", world_size=2, fields={"sequence_parallel": 2, "reshard_after_forward": False}),
+    Layout(
+        name="sp2-no-reshard.2",
+        world_size=2,
+        fields={"sequence_parallel": 2, "reshard_after_forward": False},
+    ),
     *_at((1, 2), "logits-kept", {"head_keeps_logits": True}),
-    *_at((1, 2), "checkpointed", {"activation_checkpointing": True, "checkpointing_keeps_products": True, "offload_activations": True}),
+    *_at(
+        (1, 2),
+        "checkpointed",
+        {
+            "activation_checkpointing": True,
+            "checkpointing_keeps_products": True,
+            "offload_activations": True,
+        },
+    ),
     *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
 )
 """``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""

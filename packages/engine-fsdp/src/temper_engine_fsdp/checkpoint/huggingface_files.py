@@ -31,7 +31,9 @@ TOKENIZER_FILES = (
 )
 
 
-def write_model_config(config: PretrainedConfig, *, directory: str, source: str | None, dtype: torch.dtype) -> list[str]:
+def write_model_config(
+    config: PretrainedConfig, *, directory: str, source: str | None, dtype: torch.dtype
+) -> list[str]:
     """Write config.json and copy the tokenizer beside it; relative paths of the files.
 
     Args:
@@ -44,7 +46,9 @@ def write_model_config(config: PretrainedConfig, *, directory: str, source: str 
     folder.mkdir(parents=True, exist_ok=True)
     fields = config.to_dict()
     fields["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n"
+    )
     written = ["config.json"]
     for name in TOKENIZER_FILES:
         if source is not None and Path(source, name).is_file():
@@ -53,18 +57,32 @@ def write_model_config(config: PretrainedConfig, *, directory: str, source: str 
     return [f"{FOLDER}/{name}" for name in written]
 
 
-def write_adapter(description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str) -> list[str]:
+def write_adapter(
+    description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
+) -> list[str]:
     """Write ``adapter/`` in the format of Hugging Face PEFT; relative paths of the files."""
     folder = Path(directory, ADAPTER_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
-    entries = [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
-    write_safetensors(folder / ADAPTER_WEIGHTS, entries, (NamedWeight(name, tensor) for name, tensor in tensors.items()))
+    entries = [
+        WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        for name, tensor in tensors.items()
+    ]
+    write_safetensors(
+        folder / ADAPTER_WEIGHTS,
+        entries,
+        (NamedWeight(name, tensor) for name, tensor in tensors.items()),
+    )
     return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
 def write_weights(
-    stream: Iterable[NamedWeight], entries: Sequence[WeightEntry], *, directory: str, is_writer: bool, shard_bytes: int
+    stream: Iterable[NamedWeight],
+    entries: Sequence[WeightEntry],
+    *,
+    directory: str,
+    is_writer: bool,
+    shard_bytes: int,
 ) -> list[str]:
     """Write a stream of weights as safetensors with their index; relative paths of the files.
 
@@ -87,27 +105,42 @@ def write_weights(
     folder = Path(directory, FOLDER)
     weights = iter(stream)
     try:
-        return _write_shards(weights, _split_into_files(entries, shard_bytes=shard_bytes), folder=folder)
+        return _write_shards(
+            weights, _split_into_files(entries, shard_bytes=shard_bytes), folder=folder
+        )
     except OSError as error:
         deque(weights, maxlen=0)
         raise CheckpointError(f"could not write the model to {folder} ({error})") from error
 
 
-def _write_shards(weights: Iterator[NamedWeight], shards: Sequence[Sequence[WeightEntry]], *, folder: Path) -> list[str]:
+def _write_shards(
+    weights: Iterator[NamedWeight], shards: Sequence[Sequence[WeightEntry]], *, folder: Path
+) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     count = len(shards)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else ["model.safetensors"]
+    names = (
+        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if count > 1
+        else ["model.safetensors"]
+    )
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(folder / name, shard, weights)
     if count == 1:
         return [f"{FOLDER}/{names[0]}"]
-    file_of_tensor = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    index = {"metadata": {"total_size": sum(num_bytes(entry) for shard in shards for entry in shard)}, "weight_map": file_of_tensor}
+    file_of_tensor = {
+        entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard
+    }
+    index = {
+        "metadata": {"total_size": sum(num_bytes(entry) for shard in shards for entry in shard)},
+        "weight_map": file_of_tensor,
+    }
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [f"{FOLDER}/{name}" for name in (*names, INDEX_NAME)]
 
 
-def _split_into_files(entries: Sequence[WeightEntry], *, shard_bytes: int) -> list[list[WeightEntry]]:
+def _split_into_files(
+    entries: Sequence[WeightEntry], *, shard_bytes: int
+) -> list[list[WeightEntry]]:
     shards: list[list[WeightEntry]] = [[]]
     file_bytes = 0
     for entry in entries:
@@ -139,16 +172,24 @@ def num_bytes(entry: WeightEntry) -> int:
     return prod(entry.shape) * entry.dtype.itemsize
 
 
-def write_safetensors(path: Path, entries: Sequence[WeightEntry], weights: Iterator[NamedWeight]) -> None:
+def write_safetensors(
+    path: Path, entries: Sequence[WeightEntry], weights: Iterator[NamedWeight]
+) -> None:
     """Write these entries, which are the next of the stream."""
     with open(path, "wb") as file:
         file.write(_header(entries))
         for entry in entries:
             name, tensor = next(weights)
-            assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), "the stream is not as announced"
+            assert (name, tuple(tensor.shape), tensor.dtype) == (
+                entry.name,
+                entry.shape,
+                entry.dtype,
+            ), "the stream is not as announced"
             if tensor.numel() > 0:
                 # Not numpy's tofile: what it still buffers when the disk is full is lost without an error.
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(
+                    tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                )
 
 
 def _header(entries: Sequence[WeightEntry]) -> bytes:
@@ -157,7 +198,11 @@ def _header(entries: Sequence[WeightEntry]) -> bytes:
     start = 0
     for entry in entries:
         end = start + num_bytes(entry)
-        fields[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        fields[entry.name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

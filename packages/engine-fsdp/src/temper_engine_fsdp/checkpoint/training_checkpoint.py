@@ -37,21 +37,31 @@ StateTensors = Mapping[str, StateTensor]
 """What a checkpoint holds, by kind and Hugging Face name."""
 
 
-def collect_state_tensors(parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None) -> dict[str, StateTensor]:
+def collect_state_tensors(
+    parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None
+) -> dict[str, StateTensor]:
     """What is saved, and filled in place by loading; the tensors share the engine's memory."""
-    state_tensors = {f"parameter.{name}": StateTensor(owner=p, tensor=p.local_shard()) for name, p in parameters.items()}
-    state_tensors |= {f"buffer.{name}": StateTensor(owner=None, tensor=buffer) for name, buffer in buffers.items()}
+    state_tensors = {
+        f"parameter.{name}": StateTensor(owner=p, tensor=p.local_shard())
+        for name, p in parameters.items()
+    }
+    state_tensors |= {
+        f"buffer.{name}": StateTensor(owner=None, tensor=buffer) for name, buffer in buffers.items()
+    }
     return state_tensors | ({} if optimizer is None else optimizer.state_tensors())
 
 
 def to_row_dtensors(state_tensors: StateTensors) -> dict[str, Tensor]:
     """What DCP takes: every piece cut by rows. Collective."""
     return {
-        name: piece.tensor if piece.owner is None else piece.owner.to_row_dtensor(piece.tensor) for name, piece in state_tensors.items()
+        name: piece.tensor if piece.owner is None else piece.owner.to_row_dtensor(piece.tensor)
+        for name, piece in state_tensors.items()
     }
 
 
-def write_dcp(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None) -> list[str]:
+def write_dcp(
+    tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None
+) -> list[str]:
     """Write with DCP; relative paths of the files that this rank wrote. Collective over the group, or over all ranks.
 
     Raises:
@@ -60,16 +70,28 @@ def write_dcp(tensors: Mapping[str, Tensor], *, directory: str, rank: int, group
     folder = Path(directory, STATE_FOLDER)
     try:
         save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
-    except (CheckpointException, RuntimeError, OSError) as error:  # torch wraps a full disk in any of the three
-        raise CheckpointError(f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})") from error
+    except (
+        CheckpointException,
+        RuntimeError,
+        OSError,
+    ) as error:  # torch wraps a full disk in any of the three
+        raise CheckpointError(
+            f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})"
+        ) from error
     own_files = sorted(path.name for path in folder.glob(f"__{rank}_*"))
-    return [f"{STATE_FOLDER}/{name}" for name in (*own_files, *([".metadata"] if rank == 0 else []))]
+    return [
+        f"{STATE_FOLDER}/{name}" for name in (*own_files, *([".metadata"] if rank == 0 else []))
+    ]
 
 
 def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
     """Parameters and buffers from what ``write_tensors`` wrote, one at a time, in the dtypes of the entries. No communication."""
     reader = StateReader(Path(directory, STATE_FOLDER))
-    saved = {entry.name.partition(".")[2]: entry for entry in _saved_entries(reader) if _kind(entry.name) in ("parameter", "buffer")}
+    saved = {
+        entry.name.partition(".")[2]: entry
+        for entry in _saved_entries(reader)
+        if _kind(entry.name) in ("parameter", "buffer")
+    }
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=saved[entry.name].dtype)
         _read_tensor(saved[entry.name].name, tensor, reader)
@@ -87,7 +109,13 @@ def _read_tensor(name: str, tensor: Tensor, reader: StateReader) -> None:
 
 
 @torch.no_grad()
-def load_training_state(parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None, *, directory: str) -> None:
+def load_training_state(
+    parameters: ShardedParameters,
+    buffers: Buffers,
+    optimizer: ShardedOptimizer | None,
+    *,
+    directory: str,
+) -> None:
     """Fill parameters, buffers and optimiser states from what was written at this or another layout. Collective.
 
     Optimiser states that nobody asks for (optimizer: null) may stay unread; in all else names and shapes agree both ways.
@@ -100,10 +128,15 @@ def load_training_state(parameters: ShardedParameters, buffers: Buffers, optimiz
     if optimizer is not None:
         optimizer.allocate_state([entry.name for entry in saved])
     state_tensors = collect_state_tensors(parameters, buffers, optimizer)
-    expected = [WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype) for name, piece in state_tensors.items()]
+    expected = [
+        WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype)
+        for name, piece in state_tensors.items()
+    ]
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
     # DCP reads what is asked and passes over the rest: a deeper model's first layers would load into a shallower one.
-    check_saved(expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory)
+    check_saved(
+        expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory
+    )
     tensors = to_row_dtensors(state_tensors)
     load(dict(tensors), storage_reader=reader)
     for name, piece in state_tensors.items():
@@ -157,7 +190,9 @@ def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(states), path)
     except (RuntimeError, OSError) as error:  # torch makes a RuntimeError of a full disk
-        raise CheckpointError(f"could not write {path} ({str(error).strip().splitlines()[0]})") from error
+        raise CheckpointError(
+            f"could not write {path} ({str(error).strip().splitlines()[0]})"
+        ) from error
     return relative
 
 
@@ -188,7 +223,13 @@ class _CheckpointContent:
     """What PEFT's two files hold; None where there is no adapter."""
 
 
-def write_checkpoint(components: EngineComponents, *, config: FSDPConfig, directory: str, weights: Iterator[NamedWeight]) -> list[str]:
+def write_checkpoint(
+    components: EngineComponents,
+    *,
+    config: FSDPConfig,
+    directory: str,
+    weights: Iterator[NamedWeight],
+) -> list[str]:
     """Write the state as it is; relative paths of this rank's files. Collective.
 
     Args:
@@ -197,18 +238,30 @@ def write_checkpoint(components: EngineComponents, *, config: FSDPConfig, direct
         directory: of the checkpoint's part.
         weights: full tensors for the safetensors, consumed only where they are asked for.
     """
-    state_tensors = collect_state_tensors(components.checkpoint_parameters, components.buffers, components.optimizer)
+    state_tensors = collect_state_tensors(
+        components.checkpoint_parameters, components.buffers, components.optimizer
+    )
     content = _content(components, to_row_dtensors(state_tensors))
-    return _write(content, components, config=config, directory=directory, group=None, weights=lambda: weights)
+    return _write(
+        content, components, config=config, directory=directory, group=None, weights=lambda: weights
+    )
 
 
 def _content(components: EngineComponents, tensors: Mapping[str, Tensor]) -> _CheckpointContent:
-    adapter = None if components.adapter is None else components.adapter.export(components.trainable)
-    return _CheckpointContent(tensors=tensors, rng_states=get_rng_states(components.membership.device), adapter=adapter)
+    adapter = (
+        None if components.adapter is None else components.adapter.export(components.trainable)
+    )
+    return _CheckpointContent(
+        tensors=tensors, rng_states=get_rng_states(components.membership.device), adapter=adapter
+    )
 
 
 def stage_checkpoint(
-    components: EngineComponents, *, config: FSDPConfig, group: ProcessGroup, weights: Iterator[NamedWeight]
+    components: EngineComponents,
+    *,
+    config: FSDPConfig,
+    group: ProcessGroup,
+    weights: Iterator[NamedWeight],
 ) -> Callable[[str], list[str]]:
     """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective.
 
@@ -218,20 +271,37 @@ def stage_checkpoint(
         group: of the threads.
         weights: full tensors, consumed only where safetensors of a merged adapter are asked for: the one model that is copied whole.
     """
-    state_tensors = collect_state_tensors(components.checkpoint_parameters, components.buffers, components.optimizer)
+    state_tensors = collect_state_tensors(
+        components.checkpoint_parameters, components.buffers, components.optimizer
+    )
     copies, wait = copy_to_host(state_tensors, device=components.membership.device)
     if config.strategy == "fsdp1":
         wait()  # cutting by rows reads the copies
     content = _content(components, to_row_dtensors(copies))
     merged: list[NamedWeight] = []
     if components.adapter is not None and config.save_huggingface_weights:
-        merged = [NamedWeight(name, tensor.cpu()) for name, tensor in weights if components.membership.rank == 0]
+        merged = [
+            NamedWeight(name, tensor.cpu())
+            for name, tensor in weights
+            if components.membership.rank == 0
+        ]
 
     def write(directory: str) -> list[str]:
         wait()
         # Gathering would need the engine's groups; what was just written holds full tensors.
-        saved = iter(merged) if components.adapter is not None else read_dcp_weights(_entries(components, config), directory=directory)
-        return _write(content, components, config=config, directory=directory, group=group, weights=lambda: saved)
+        saved = (
+            iter(merged)
+            if components.adapter is not None
+            else read_dcp_weights(_entries(components, config), directory=directory)
+        )
+        return _write(
+            content,
+            components,
+            config=config,
+            directory=directory,
+            group=group,
+            weights=lambda: saved,
+        )
 
     return write
 
@@ -251,29 +321,45 @@ def _write(
     # one that fails there leaves no other rank waiting.
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface_files.write_weights(
-            weights(), _entries(components, config), directory=directory, is_writer=rank == 0, shard_bytes=config.huggingface_shard_bytes
+            weights(),
+            _entries(components, config),
+            directory=directory,
+            is_writer=rank == 0,
+            shard_bytes=config.huggingface_shard_bytes,
         )
     files.append(write_rng_states(content.rng_states, directory=directory, rank=rank))
     if rank == 0:
         dtype = torch_dtype(config.precision.compute)
-        files += huggingface_files.write_model_config(components.hf_config, directory=directory, source=config.model.path, dtype=dtype)
+        files += huggingface_files.write_model_config(
+            components.hf_config, directory=directory, source=config.model.path, dtype=dtype
+        )
     if rank == 0 and content.adapter is not None:
         files += huggingface_files.write_adapter(*content.adapter, directory=directory)
     return files
 
 
 def _entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
-    return list_weight_entries(components.parameters, components.buffers, dtype=torch_dtype(config.precision.compute))
+    return list_weight_entries(
+        components.parameters, components.buffers, dtype=torch_dtype(config.precision.compute)
+    )
 
 
-def copy_to_host(state_tensors: StateTensors, *, device: torch.device) -> tuple[dict[str, StateTensor], Callable[[], None]]:
+def copy_to_host(
+    state_tensors: StateTensors, *, device: torch.device
+) -> tuple[dict[str, StateTensor], Callable[[], None]]:
     """The pieces in host memory, and what waits until they are there."""
     if device.type != "cuda":
-        return {name: StateTensor(owner=piece.owner, tensor=piece.tensor.clone()) for name, piece in state_tensors.items()}, lambda: None
+        return {
+            name: StateTensor(owner=piece.owner, tensor=piece.tensor.clone())
+            for name, piece in state_tensors.items()
+        }, lambda: None
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        copies = {name: StateTensor(owner=piece.owner, tensor=_pinned_copy(piece.tensor)) for name, piece in state_tensors.items()}
+        copies = {
+            name: StateTensor(owner=piece.owner, tensor=_pinned_copy(piece.tensor))
+            for name, piece in state_tensors.items()
+        }
     current.wait_stream(side)
     done = torch.cuda.Event()
     done.record(side)

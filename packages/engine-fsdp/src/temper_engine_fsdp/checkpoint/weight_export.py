@@ -17,15 +17,28 @@ from temper_engine_fsdp.training.sharded_optimizer import AdamState
 Merge = Callable[[str, Tensor], Tensor]
 
 
-def list_weight_entries(parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype) -> list[WeightEntry]:
+def list_weight_entries(
+    parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype
+) -> list[WeightEntry]:
     """What ``iterate_weights`` will yield, in its order, without gathering anything."""
-    shapes = [(part, shape, p.dtype) for name, p in parameters.items() for part, shape in list_file_shapes(name, p.shape)]
+    shapes = [
+        (part, shape, p.dtype)
+        for name, p in parameters.items()
+        for part, shape in list_file_shapes(name, p.shape)
+    ]
     shapes += [(name, b.shape, b.dtype) for name, b in buffers.items()]
-    return [WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own) for name, shape, own in shapes]
+    return [
+        WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own)
+        for name, shape, own in shapes
+    ]
 
 
 def iterate_weights(
-    parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype, merge: Merge | None = None
+    parameters: ShardedParameters,
+    buffers: Buffers,
+    *,
+    dtype: torch.dtype,
+    merge: Merge | None = None,
 ) -> Iterator[NamedWeight]:
     """Every parameter and persistent buffer, full, floats in this dtype; one is gathered at a time. Collective.
 
@@ -44,11 +57,16 @@ def iterate_weights(
         for part, tensor in split_experts(name, full):
             yield NamedWeight(part, tensor)
     for name, buffer in buffers.items():
-        yield NamedWeight(name, buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True))
+        yield NamedWeight(
+            name,
+            buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True),
+        )
 
 
 @torch.no_grad()
-def load_weights(parameters: ShardedParameters, buffers: Buffers, stream: Iterable[NamedWeight]) -> None:
+def load_weights(
+    parameters: ShardedParameters, buffers: Buffers, stream: Iterable[NamedWeight]
+) -> None:
     """Replace every parameter and persistent buffer. Each rank keeps only its shards until the whole stream has been checked.
 
     Raises:
@@ -69,18 +87,32 @@ def load_weights(parameters: ShardedParameters, buffers: Buffers, stream: Iterab
         (parameters[name].local_shard() if name in parameters else buffers[name]).copy_(shard)
 
 
-def iterate_state(parameters: ShardedParameters, moments: Mapping[str, AdamState]) -> Iterator[TrainingState]:
+def iterate_state(
+    parameters: ShardedParameters, moments: Mapping[str, AdamState]
+) -> Iterator[TrainingState]:
     """Full float32 tensors, one parameter at a time. Collective."""
     for name, parameter in parameters.items():
         state, count = moments[name], int(moments[name].count)
-        full = (parameter.gather(parameter.local_shard()).float(), parameter.gather(state.first), parameter.gather(state.second))
+        full = (
+            parameter.gather(parameter.local_shard()).float(),
+            parameter.gather(state.first),
+            parameter.gather(state.second),
+        )
         for parts in zip(*(split_experts(name, tensor) for tensor in full), strict=True):
             (part, master), (_, first), (_, second) = parts
-            yield TrainingState(name=part, master=master, first_moment=first, second_moment=second, update_count=count)
+            yield TrainingState(
+                name=part,
+                master=master,
+                first_moment=first,
+                second_moment=second,
+                update_count=count,
+            )
 
 
 @torch.no_grad()
-def load_state(parameters: ShardedParameters, moments: Mapping[str, AdamState], stream: Iterable[TrainingState]) -> None:
+def load_state(
+    parameters: ShardedParameters, moments: Mapping[str, AdamState], stream: Iterable[TrainingState]
+) -> None:
     """Replace masters, moments and counts; each rank keeps only its shards until the whole stream has been checked.
 
     Raises:
@@ -93,13 +125,20 @@ def load_state(parameters: ShardedParameters, moments: Mapping[str, AdamState], 
     for state in stream:
         shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
         if len(shapes) != 1:
-            raise WeightError(f"master and moments of {state.name} differ in shape: {sorted(shapes)}. Nothing was loaded.")
+            raise WeightError(
+                f"master and moments of {state.name} differ in shape: {sorted(shapes)}. Nothing "
+                "was loaded."
+            )
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
         tensors = (state.master, state.first_moment, state.second_moment)
-        joined = [joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)]
+        joined = [
+            joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)
+        ]
         for name, _ in filter(None, joined[:1]):
             master, first, second = (
-                parameters[name].take_shard(tensor_by_name[1]) for tensor_by_name in joined if tensor_by_name is not None
+                parameters[name].take_shard(tensor_by_name[1])
+                for tensor_by_name in joined
+                if tensor_by_name is not None
             )
             # Experts of one tensor are updated together.
             shards[name] = (master, first, second, state.update_count)
@@ -120,7 +159,10 @@ def open_portable_state(directory: str) -> SavedState:
             names: list[str] = file.keys()
             files |= dict.fromkeys(names, path)
             masters = [name for name in names if name.startswith("master.")]
-            shapes |= {name.removeprefix("master."): tuple(file.get_slice(name).get_shape()) for name in masters}
+            shapes |= {
+                name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
+                for name in masters
+            }
 
     def read(kind: str, name: str) -> Tensor:
         key = f"{'master' if kind == 'weight' else kind}.{name}"
@@ -128,5 +170,7 @@ def open_portable_state(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    has_moments = all(f"{kind}.{name}" in files for name in shapes for kind in (FIRST, SECOND, COUNT))
+    has_moments = all(
+        f"{kind}.{name}" in files for name in shapes for kind in (FIRST, SECOND, COUNT)
+    )
     return SavedState(directory=directory, weights=shapes, has_moments=has_moments, read=read)

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from temper_engine_fsdp.config import FSDPConfig
 
-_MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default})
+_MATMULS = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+)
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attention")
 """Parts of the names of attention's operators, of which there is one per device and version of torch."""
 
@@ -31,15 +37,26 @@ def checkpoint_layers(model: PreTrainedModel, *, config: FSDPConfig) -> None:
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     counts = {False: 0, True: 0}
 
-    def policy(context: SelectiveCheckpointContext, operator: Callable[..., object], *_: object, **__: object) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext,
+        operator: Callable[..., object],
+        *_: object,
+        **__: object,
+    ) -> CheckpointPolicy:
         if any(part in str(operator) for part in _ATTENTION):
             return CheckpointPolicy.MUST_SAVE
         if operator not in _MATMULS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         counts[context.is_recompute] += 1
-        return CheckpointPolicy.MUST_SAVE if counts[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if counts[context.is_recompute] % 2
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
-    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(policy)
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (
+        create_selective_checkpoint_contexts(policy)
+    )
     return contexts
 
 
@@ -73,7 +90,11 @@ class ActivationOffloader:
         return hooks
 
     def _offload(self, tensor: Tensor) -> Tensor | int:
-        if not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        if (
+            not tensor.requires_grad
+            or isinstance(tensor, torch.nn.Parameter)
+            or isinstance(tensor._base, torch.nn.Parameter)
+        ):
             return tensor
         self.offloaded.append(self._copy_to_host(tensor.detach()))
         return len(self.offloaded) - 1
@@ -83,7 +104,9 @@ class ActivationOffloader:
             return OffloadedActivation(host=tensor.clone(), device=tensor.device)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
         # Its memory is used again only once the copy has been made.
         tensor.record_stream(self._side)
         return OffloadedActivation(host=host, device=tensor.device)
@@ -114,6 +137,12 @@ class ActivationOffloader:
             offloaded.copy_done.record(self._side)
 
 
-def maybe_offload_activations(device: torch.device, *, enabled: bool) -> AbstractContextManager[None]:
+def maybe_offload_activations(
+    device: torch.device, *, enabled: bool
+) -> AbstractContextManager[None]:
     """Around one forward pass: what it keeps is parked, or stays where it is."""
-    return ActivationOffloader(device).offload_saved_tensors() if enabled and torch.is_grad_enabled() else nullcontext()
+    return (
+        ActivationOffloader(device).offload_saved_tensors()
+        if enabled and torch.is_grad_enabled()
+        else nullcontext()
+    )

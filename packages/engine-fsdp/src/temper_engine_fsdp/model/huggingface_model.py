@@ -5,7 +5,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError  # of transformers' own dependency, which its configurations raise
+from huggingface_hub.errors import (
+    StrictDataclassError,
+)  # of transformers' own dependency, which its configurations raise
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -60,8 +62,13 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
         config.classifier_dropout = 0.0
     with fork_rng(spec.seed):
         try:
-            model, report = _instantiate(auto, spec, config, attention=attention, loads_weights=load_weights)
-        except (ValueError, KeyError) as error:  # a KeyError where classes of attention are chosen by their names
+            model, report = _instantiate(
+                auto, spec, config, attention=attention, loads_weights=load_weights
+            )
+        except (
+            ValueError,
+            KeyError,
+        ) as error:  # a KeyError where classes of attention are chosen by their names
             raise CapabilityError(
                 f"transformers makes no {spec.model_type} with packed attention of this "
                 f"{config.model_type} model: {_first_sentence(error)} "
@@ -69,7 +76,12 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
                 "such as qwen3 or llama."
             ) from error
     if spec.path is not None and report:
-        _check_loaded(spec.path, missing=report["missing_keys"], unexpected=report["unexpected_keys"], has_new_head=not is_language_model)
+        _check_loaded(
+            spec.path,
+            missing=report["missing_keys"],
+            unexpected=report["unexpected_keys"],
+            has_new_head=not is_language_model,
+        )
     _check_output_head(model, is_language_model=is_language_model)
     _check_no_convolution(model)
     model.config.architectures = [type(model).__name__]
@@ -87,7 +99,9 @@ def _instantiate(
     """The model, and what is told of its weights where they were read."""
     allow_code = spec.trust_remote_code
     if spec.path is None or not loads_weights:
-        return auto.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=allow_code), {}
+        return auto.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=allow_code
+        ), {}
     model, report = auto.from_pretrained(
         spec.path,
         config=config,
@@ -119,7 +133,9 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         return AutoConfig.for_model(name, **fields)
     except (ValueError, StrictDataclassError) as error:
         if name in CONFIG_MAPPING:
-            raise ConfigError(f"model.architecture is not what a {name} takes: {_first_sentence(error)}") from error
+            raise ConfigError(
+                f"model.architecture is not what a {name} takes: {_first_sentence(error)}"
+            ) from error
         raise ConfigError(
             f"model.architecture.model_type is {name!r}, which this version of transformers does "
             "not know: "
@@ -149,7 +165,9 @@ def _first_sentence(error: Exception) -> str:
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
         # Read as attributes: some are worked out of other fields.
-        settings = [getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))]
+        settings = [
+            getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))
+        ]
         offending = next((value for value in settings if value not in (neutral, None)), neutral)
         if offending != neutral:
             raise CapabilityError(
@@ -162,7 +180,9 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
 def _check_packable(config: PretrainedConfig) -> None:
     """What would let a sequence of a pack see its neighbours, or their lengths."""
     ropes = {
-        str(settings.get(key)) for settings in _nested_mappings(config.to_dict()) for key in ("rope_type", "type")
+        str(settings.get(key))
+        for settings in _nested_mappings(config.to_dict())
+        for key in ("rope_type", "type")
     } & LENGTH_DEPENDENT_ROPES
     if ropes:
         raise CapabilityError(
@@ -186,13 +206,24 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise CapabilityError(
-            f"this {kind} model counts positions itself, through a whole pack, and takes no position_ids: choose one that does."
+            f"this {kind} model counts positions itself, through a whole pack, and takes no "
+            "position_ids: choose one that does."
         )
     if not is_language_model and "score" not in dict(model.named_children()):
-        raise CapabilityError(f"this {kind} model's classifier is no projection named score, which values are read from: choose another.")
+        raise CapabilityError(
+            f"this {kind} model's classifier is no projection named score, which values are read "
+            "from: choose another."
+        )
     head = model.get_output_embeddings() if is_language_model else model.score
-    known = {id(parameter) for part in (model.base_model, head) if part is not None for parameter in part.parameters()}
-    offending = next((name for name, parameter in model.named_parameters() if id(parameter) not in known), None)
+    known = {
+        id(parameter)
+        for part in (model.base_model, head)
+        if part is not None
+        for parameter in part.parameters()
+    }
+    offending = next(
+        (name for name, parameter in model.named_parameters() if id(parameter) not in known), None
+    )
     if offending is not None:
         raise CapabilityError(
             f"this {kind} model has {offending} between its last hidden state and its output "
@@ -202,7 +233,9 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
 
 
 def _check_no_convolution(model: PreTrainedModel) -> None:
-    offending = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
+    offending = next(
+        (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None
+    )
     if offending is not None:
         raise CapabilityError(
             f"this {model.config.model_type} model has a convolution over tokens ({offending}), "
@@ -229,7 +262,9 @@ def is_lm_head(name: str) -> bool:
     return name.startswith("lm_head.")
 
 
-def _check_loaded(path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool) -> None:
+def _check_loaded(
+    path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool
+) -> None:
     missing_names = {name for name in missing if not (has_new_head and is_value_head(name))}
     unexpected_names = {name for name in unexpected if not (has_new_head and is_lm_head(name))}
     if missing_names or unexpected_names:

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 
-NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"})
+NORMS = frozenset(
+    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"}
+)
 """x / rms(x) in float32, back in the dtype of x, times the weight."""
 GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"})
 """down(silu(gate(x)) * up(x))."""
@@ -64,19 +66,36 @@ def load_kernels(device: torch.device) -> Kernels:
         ConfigError: the engine does not run on CUDA, or Liger is not installed.
     """
     if device.type != "cuda":
-        raise ConfigError("liger_layers is on, but Liger's kernels run on CUDA and this engine on the CPU: switch it off.")
+        raise ConfigError(
+            "liger_layers is on, but Liger's kernels run on CUDA and this engine on the CPU: "
+            "switch it off."
+        )
     try:
-        norms, gates = import_module("liger_kernel.ops.rms_norm"), import_module("liger_kernel.ops.swiglu")
+        norms, gates = (
+            import_module("liger_kernel.ops.rms_norm"),
+            import_module("liger_kernel.ops.swiglu"),
+        )
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"liger_layers is on, but {error.name} is not installed: pip install 'temper-engine-fsdp[liger]', or switch it off."
+            f"liger_layers is on, but {error.name} is not installed: pip install "
+            "'temper-engine-fsdp[liger]', or switch it off."
         ) from error
     apply_norm: Callable[..., Tensor] = norms.LigerRMSNormFunction.apply
     # Not in place: the gradient that arrives may be another's too.
-    return Kernels(norm=lambda x, weight, eps: apply_norm(x, weight, eps, 0.0, "llama", False), gate=gates.LigerSiLUMulFunction.apply)
+    return Kernels(
+        norm=lambda x, weight, eps: apply_norm(x, weight, eps, 0.0, "llama", False),
+        gate=gates.LigerSiLUMulFunction.apply,
+    )
 
 
-def check_kernels(kernels: Kernels, *, name: str, device: torch.device, compute: torch.dtype, sizes: Mapping[str, int]) -> None:
+def check_kernels(
+    kernels: Kernels,
+    *,
+    name: str,
+    device: torch.device,
+    compute: torch.dtype,
+    sizes: Mapping[str, int],
+) -> None:
     """Compare values and gradients with the plain formulas in float64, and both errors with each other.
 
     Args:
@@ -92,8 +111,12 @@ def check_kernels(kernels: Kernels, *, name: str, device: torch.device, compute:
     generator = torch.Generator().manual_seed(0)
     x, entropy_coeff = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(sizes["norm"], generator=generator)
-    gate, up, gate_slope = (torch.randn(_ROWS, sizes["gate"], generator=generator) for _ in range(3))
-    trials: Mapping[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor], Tensor]] = {
+    gate, up, gate_slope = (
+        torch.randn(_ROWS, sizes["gate"], generator=generator) for _ in range(3)
+    )
+    trials: Mapping[
+        str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor], Tensor]
+    ] = {
         "norm": (lambda k: lambda a, b: k.norm(a, b, _EPS), [x, weight], entropy_coeff),
         "gated unit": (lambda k: k.gate, [gate, up], gate_slope),
     }
@@ -101,8 +124,16 @@ def check_kernels(kernels: Kernels, *, name: str, device: torch.device, compute:
         start = [tensor.to(device, compute) for tensor in (*inputs, upstream)]
         exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in start])
         plain, tried = (_with_gradients(choose(k), start) for k in (PLAIN, kernels))
-        for part, a, b, c in zip(("values", "gradient of the first input", "gradient of the second"), exact, plain, tried, strict=True):
-            allowed = _MAX_ERROR_RATIO * _rms_error(a, b) + torch.finfo(compute).eps * float(a.abs().mean())
+        for part, a, b, c in zip(
+            ("values", "gradient of the first input", "gradient of the second"),
+            exact,
+            plain,
+            tried,
+            strict=True,
+        ):
+            allowed = _MAX_ERROR_RATIO * _rms_error(a, b) + torch.finfo(compute).eps * float(
+                a.abs().mean()
+            )
             if not (error_found := _rms_error(a, c)) <= allowed:
                 raise ConfigError(
                     f"liger_layers is on, but the {kind} of {name} has an error of "
@@ -132,7 +163,13 @@ def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: t
     kernels = load_kernels(device)
     sizes = {"norm": hf.config.hidden_size, "gate": hf.config.intermediate_size}
     with torch.enable_grad():
-        check_kernels(kernels, name=f"liger-kernel {version('liger-kernel')}", device=device, compute=compute, sizes=sizes)
+        check_kernels(
+            kernels,
+            name=f"liger-kernel {version('liger-kernel')}",
+            device=device,
+            compute=compute,
+            sizes=sizes,
+        )
     replace_layers(hf, kernels)
 
 
@@ -151,7 +188,10 @@ def replace_layers(hf: PreTrainedModel, kernels: Kernels) -> None:
             "switch it off."
         )
     if hf.config.hidden_act not in ("silu", "swish"):
-        raise CapabilityError(f"liger_layers is on, but {type(hf).__name__} gates with {hf.config.hidden_act}, not silu: switch it off.")
+        raise CapabilityError(
+            f"liger_layers is on, but {type(hf).__name__} gates with {hf.config.hidden_act}, not "
+            "silu: switch it off."
+        )
     for module in norms:
         module.forward = partial(_norm_forward, module, kernels.norm)
     for module in gated:
@@ -164,6 +204,8 @@ def _norm_forward(module: nn.Module, norm: _Norm, hidden_states: Tensor) -> Tens
 
 def _gated_forward(module: nn.Module, gate: _Gate, x: Tensor) -> Tensor:
     # Looked up at each call: an adapter puts others in their places.
-    first, second, down = (module.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj"))
+    first, second, down = (
+        module.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
+    )
     result: Tensor = down(gate(first(x), second(x)))
     return result

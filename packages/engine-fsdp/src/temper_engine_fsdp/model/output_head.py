@@ -17,7 +17,9 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, Query
 from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
 from temper_engine_fsdp.runtime.host_device import to_device
 
-LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
+LANGUAGE_QUERIES = frozenset(
+    {Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS}
+)
 
 LinearGetter = Callable[[], nn.Linear]
 """The projection of a head as it is now: an adapter may hold a trained copy of it, and be disabled."""
@@ -81,20 +83,31 @@ def build_head_request(
 class Head(Protocol):
     """Turns hidden states into answers."""
 
-    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+    def __call__(
+        self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
+    ) -> Mapping[Query, Tensor]:
         """Answers by query from hidden states [T, D] of the compute dtype."""
 
 
 class LanguageHead:
     """Answers of a language model's output projection."""
 
-    def __init__(self, linear: LinearGetter, *, chunk_tokens: int | None, keeps_logits: bool = False, is_compiled: bool = False) -> None:
+    def __init__(
+        self,
+        linear: LinearGetter,
+        *,
+        chunk_tokens: int | None,
+        keeps_logits: bool = False,
+        is_compiled: bool = False,
+    ) -> None:
         self._linear = linear
         self._chunk_tokens = chunk_tokens
         self._keeps_logits = keeps_logits
         self._is_compiled = is_compiled
 
-    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+    def __call__(
+        self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
+    ) -> Mapping[Query, Tensor]:
         """See Head."""
         _check_queries(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
         at = request.positions
@@ -108,7 +121,9 @@ class LanguageHead:
             hidden.index_select(0, at - 1 - request.first_position),
             self._linear().weight,
             batch.tokens[at],
-            temperature=None if request.is_unit_temperature else batch.temperature[batch.sequence_index[at]],
+            temperature=None
+            if request.is_unit_temperature
+            else batch.temperature[batch.sequence_index[at]],
             ids=ids,
             needs_entropy=Query.ENTROPY in request.queries,
             entropy_has_gradient=Query.ENTROPY in request.with_gradient,
@@ -119,7 +134,10 @@ class LanguageHead:
             Query.LOGSUMEXP_TERMS: columns.logsumexp,
             Query.LOGPROB_AT: columns.logprob_at,
         }
-        return {query: _scatter(by_query[query], at=at, size=batch.num_tokens) for query in sorted(request.queries)}
+        return {
+            query: _scatter(by_query[query], at=at, size=batch.num_tokens)
+            for query in sorted(request.queries)
+        }
 
 
 class ScalarHead:
@@ -129,20 +147,30 @@ class ScalarHead:
         self._linear = linear
         self._query = query
 
-    def __call__(self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest) -> Mapping[Query, Tensor]:
+    def __call__(
+        self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
+    ) -> Mapping[Query, Tensor]:
         """See Head."""
-        _check_queries(request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model")
+        _check_queries(
+            request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model"
+        )
         if self._query == Query.SCORE:
             last = batch.sequence_starts[1:].long().index_select(0, request.score_sequences) - 1
             scores = self._project(hidden.index_select(0, last - request.first_position))
-            return {Query.SCORE: _scatter(scores, at=request.score_sequences, size=batch.num_sequences)}
-        numbers = self._project(hidden.index_select(0, request.positions - 1 - request.first_position))
+            return {
+                Query.SCORE: _scatter(scores, at=request.score_sequences, size=batch.num_sequences)
+            }
+        numbers = self._project(
+            hidden.index_select(0, request.positions - 1 - request.first_position)
+        )
         return {self._query: _scatter(numbers, at=request.positions, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:
         linear = self._linear()
         bias: Tensor | None = linear.bias
-        return nn.functional.linear(hidden.float(), linear.weight.float(), None if bias is None else bias.float()).sum(1)
+        return nn.functional.linear(
+            hidden.float(), linear.weight.float(), None if bias is None else bias.float()
+        ).sum(1)
 
 
 def _scatter(column: Tensor, *, at: Tensor, size: int) -> Tensor:
@@ -152,10 +180,16 @@ def _scatter(column: Tensor, *, at: Tensor, size: int) -> Tensor:
 
 def _requested_ids(batch: SequenceBatch) -> Tensor:
     if LOGPROB_AT_IDS not in batch.columns:
-        raise BatchError(f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids.")
+        raise BatchError(
+            f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] "
+            "token ids."
+        )
     return batch.columns[LOGPROB_AT_IDS]
 
 
 def _check_queries(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
     if others := queries - allowed:
-        raise CapabilityError(f"a {head} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}.")
+        raise CapabilityError(
+            f"a {head} can't answer {', '.join(sorted(others))}; it answers "
+            f"{', '.join(sorted(allowed))}."
+        )

@@ -114,7 +114,9 @@ class PackLayout:
             torch.set_float32_matmul_precision(self._outer_precision)
 
 
-def pad_input(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor, Tensor]:
+def pad_input(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [T, H, D] as padded rows [P, H, D]."""
     rows: tuple[Tensor, Tensor, Tensor] = _PadInput.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
     return rows
@@ -128,7 +130,9 @@ def unpad_output(rows: Tensor, layout: PackLayout) -> Tensor:
 
 class _PadInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, layout: PackLayout
+    ) -> tuple[Tensor, ...]:
         ctx.layout = layout  # type: ignore[attr-defined]
         layout.use_exact_matmul()
         if not layout.is_padded:
@@ -190,19 +194,29 @@ def _make_buckets(lengths: Sequence[int], *, call_cost: int) -> tuple[list[int],
     buckets, end = [], len(sizes)
     while end:
         first = best_start[end]
-        buckets.append(Bucket(num_sequences=sum(counts[size] for size in sizes[first:end]), length=sizes[first]))
+        buckets.append(
+            Bucket(
+                num_sequences=sum(counts[size] for size in sizes[first:end]), length=sizes[first]
+            )
+        )
         end = first
     return order, buckets[::-1]
 
 
 def _padding_maps(
-    lengths: Sequence[int], *, starts: Sequence[int], order: Sequence[int], buckets: Sequence[Bucket]
+    lengths: Sequence[int],
+    *,
+    starts: Sequence[int],
+    order: Sequence[int],
+    buckets: Sequence[Bucket],
 ) -> tuple[Tensor, Tensor]:
     """Source token of each padded row [P], a sequence's last token standing for its padding, and the row of each token [T]."""
     ordered = torch.tensor(order)
     size = torch.tensor(lengths)[ordered]
     first = torch.tensor(starts[:-1])[ordered]
-    padded = torch.tensor([bucket.length for bucket in buckets for _ in range(bucket.num_sequences)])
+    padded = torch.tensor(
+        [bucket.length for bucket in buckets for _ in range(bucket.num_sequences)]
+    )
     row_start = padded.cumsum(0) - padded
     within = torch.arange(int(padded.sum())) - torch.repeat_interleave(row_start, padded)
     last = torch.repeat_interleave(size - 1, padded)
@@ -252,12 +266,17 @@ def sdpa_varlen_forward(
     _refuse(module, attention_mask, softcap=softcap, **options)
     input_dtype = value.dtype
     # Packed rows first: [T, H, D].
-    query, key, value = (x[0].transpose(0, 1).to(_compute_dtype(value)) for x in (query, key, value))
+    query, key, value = (
+        x[0].transpose(0, 1).to(_compute_dtype(value)) for x in (query, key, value)
+    )
     columns = pad_input(query, key, value, packing)
     sizes = [bucket.num_rows for bucket in packing.buckets]
     parts = []
     for bucket, *qkv in zip(packing.buckets, *(x.split(sizes) for x in columns), strict=True):
-        q, k, v = (x.reshape(bucket.num_sequences, bucket.length, *x.shape[1:]).transpose(1, 2) for x in qkv)
+        q, k, v = (
+            x.reshape(bucket.num_sequences, bucket.length, *x.shape[1:]).transpose(1, 2)
+            for x in qkv
+        )
         mask = packing.sliding_window_mask(bucket.length, window=sliding_window)
         with _sdpa_backends(q, length=bucket.length):
             out = scaled_dot_product_attention(
@@ -311,16 +330,32 @@ def torch_varlen_forward(
     """The same on torch's variable-length flash attention (CUDA, bf16 or fp16)."""
     _refuse(module, attention_mask, softcap=softcap, **options)
     if dropout:
-        raise ConfigError(f"attention torch_varlen has no dropout, but the model asks for {dropout}: use sdpa_varlen.")
+        raise ConfigError(
+            f"attention torch_varlen has no dropout, but the model asks for {dropout}: use "
+            "sdpa_varlen."
+        )
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     starts, longest = packing.starts, packing.max_length
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and _NEEDS_FLAG:
-        attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
+        attended = varlen_attn(
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=window,
+            enable_gqa=True,
+        )
     else:
-        attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window)
+        attended = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window
+        )
     assert isinstance(attended, Tensor)
     return attended[None], None
 
@@ -328,8 +363,15 @@ def torch_varlen_forward(
 def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: object) -> None:
     """Whatever a model asks of its attention beyond what the kernels compute: an attention sink, say, or a choice of keys."""
     if options.pop("is_causal", True) is False or vars(module).get("is_causal") is False:
-        raise CapabilityError(f"{type(module).__name__} lets tokens see later ones, but packed attention is causal: choose another model.")
-    unsupported = [name for name, value in options.items() if name not in IGNORED_ARGUMENTS and value is not None and value is not False]
+        raise CapabilityError(
+            f"{type(module).__name__} lets tokens see later ones, but packed attention is causal: "
+            "choose another model."
+        )
+    unsupported = [
+        name
+        for name, value in options.items()
+        if name not in IGNORED_ARGUMENTS and value is not None and value is not False
+    ]
     if attention_mask is not None:
         unsupported.insert(0, "a mask of its own")
     if unsupported:
@@ -347,8 +389,13 @@ def choose_kernel(requested: AttentionKernel, *, device: torch.device, compute: 
         ConfigError: the kernel wanted cannot run there.
     """
     if requested == "torch_varlen" and device.type != "cuda":
-        raise ConfigError("attention torch_varlen needs CUDA, but this engine runs on the CPU: use auto or sdpa_varlen.")
-    if requested == "torch_varlen" or (requested == "auto" and device.type == "cuda" and compute != "fp32"):
+        raise ConfigError(
+            "attention torch_varlen needs CUDA, but this engine runs on the CPU: use auto or "
+            "sdpa_varlen."
+        )
+    if requested == "torch_varlen" or (
+        requested == "auto" and device.type == "cuda" and compute != "fp32"
+    ):
         return TORCH_VARLEN
     return SDPA_VARLEN
 

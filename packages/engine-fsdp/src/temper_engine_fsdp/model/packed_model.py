@@ -16,7 +16,13 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.activation_checkpointing import maybe_offload_activations
-from temper_engine_fsdp.model.output_head import Head, HeadRequest, LanguageHead, LinearGetter, ScalarHead
+from temper_engine_fsdp.model.output_head import (
+    Head,
+    HeadRequest,
+    LanguageHead,
+    LinearGetter,
+    ScalarHead,
+)
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
 PREFIX = "hf."
@@ -26,15 +32,26 @@ PREFIX = "hf."
 class PackedModel(nn.Module):
     """A Hugging Face decoder over sequences laid end to end, and the head that answers from its hidden states."""
 
-    def __init__(self, hf: PreTrainedModel, *, head: Head, offloads_activations: bool = False, is_compiled: bool = False) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        head: Head,
+        offloads_activations: bool = False,
+        is_compiled: bool = False,
+    ) -> None:
         super().__init__()
         self._attention_is_checked = is_compiled
-        self._window = None if is_compiled else _sliding_window(hf.config.get_text_config(decoder=True))
+        self._window = (
+            None if is_compiled else _sliding_window(hf.config.get_text_config(decoder=True))
+        )
         self._offloads_activations = offloads_activations
         self.hf = hf
         self._head = head
 
-    def forward(self, batch: SequenceBatch, request: HeadRequest, packing: PackLayout) -> tuple[Tensor, ...]:
+    def forward(
+        self, batch: SequenceBatch, request: HeadRequest, packing: PackLayout
+    ) -> tuple[Tensor, ...]:
         """Answers in the order of ``sorted(request.queries)``, and last an empty sum that ties every layer to the graph.
 
         The last one gives a loss a gradient of zero even where the loss ignores every answer, so that all ranks run the same
@@ -42,8 +59,13 @@ class PackedModel(nn.Module):
         """
         tokens, positions = batch.tokens, batch.positions()
         if packing.sequence_group is not None:
-            tokens, positions = packing.sequence_group.take_slice(tokens), packing.sequence_group.take_slice(positions)
-        with maybe_offload_activations(tokens.device, enabled=self._offloads_activations and self.training):
+            tokens, positions = (
+                packing.sequence_group.take_slice(tokens),
+                packing.sequence_group.take_slice(positions),
+            )
+        with maybe_offload_activations(
+            tokens.device, enabled=self._offloads_activations and self.training
+        ):
             output = self.hf.base_model(
                 input_ids=tokens[None],
                 position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
@@ -59,7 +81,10 @@ class PackedModel(nn.Module):
         answers = self._head(hidden, batch, request)
         if packing.sequence_group is not None:
             # Sorted, since sets have another order on each rank, and a sum would mix what was asked.
-            answers = {query: packing.sequence_group.sum_outputs(answers[query]) for query in sorted(answers)}
+            answers = {
+                query: packing.sequence_group.sum_outputs(answers[query])
+                for query in sorted(answers)
+            }
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
     def _check_attention(self, packing: PackLayout) -> None:
@@ -84,7 +109,11 @@ class PackedModel(nn.Module):
         Raises:
             CapabilityError: a sequence is longer than a window that no attention was told of.
         """
-        if self._window is not None and not packing.has_window and packing.max_length > self._window:
+        if (
+            self._window is not None
+            and not packing.has_window
+            and packing.max_length > self._window
+        ):
             raise CapabilityError(
                 f"{type(self.hf).__name__} has a sliding window of {self._window}, which its "
                 "layers do not tell their attention, and a "
@@ -95,12 +124,22 @@ class PackedModel(nn.Module):
 
 def _sliding_window(config: PretrainedConfig) -> int | None:
     """Positions that some layers see at most; None also where a configuration has the field by chance, and its model does not read it."""
-    declared = hasattr(type(config), "sliding_window") or "sliding_window" in signature(type(config).__init__).parameters
-    has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    declared = (
+        hasattr(type(config), "sliding_window")
+        or "sliding_window" in signature(type(config).__init__).parameters
+    )
+    has_windows = "sliding_attention" in (
+        getattr(config, "layer_types", None) or ("sliding_attention",)
+    )
     return getattr(config, "sliding_window", None) if declared and has_windows else None
 
 
-def build_head(hf: PreTrainedModel, *, config: FSDPConfig, make_getter: Callable[[nn.Module], Callable[[], nn.Module]]) -> Head:
+def build_head(
+    hf: PreTrainedModel,
+    *,
+    config: FSDPConfig,
+    make_getter: Callable[[nn.Module], Callable[[], nn.Module]],
+) -> Head:
     """The head of this model type over the model's own projection.
 
     Args:
@@ -113,12 +152,19 @@ def build_head(hf: PreTrainedModel, *, config: FSDPConfig, make_getter: Callable
     """
     kind = config.model.model_type
     get_linear = make_getter(hf.get_output_embeddings() if kind == "language_model" else hf.score)
-    if not isinstance(get_linear(), nn.Linear) or (kind == "language_model" and len(list(get_linear().parameters())) != 1):
-        raise ConfigError(f"{type(hf).__name__} has no plain linear output projection, which the head needs.")
+    if not isinstance(get_linear(), nn.Linear) or (
+        kind == "language_model" and len(list(get_linear().parameters())) != 1
+    ):
+        raise ConfigError(
+            f"{type(hf).__name__} has no plain linear output projection, which the head needs."
+        )
     linear = cast(LinearGetter, get_linear)
     if kind == "language_model":
         return LanguageHead(
-            linear, chunk_tokens=config.head_chunk_tokens, keeps_logits=config.head_keeps_logits, is_compiled=config.compile_layers
+            linear,
+            chunk_tokens=config.head_chunk_tokens,
+            keeps_logits=config.head_keeps_logits,
+            is_compiled=config.compile_layers,
         )
     return ScalarHead(linear, query=Query.VALUE if kind == "value_model" else Query.SCORE)
 
@@ -138,7 +184,10 @@ def find_layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Modul
     layers = [module for module in hf.modules() if type(module).__name__ in class_names]
     if names and class_names - {type(layer).__name__ for layer in layers}:
         present = sorted({type(module).__name__ for module in hf.modules()})
-        raise ConfigError(f"wrap_modules names {sorted(class_names)}, but {type(hf).__name__} consists of {present}.")
+        raise ConfigError(
+            f"wrap_modules names {sorted(class_names)}, but {type(hf).__name__} consists of "
+            f"{present}."
+        )
     return layers
 
 

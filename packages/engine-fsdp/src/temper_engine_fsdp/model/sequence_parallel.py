@@ -124,7 +124,9 @@ class PackInfo(Protocol):
     has_window: bool
 
 
-def parallelize_attention(forward: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+def parallelize_attention(
+    forward: Callable[..., tuple[Tensor, None]],
+) -> Callable[..., tuple[Tensor, None]]:
     """An attention kernel over whole packs, for ranks that hold slices of them; as it is where they do not."""
 
     def attend(
@@ -139,7 +141,8 @@ def parallelize_attention(forward: Callable[..., tuple[Tensor, None]]) -> Callab
     ) -> tuple[Tensor, None]:
         if packing is None:
             raise CapabilityError(
-                f"{type(module).__name__} does not hand on to its attention what its model is called with, where the bounds of packed "
+                f"{type(module).__name__} does not hand on to its attention what its model is "
+                "called with, where the bounds of packed "
                 "sequences would travel: choose a model whose layers do."
             )
         if not torch.compiler.is_compiling():  # a count would be compiled in
@@ -149,7 +152,9 @@ def parallelize_attention(forward: Callable[..., tuple[Tensor, None]]) -> Callab
         if sequence_group is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
         # Rotary embeddings may leave query and key in float32: sent as the kernels take them.
-        query, key, value = (sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value))
+        query, key, value = (
+            sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value)
+        )
         attended, _ = forward(module, query, key, value, attention_mask, packing=packing, **options)
         return sequence_group.to_slices(attended), None
 
@@ -163,4 +168,6 @@ def check_heads(num_heads: int, *, size: int) -> None:
         ConfigError: it does not divide the query heads.
     """
     if num_heads % size:
-        raise ConfigError(f"sequence_parallel is {size}, but must divide the model's {num_heads} attention heads.")
+        raise ConfigError(
+            f"sequence_parallel is {size}, but must divide the model's {num_heads} attention heads."
+        )

@@ -25,7 +25,9 @@ from temper_engine_fsdp.runtime.process_group import Membership
 class WeightStreamer:
     """Where the weights of a model without memory lie, by Hugging Face name."""
 
-    def __init__(self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership
+    ) -> None:
         self._files = files
         self._membership = membership
         self._names = {id(parameter): name for name, parameter in hf.named_parameters()}
@@ -66,7 +68,9 @@ class WeightStreamer:
         self._materialized, self._hf_parameters = {}, []
 
 
-def build_streaming_model(spec: ModelSpec, *, attention: str, membership: Membership) -> tuple[PreTrainedModel, WeightStreamer] | None:
+def build_streaming_model(
+    spec: ModelSpec, *, attention: str, membership: Membership
+) -> tuple[PreTrainedModel, WeightStreamer] | None:
     """The model without memory for its parameters, and its weights; None where its directory does not hold them name by name. Collective.
 
     Experts are read one by one into what transformers joins of a layer. Safetensors whose names or shapes are other ones yet are for
@@ -77,7 +81,11 @@ def build_streaming_model(spec: ModelSpec, *, attention: str, membership: Member
         return None
     with use_meta_parameters():
         hf = build_model(spec, attention=attention, load_weights=False)
-    head = {name for name, _ in hf.named_parameters() if spec.model_type != "language_model" and is_value_head(name)} - files.keys()
+    head = {
+        name
+        for name, _ in hf.named_parameters()
+        if spec.model_type != "language_model" and is_value_head(name)
+    } - files.keys()
     # One rank decides for all, who may see another state of the directory.
     can_stream = [membership.rank == 0 and _files_match(hf, files, head=head)]
     if membership.world_size > 1:
@@ -120,7 +128,10 @@ def _find_weight_files(folder: Path) -> dict[str, Path]:
     """The safetensors file of every weight; empty where there are none."""
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {
+            name: folder / file
+            for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
     if not single.is_file():
         return {}
     with safe_open(single, framework="pt") as file:
@@ -129,10 +140,18 @@ def _find_weight_files(folder: Path) -> dict[str, Path]:
 
 def _files_match(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
     parameters = {name: parameter for name, parameter in hf.named_parameters() if name not in head}
-    expected = {part: list(shape) for name, parameter in parameters.items() for part, shape in list_file_shapes(name, parameter.shape)}
+    expected = {
+        part: list(shape)
+        for name, parameter in parameters.items()
+        for part, shape in list_file_shapes(name, parameter.shape)
+    }
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
     available = {name for name in files if not (head and is_lm_head(name))}
-    if expected.keys() != available or buffers or not all(path.is_file() for path in files.values()):
+    if (
+        expected.keys() != available
+        or buffers
+        or not all(path.is_file() for path in files.values())
+    ):
         return False
     for path in set(files.values()):
         with safe_open(path, framework="pt") as file:

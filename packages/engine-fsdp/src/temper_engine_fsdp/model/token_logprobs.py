@@ -76,11 +76,15 @@ def chunked_logprobs(
     )
     extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
     # An empty tensor divides nothing.
-    temperatures = hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    temperatures = (
+        hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    )
     logprob, logsumexp, entropy, logprob_at = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperatures, extra_ids, options
     )
-    return TokenLogprobs(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
+    return TokenLogprobs(
+        logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at
+    )
 
 
 def _default_chunk(weight: Tensor) -> int:
@@ -100,15 +104,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         options: _ChunkedOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         size = hidden.shape[0]
-        logprob, logsumexp, entropy = (hidden.new_zeros(size, dtype=torch.float32) for _ in range(3))
+        logprob, logsumexp, entropy = (
+            hidden.new_zeros(size, dtype=torch.float32) for _ in range(3)
+        )
         logprob_at = hidden.new_zeros(ids.shape, dtype=torch.float32)
         logits_buffer = _buffer(size, options=options, weight=weight)
         weights_buffer = torch.empty_like(logits_buffer) if options.needs_entropy else logits_buffer
         for rows in _chunks(size, options.chunk):
-            logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=logits_buffer)
+            logits = _logits(
+                hidden[rows], weight, temperatures=temperatures[rows], out=logits_buffer
+            )
             chosen = logits.gather(1, torch.cat([labels[rows, None], ids[rows]], dim=1))
             if options.needs_entropy:
-                log_total = _logsumexp_with_entropy_(logits, scratch=weights_buffer, entropy=entropy[rows])
+                log_total = _logsumexp_with_entropy_(
+                    logits, scratch=weights_buffer, entropy=entropy[rows]
+                )
             else:
                 log_total = _logsumexp_(logits)
             logsumexp[rows] = log_total
@@ -139,7 +149,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=buffer)
             logits.sub_(logsumexp[rows, None])
             if options.entropy_has_gradient:
-                entropy_coeff = _entropy_coefficient(logits, grad=grad_entropy[rows], entropy=entropy[rows])
+                entropy_coeff = _entropy_coefficient(
+                    logits, grad=grad_entropy[rows], entropy=entropy[rows]
+                )
                 grad = logits.exp_().mul_(entropy_coeff.add_(prob_coeff[rows, None]))
             else:
                 grad = logits.exp_().mul_(prob_coeff[rows, None])
@@ -147,7 +159,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, ids[rows], grad_at[rows])
             if temperatures.numel() > 0:
                 grad.div_(temperatures[rows])
-            _accumulate(grad.to(weight.dtype), hidden[rows], weight, grad_hidden=grad_hidden[rows], grad_weight=grad_weight)
+            _accumulate(
+                grad.to(weight.dtype),
+                hidden[rows],
+                weight,
+                grad_hidden=grad_hidden[rows],
+                grad_weight=grad_weight,
+            )
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -157,7 +175,9 @@ def _chunks(size: int, chunk: int) -> list[slice]:
 
 def _buffer(size: int, *, options: _ChunkedOptions, weight: Tensor) -> Tensor:
     """Room for the logits of one chunk, used again for every chunk: on a CPU fresh memory costs more than what is computed in it."""
-    return torch.empty(min(size, options.chunk), weight.shape[0], dtype=torch.float32, device=weight.device)
+    return torch.empty(
+        min(size, options.chunk), weight.shape[0], dtype=torch.float32, device=weight.device
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor) -> Tensor:
@@ -192,7 +212,9 @@ def _entropy_coefficient(logprobs: Tensor, *, grad: Tensor, entropy: Tensor) -> 
     return logprobs.add(entropy[:, None]).mul_(-grad[:, None])
 
 
-def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, *, grad_hidden: Tensor, grad_weight: Tensor) -> None:
+def _accumulate(
+    grad: Tensor, hidden: Tensor, weight: Tensor, *, grad_hidden: Tensor, grad_weight: Tensor
+) -> None:
     torch.mm(grad, weight, out=grad_hidden)
     if weight.dtype == torch.float32:
         grad_weight.addmm_(grad.t(), hidden)
@@ -225,13 +247,21 @@ def full_logprobs(
     is_compiled: bool = False,
 ) -> TokenLogprobs:
     """As ``fused_head.linear_logprob``; ``is_compiled`` makes one kernel of each elementwise pass. Differentiable once."""
-    options = _FullOptions(needs_entropy=needs_entropy, entropy_has_gradient=entropy_has_gradient, is_compiled=is_compiled)
+    options = _FullOptions(
+        needs_entropy=needs_entropy,
+        entropy_has_gradient=entropy_has_gradient,
+        is_compiled=is_compiled,
+    )
     extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
-    temperatures = hidden.new_ones(1, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    temperatures = (
+        hidden.new_ones(1, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
+    )
     logprob, logsumexp, entropy, logprob_at = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperatures, extra_ids, options
     )
-    return TokenLogprobs(logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at)
+    return TokenLogprobs(
+        logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at
+    )
 
 
 class _FullLogprobs(torch.autograd.Function):
@@ -248,7 +278,9 @@ class _FullLogprobs(torch.autograd.Function):
         logits = project(hidden, weight)
         chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / temperatures
         if options.needs_entropy:
-            logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.is_compiled)(logits, temperatures)
+            logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.is_compiled)(
+                logits, temperatures
+            )
         else:
             logsumexp = _maybe_compiled(_logsumexp, options.is_compiled)(logits, temperatures)
             entropy = torch.zeros_like(logsumexp)
@@ -277,7 +309,14 @@ class _FullLogprobs(torch.autograd.Function):
         prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
         entropy_coeff = grad_entropy if options.entropy_has_gradient else None
         _maybe_compiled(_replace_with_gradient, options.is_compiled)(
-            logits, temperatures, logsumexp, prob_coeff, labels, grad_logprob, entropy, entropy_coeff
+            logits,
+            temperatures,
+            logsumexp,
+            prob_coeff,
+            labels,
+            grad_logprob,
+            entropy,
+            entropy_coeff,
         )
         if ids.shape[1] > 0:
             logits.scatter_add_(1, ids, (grad_at / temperatures).to(logits.dtype))
@@ -323,7 +362,11 @@ def _replace_with_gradient(
 ) -> None:
     """Replace logits [N, V] by their gradient."""
     logprobs = logits.float() / temperatures - logsumexp[:, None]
-    factor = prob_coeff[:, None] if grad_entropy is None else prob_coeff[:, None] - grad_entropy[:, None] * (logprobs + entropy[:, None])
+    factor = (
+        prob_coeff[:, None]
+        if grad_entropy is None
+        else prob_coeff[:, None] - grad_entropy[:, None] * (logprobs + entropy[:, None])
+    )
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     grad = logprobs.exp() * factor + torch.where(is_label, grad_logprob[:, None], 0.0)
     logits.copy_(grad / temperatures)

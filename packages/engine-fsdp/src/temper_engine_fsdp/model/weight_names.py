@@ -10,7 +10,10 @@ from transformers import PretrainedConfig
 from temper_engine_api.errors import CapabilityError
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
-_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
 """Of each expert, one above the other."""
 _KNOWN_MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 """Model types whose files were seen to have these names; others have other ones, such as w1 and w3."""
@@ -29,7 +32,10 @@ def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def list_file_shapes(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
     """Names and shapes of the parts of one tensor."""
-    return [(part_name, part.shape) for part_name, part in split_experts(name, torch.empty(shape, device="meta"))]
+    return [
+        (part_name, part.shape)
+        for part_name, part in split_experts(name, torch.empty(shape, device="meta"))
+    ]
 
 
 def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
@@ -38,9 +44,12 @@ def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
     Raises:
         CapabilityError: naming the model type.
     """
-    if config.model_type not in _KNOWN_MODEL_TYPES and any(name.rpartition(".experts.")[2] in _PARTS for name in names):
+    if config.model_type not in _KNOWN_MODEL_TYPES and any(
+        name.rpartition(".experts.")[2] in _PARTS for name in names
+    ):
         raise CapabilityError(
-            f"the weights of experts can be exported and loaded for the model types {' and '.join(_KNOWN_MODEL_TYPES)}, but this is a "
+            "the weights of experts can be exported and loaded for the model types "
+            f"{' and '.join(_KNOWN_MODEL_TYPES)}, but this is a "
             f"{config.model_type}, whose files name them otherwise."
         )
 
@@ -50,7 +59,11 @@ class ExpertJoiner:
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
-        self._tensor_names = {part: name for name, shape in shapes.items() for part, _ in list_file_shapes(name, shape)}
+        self._tensor_names = {
+            part: name
+            for name, shape in shapes.items()
+            for part, _ in list_file_shapes(name, shape)
+        }
         self._incomplete: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def add(self, part: str, tensor: Tensor) -> tuple[str, Tensor] | None:
@@ -60,7 +73,9 @@ class ExpertJoiner:
         """
         name = self._tensor_names.get(part)
         if name is None or name == part:
-            return (part, tensor) if name is not None and tensor.shape == self._shapes[name] else None
+            return (
+                (part, tensor) if name is not None and tensor.shape == self._shapes[name] else None
+            )
         if name not in self._incomplete:
             full = torch.empty(self._shapes[name], dtype=tensor.dtype, device=tensor.device)
             self._incomplete[name] = full, dict(split_experts(name, full))
@@ -101,7 +116,17 @@ def peft_name(name: str) -> str:
     return PEFT_PREFIX + bare.replace(".default.", ".")
 
 
-def split_adapter_parameters(parameters: ShardedParameters) -> tuple[ShardedParameters, ShardedParameters]:
+def split_adapter_parameters(
+    parameters: ShardedParameters,
+) -> tuple[ShardedParameters, ShardedParameters]:
     """The model's weights by Hugging Face name, and an adapter's parameters, if there are any, by PEFT name."""
-    weights = {hf_name(name): parameter for name, parameter in parameters.items() if not is_adapter_parameter(name)}
-    return weights, {peft_name(name): parameter for name, parameter in parameters.items() if is_adapter_parameter(name)}
+    weights = {
+        hf_name(name): parameter
+        for name, parameter in parameters.items()
+        if not is_adapter_parameter(name)
+    }
+    return weights, {
+        peft_name(name): parameter
+        for name, parameter in parameters.items()
+        if is_adapter_parameter(name)
+    }

@@ -25,7 +25,13 @@ from temper_engine_fsdp.runtime.process_group import Membership
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_MESSAGES = ("Timed out", "timed out", "Connection closed by peer", "Connection reset by peer", "Read error")
+_TIMEOUT_MESSAGES = (
+    "Timed out",
+    "timed out",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Read error",
+)
 """Of a collective that waits in vain, in the words of gloo and of stores."""
 _WRAPPERS = ("wrapper", "wait", "inner")
 _WARN_FRACTION = 0.9
@@ -78,9 +84,15 @@ class CollectiveTracer:
         try:
             yield
         except RuntimeError as error:
-            if self._depth > 1 or isinstance(error, CollectiveTimeoutError) or not any(sign in str(error) for sign in _TIMEOUT_MESSAGES):
+            if (
+                self._depth > 1
+                or isinstance(error, CollectiveTimeoutError)
+                or not any(sign in str(error) for sign in _TIMEOUT_MESSAGES)
+            ):
                 raise
-            raise CollectiveTimeoutError(self._message(f"waited in vain in {_failed_collective(error)}", self._current())) from error
+            raise CollectiveTimeoutError(
+                self._message(f"waited in vain in {_failed_collective(error)}", self._current())
+            ) from error
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -135,7 +147,13 @@ class CollectiveTracer:
             if rank == self._membership.rank or not self._store.check([key]):
                 continue
             since, _, name = self._store.get(key).decode().partition(" ")
-            lines.append((name == span.name, rank, f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s."))
+            lines.append(
+                (
+                    name == span.name,
+                    rank,
+                    f"Rank {rank} is in {name} since {time.time() - float(since):.0f} s.",
+                )
+            )
         return " ".join(line for _, _, line in sorted(lines)[:8])
 
     def _watch(self) -> None:
@@ -143,8 +161,17 @@ class CollectiveTracer:
         warned_since = 0.0
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
             span = self._oldest_unfinished()
-            if span is not None and span.since != warned_since and time.time() - span.since > _WARN_FRACTION * self._timeout_s:
-                logger.error("%s", self._message(f"may be waiting in vain in {find_unfinished_collective()}", span))
+            if (
+                span is not None
+                and span.since != warned_since
+                and time.time() - span.since > _WARN_FRACTION * self._timeout_s
+            ):
+                logger.error(
+                    "%s",
+                    self._message(
+                        f"may be waiting in vain in {find_unfinished_collective()}", span
+                    ),
+                )
                 warned_since = span.since
 
 
@@ -167,6 +194,7 @@ def _failed_collective(error: RuntimeError) -> str:
     names = [
         frame.f_code.co_name
         for frame, _ in walk_tb(error.__traceback__)
-        if "torch/distributed/" in frame.f_code.co_filename and frame.f_code.co_name not in _WRAPPERS
+        if "torch/distributed/" in frame.f_code.co_filename
+        and frame.f_code.co_name not in _WRAPPERS
     ]
     return names[-1].lstrip("_") if names else "a collective"

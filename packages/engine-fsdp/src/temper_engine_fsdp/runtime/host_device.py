@@ -30,7 +30,9 @@ class AsyncScalar:
         self._on_host = number
         self._copy_done: torch.cuda.Event | None = None
         if number.is_cuda:
-            self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(
+                number, non_blocking=True
+            )
             self._copy_done = torch.cuda.Event()
             self._copy_done.record()
 
@@ -61,13 +63,23 @@ _SYS = Path("/sys")
 def bind_to_near_cores(device: torch.device) -> None:
     """Bind this process to the cores of the memory node of a CUDA device; says in the log why where that changes nothing."""
     if sys.platform != "linux" or device.type != "cuda":
-        logger.info("numa_affinity changes nothing for %s on %s: it is for CUDA on Linux", device, sys.platform)
+        logger.info(
+            "numa_affinity changes nothing for %s on %s: it is for CUDA on Linux",
+            device,
+            sys.platform,
+        )
         return
-    properties: Any = torch.cuda.get_device_properties(device)  # whose types lack where the device is plugged in
+    properties: Any = torch.cuda.get_device_properties(
+        device
+    )  # whose types lack where the device is plugged in
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     near = find_near_cores(address, allowed=os.sched_getaffinity(0))
     if not near:
-        logger.info("numa_affinity changes nothing: this machine tells no cores near %s that this process may use", address)
+        logger.info(
+            "numa_affinity changes nothing: this machine tells no cores near %s that this process "
+            "may use",
+            address,
+        )
         return
     os.sched_setaffinity(0, near)
     logger.info("bound to the %d cores near %s", len(near), address)

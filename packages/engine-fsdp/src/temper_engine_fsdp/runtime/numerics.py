@@ -64,7 +64,11 @@ def has_cpu_kernels(compute: str) -> bool:
     """Whether this CPU has matmul kernels for that precision; without them torch falls back to a plain loop of about 1 GFLOP/s."""
     if compute == "fp32":
         return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() if compute == "bf16" else torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if compute == "bf16"
+        else torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )
 
 
 @cache
@@ -72,8 +76,10 @@ def warn_if_slow_on_cpu(compute: str) -> None:
     """Say once that this precision is slow on this CPU, where it is."""
     if not has_cpu_kernels(compute):
         logger.warning(
-            "precision.compute is %s, but this CPU has no %s instructions, so matrix products run ten to fifty times slower than in "
-            "float32: set precision.compute=fp32, unless it is for the rounding of %s that you run here.",
+            "precision.compute is %s, but this CPU has no %s instructions, so matrix products run "
+            "ten to fifty times slower than in "
+            "float32: set precision.compute=fp32, unless it is for the rounding of %s that you run "
+            "here.",
             compute,
             compute,
             compute,
@@ -86,9 +92,13 @@ def check_deterministic_environment(device: torch.device) -> None:
     Raises:
         ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
     """
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (
+        ":4096:8",
+        ":16:8",
+    ):
         raise ConfigError(
-            "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
+            "deterministic is on, but cuBLAS is deterministic only with "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
             "set it before the process starts."
         )
 

@@ -105,11 +105,21 @@ class Offloader:
 class OffloadPolicy:
     """What a configuration wants parked between which contexts."""
 
-    def __init__(self, offloader: Offloader, *, spec: ResidencySpec, eval_needs_gradients: bool = False) -> None:
+    def __init__(
+        self, offloader: Offloader, *, spec: ResidencySpec, eval_needs_gradients: bool = False
+    ) -> None:
         self._offloader = offloader
-        self._groups_by_mode = {**GROUPS_BY_MODE, "eval": GROUPS_BY_MODE["train"]} if eval_needs_gradients else GROUPS_BY_MODE
+        self._groups_by_mode = (
+            {**GROUPS_BY_MODE, "eval": GROUPS_BY_MODE["train"]}
+            if eval_needs_gradients
+            else GROUPS_BY_MODE
+        )
         self._loads_ahead = spec.load_optimizer_in == "train_mode"
-        groups = ((PARAMETERS, spec.offload_parameters), (GRADIENTS, spec.offloads_gradients), (OPTIMIZER, spec.offload_optimizer))
+        groups = (
+            (PARAMETERS, spec.offload_parameters),
+            (GRADIENTS, spec.offloads_gradients),
+            (OPTIMIZER, spec.offload_optimizer),
+        )
         for name, is_offloaded in groups:
             if is_offloaded:
                 offloader.offload(name)
@@ -189,7 +199,11 @@ class _CudaCopier(_Copier):
 
 
 def _unique_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    by_address = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.untyped_storage().nbytes() > 0}
+    by_address = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for tensor in tensors
+        if tensor.untyped_storage().nbytes() > 0
+    }
     return list(by_address.values())
 
 

@@ -34,7 +34,10 @@ class TrainingFlops:
 
     def total(self, lengths: Sequence[int]) -> float:
         """Of these sequences."""
-        return sum(self.per_token * length + self.per_squared_length * length * length for length in lengths)
+        return sum(
+            self.per_token * length + self.per_squared_length * length * length
+            for length in lengths
+        )
 
 
 def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> TrainingFlops:
@@ -50,13 +53,19 @@ def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> 
         fraction = _active_fraction(config) if ".experts." in name else 1.0
         per_token += (6.0 if parameter.requires_grad else 4.0) * fraction * parameter.numel()
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    return TrainingFlops(per_token=per_token, per_squared_length=6.0 * config.num_hidden_layers * config.num_attention_heads * head_dim)
+    return TrainingFlops(
+        per_token=per_token,
+        per_squared_length=6.0 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+    )
 
 
 def _active_fraction(config: PretrainedConfig) -> float:
     """Experts that a token sees, of all there are."""
     settings = config.to_dict()
-    seen, total = settings.get("num_experts_per_tok"), settings.get("num_experts") or settings.get("num_local_experts")
+    seen, total = (
+        settings.get("num_experts_per_tok"),
+        settings.get("num_experts") or settings.get("num_local_experts"),
+    )
     return seen / total if isinstance(seen, int) and isinstance(total, int) else 1.0
 
 
@@ -66,7 +75,12 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size, repeats = (8192, 21) if device.type == "cuda" else (256, 5)
     with torch.no_grad():
         # Numbers without a pattern, since a device multiplies zeros and ones faster; and none of the process's random ones.
-        a = torch.arange(size * size, device=device, dtype=torch.float32).sin_().view(size, size).to(dtype)
+        a = (
+            torch.arange(size * size, device=device, dtype=torch.float32)
+            .sin_()
+            .view(size, size)
+            .to(dtype)
+        )
         seconds = []
         for _ in range(repeats):
             begin = _now(device)
@@ -114,7 +128,14 @@ class _Stopwatch:
 class ThroughputMeter:
     """Speed of the training passes of one rank."""
 
-    def __init__(self, flops: TrainingFlops, *, device: torch.device, compute: torch.dtype, ranks_per_pack: int) -> None:
+    def __init__(
+        self,
+        flops: TrainingFlops,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+        ranks_per_pack: int,
+    ) -> None:
         self.flops = flops
         self._device = device
         self._compute = compute
@@ -140,7 +161,11 @@ class ThroughputMeter:
             seconds = stopwatch.seconds()
             return {
                 "speed/tokens_per_s": Metric(value=tokens, weight=seconds, reduction="mean"),
-                "speed/mfu": Metric(value=flops / measure_matmul_rate(self._device, self._compute), weight=seconds, reduction="mean"),
+                "speed/mfu": Metric(
+                    value=flops / measure_matmul_rate(self._device, self._compute),
+                    weight=seconds,
+                    reduction="mean",
+                ),
             }
 
         return read_metrics
@@ -170,7 +195,9 @@ def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
     """Largest of all ranks: GiB of this process in host memory where Linux tells, and of tensors and of the allocator on CUDA."""
     values: dict[str, float] = {}
     if _STATM.is_file():
-        values["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+        values["memory/host_gib"] = (
+            int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+        )
     if device.type == "cuda":
         values["memory/allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
         values["memory/reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
@@ -197,10 +224,19 @@ class UpdateProfiler:
         if config.profile_to is None:
             return
         if config.profile_memory and membership.device.type != "cuda":
-            raise ConfigError("profile_memory is on, but only CUDA keeps a history of its memory: switch it off on a CPU.")
-        self._file = Path(config.profile_to) / f"rank-{membership.rank}-updates-{self._first}-{self._last}.json"
+            raise ConfigError(
+                "profile_memory is on, but only CUDA keeps a history of its memory: switch it off "
+                "on a CPU."
+            )
+        self._file = (
+            Path(config.profile_to)
+            / f"rank-{membership.rank}-updates-{self._first}-{self._last}.json"
+        )
         if self._file.exists():
-            raise ConfigError(f"profile_to is {config.profile_to}, which holds {self._file.name} already: choose another folder.")
+            raise ConfigError(
+                f"profile_to is {config.profile_to}, which holds {self._file.name} already: choose "
+                "another folder."
+            )
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._maybe_start()
 
@@ -224,7 +260,9 @@ class UpdateProfiler:
         if self._records_memory:
             torch.cuda.memory._dump_snapshot(str(self._file.with_suffix(".pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
-        logger.info("wrote a profile of updates %d to %d to %s", self._first, self._done, self._file)
+        logger.info(
+            "wrote a profile of updates %d to %d to %s", self._first, self._done, self._file
+        )
 
     def _maybe_start(self) -> None:
         if self._file is None or self._done != self._first - 1 or self._profile is not None:

@@ -47,12 +47,19 @@ class _Rendezvous:
 
     def next_store(self, timeout: timedelta) -> tuple[Store, int, int]:
         """(store, rank, world size) of the next group; ranks agree on its keys because they make their groups in the same order."""
-        address = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        address = tuple(
+            os.environ.get(name, "")
+            for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+        )
         if address not in self._stores:
             self._stores[address] = store_from_environment(timeout)
         store, rank, world_size = self._stores[address]
         self._num_groups[address] += 1
-        return PrefixStore(f"temper_engine_fsdp/{self._num_groups[address]}", store), rank, world_size
+        return (
+            PrefixStore(f"temper_engine_fsdp/{self._num_groups[address]}", store),
+            rank,
+            world_size,
+        )
 
 
 _RENDEZVOUS = _Rendezvous()
@@ -68,7 +75,9 @@ def choose_device(requested: str) -> torch.device:
         raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
     if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    index = (
+        int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -76,16 +85,22 @@ def choose_device(requested: str) -> torch.device:
 def join(*, device: torch.device, timeout_s: float) -> Membership:
     """Join the default process group, or make it from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
     if dist.is_initialized():
-        return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=False)
+        return Membership(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=False
+        )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _RENDEZVOUS.next_store(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     else:
         # A store in memory: a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Membership(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=True)
+    return Membership(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=True
+    )
 
 
 class ThreadGroup:
@@ -139,13 +154,20 @@ def build_data_groups(membership: Membership, *, sequence_parallel: int) -> Data
     """
     world_size = membership.world_size
     if world_size % sequence_parallel:
-        raise ConfigError(f"sequence_parallel is {sequence_parallel}, but must divide the world size {world_size}.")
+        raise ConfigError(
+            f"sequence_parallel is {sequence_parallel}, but must divide the world size "
+            f"{world_size}."
+        )
     shape, names = (world_size // sequence_parallel, sequence_parallel), ("data", "sequence")
     mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
-    return DataGroups(data_parallel=mesh.get_group("data"), sequence_parallel=mesh.get_group("sequence"))
+    return DataGroups(
+        data_parallel=mesh.get_group("data"), sequence_parallel=mesh.get_group("sequence")
+    )
 
 
-def build_mesh(membership: Membership, *, fsdp_size: int | None, kind: str | None = None) -> DeviceMesh:
+def build_mesh(
+    membership: Membership, *, fsdp_size: int | None, kind: str | None = None
+) -> DeviceMesh:
     """The mesh parameters are sharded over: one axis, or replicate x shard.
 
     Args:
@@ -163,4 +185,6 @@ def build_mesh(membership: Membership, *, fsdp_size: int | None, kind: str | Non
     kind = membership.device.type if kind is None else kind
     if size == world_size:
         return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))
-    return init_device_mesh(kind, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+    return init_device_mesh(
+        kind, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
+    )

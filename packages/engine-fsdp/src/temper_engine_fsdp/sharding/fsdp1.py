@@ -37,12 +37,19 @@ class _EmptyRoot(nn.Module):
 class FSDP1Module:
     """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
 
-    def __init__(self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
-        shapes = {name.removeprefix(PREFIX): parameter.shape for name, parameter in model.named_parameters()}
+    def __init__(
+        self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh
+    ) -> None:
+        shapes = {
+            name.removeprefix(PREFIX): parameter.shape
+            for name, parameter in model.named_parameters()
+        }
         layers = set(find_layers(model.hf, names=config.wrap_modules))
         wrap = _make_wrapper(config, mesh=mesh)
         self._frozen = _frozen_parameters(model) if mesh.size(mesh.ndim - 1) == 1 else []
-        self._root = wrap(_EmptyRoot(wrap(model, CustomPolicy(lambda module: module in layers))), None)
+        self._root = wrap(
+            _EmptyRoot(wrap(model, CustomPolicy(lambda module: module in layers))), None
+        )
         self.root: nn.Module = self._root
         # Gradients that wait on a rank stay in the compute dtype: sums of many would lose digits there, and torch 2.13 can't put
         # those of tied parameters back at all. Reduced ones are float32.
@@ -50,10 +57,19 @@ class FSDP1Module:
         # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
         self.loss_factor = float(mesh.size())
         self.eval_needs_gradients = True
-        parameters = {_plain_name(name): parameter for name, parameter in self._root.named_parameters()}
+        parameters = {
+            _plain_name(name): parameter for name, parameter in self._root.named_parameters()
+        }
         shard_sizes = _gather_shard_sizes(parameters, mesh=mesh)
         self.parameters: ShardedParameters = {
-            name: FSDP1Parameter(name, parameter, shape=shapes[name], mesh=mesh, host_mesh=host_mesh, shard_sizes=shard_sizes[name])
+            name: FSDP1Parameter(
+                name,
+                parameter,
+                shape=shapes[name],
+                mesh=mesh,
+                host_mesh=host_mesh,
+                shard_sizes=shard_sizes[name],
+            )
             for name, parameter in parameters.items()
         }
 
@@ -97,7 +113,9 @@ def _frozen_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parame
     ]
 
 
-def _make_wrapper(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:
+def _make_wrapper(
+    config: FSDPConfig, *, mesh: DeviceMesh
+) -> Callable[[nn.Module, CustomPolicy | None], FullyShardedDataParallel]:
     precision = config.precision
     mixed_precision = MixedPrecision(
         param_dtype=torch_dtype(precision.compute),
@@ -107,7 +125,11 @@ def _make_wrapper(config: FSDPConfig, *, mesh: DeviceMesh) -> Callable[[nn.Modul
     )
     num_shards = mesh.size(mesh.ndim - 1)
     is_replicated = num_shards == 1
-    device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device(mesh.device_type, torch.cuda.current_device())
+    device = (
+        torch.device("cpu")
+        if mesh.device_type == "cpu"
+        else torch.device(mesh.device_type, torch.cuda.current_device())
+    )
 
     def wrap(module: nn.Module, policy: CustomPolicy | None) -> FullyShardedDataParallel:
         with warnings.catch_warnings():
@@ -138,7 +160,9 @@ def _plain_name(name: str) -> str:
     return name.replace(_WRAPPER, "").removeprefix("inner.").removeprefix(PREFIX)
 
 
-def _gather_shard_sizes(parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
+def _gather_shard_sizes(
+    parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh
+) -> dict[str, tuple[int, ...]]:
     """Entries of each parameter that each rank of a copy holds. Collective."""
     local_sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     group = mesh.get_group(mesh.ndim - 1)

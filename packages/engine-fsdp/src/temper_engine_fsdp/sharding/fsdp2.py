@@ -25,18 +25,30 @@ class FSDP2Module:
     """Decoder layers by ones or by groups, then the rest as one; see ``strategies.ShardedModule``."""
 
     def __init__(
-        self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, materialize: Materialize
+        self,
+        model: PackedModel,
+        *,
+        config: FSDPConfig,
+        mesh: DeviceMesh,
+        host_mesh: DeviceMesh,
+        materialize: Materialize,
     ) -> None:
         precision = config.precision
         # Inputs are cast nowhere: temperatures and rotary tables stay as they are computed.
         policy = MixedPrecisionPolicy(
-            param_dtype=None if precision.compute == precision.parameters else torch_dtype(precision.compute),
+            param_dtype=None
+            if precision.compute == precision.parameters
+            else torch_dtype(precision.compute),
             reduce_dtype=torch_dtype(precision.reduce),
             cast_forward_inputs=False,
         )
-        reshards = _resolve_reshard(config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1))
+        reshards = _resolve_reshard(
+            config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1)
+        )
         wrapped = []
-        for group in _group_layers(find_layers(model.hf, names=config.wrap_modules), size=config.wrap_together):
+        for group in _group_layers(
+            find_layers(model.hf, names=config.wrap_modules), size=config.wrap_together
+        ):
             for layer in group:
                 materialize(layer)
             fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
@@ -48,7 +60,11 @@ class FSDP2Module:
         self.loss_factor = 1.0
         self.eval_needs_gradients = False
         self._reshards = reshards is not False
-        self._keeps_gathered = not self._reshards and not config.residency.offload_parameters and mesh.size(mesh.ndim - 1) > 1
+        self._keeps_gathered = (
+            not self._reshards
+            and not config.residency.offload_parameters
+            and mesh.size(mesh.ndim - 1) > 1
+        )
         # One of each group: what is asked of it is asked of the others.
         self._modules = [_first_module([model]), *wrapped]
         for module in self._modules:
@@ -57,9 +73,12 @@ class FSDP2Module:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _set_forward_prefetch(wrapped, num_ahead=config.forward_prefetch)
-        names = ((name.removeprefix(PREFIX), parameter) for name, parameter in model.named_parameters())
+        names = (
+            (name.removeprefix(PREFIX), parameter) for name, parameter in model.named_parameters()
+        )
         self.parameters: ShardedParameters = {
-            name: FSDP2Parameter(name, parameter, mesh=mesh, host_mesh=host_mesh) for name, parameter in names
+            name: FSDP2Parameter(name, parameter, mesh=mesh, host_mesh=host_mesh)
+            for name, parameter in names
         }
 
     @contextmanager
@@ -89,10 +108,14 @@ class FSDP2Module:
 def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:
     """Runs of so many layers, of which the last one may be shorter."""
     for outer in layers if size > 1 else ():
-        if inner := next((layer for layer in layers if layer is not outer and layer in outer.modules()), None):
+        if inner := next(
+            (layer for layer in layers if layer is not outer and layer in outer.modules()), None
+        ):
             raise ConfigError(
-                f"wrap_together is {size}, but of wrap_modules a {type(outer).__name__} holds a {type(inner).__name__}, and only modules "
-                "that follow each other can be gathered as one: name one of them, or leave wrap_together at 1."
+                f"wrap_together is {size}, but of wrap_modules a {type(outer).__name__} holds a "
+                f"{type(inner).__name__}, and only modules "
+                "that follow each other can be gathered as one: name one of them, or leave "
+                "wrap_together at 1."
             )
     return [list(layers[first : first + size]) for first in range(0, len(layers), size)]
 
@@ -107,7 +130,10 @@ def _resolve_reshard(requested: bool | int, *, num_shards: int) -> bool | int:
     if isinstance(requested, bool) or num_shards == 1:
         return bool(requested)
     if num_shards % requested:
-        raise ConfigError(f"reshard_after_forward is {requested}, but must divide the {num_shards} shards, or be true or false.")
+        raise ConfigError(
+            f"reshard_after_forward is {requested}, but must divide the {num_shards} shards, or be "
+            "true or false."
+        )
     return requested if 1 < requested < num_shards else requested == num_shards
 
 

@@ -48,7 +48,12 @@ class ShardedModule(Protocol):
 
 
 def shard_model(
-    model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh, materialize: Materialize
+    model: PackedModel,
+    *,
+    config: FSDPConfig,
+    mesh: DeviceMesh,
+    host_mesh: DeviceMesh,
+    materialize: Materialize,
 ) -> ShardedModule:
     """Shard a model with the strategy that is configured; under fsdp2 ``fill`` is called on each module before it is sharded.
 
@@ -61,4 +66,6 @@ def shard_model(
         compile_layers(find_layers(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":
         return FSDP1Module(model, config=config, mesh=mesh, host_mesh=host_mesh)
-    return FSDP2Module(model, config=config, mesh=mesh, host_mesh=host_mesh, materialize=materialize)
+    return FSDP2Module(
+        model, config=config, mesh=mesh, host_mesh=host_mesh, materialize=materialize
+    )

@@ -69,7 +69,9 @@ class FSDP2Parameter(ShardedParameter):
     of an earlier engine names groups that are gone, or are others now.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, mesh: DeviceMesh, host_mesh: DeviceMesh) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, *, mesh: DeviceMesh, host_mesh: DeviceMesh
+    ) -> None:
         super().__init__(name, parameter, shape=parameter.shape)
         self._mesh = mesh
         self._host_mesh = host_mesh
@@ -102,12 +104,18 @@ class FSDP2Parameter(ShardedParameter):
     def take_shard(self, full: Tensor) -> Tensor:
         """See ShardedParameter."""
         layout = self._layout
-        return distribute_rows(full.to(layout.device), mesh=self._mesh, placements=layout.placements).to_local().clone()
+        return (
+            distribute_rows(full.to(layout.device), mesh=self._mesh, placements=layout.placements)
+            .to_local()
+            .clone()
+        )
 
     def to_row_dtensor(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
         placements, mesh = self._layout.placements, self._mesh_of(shard)
-        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=self.shape, stride=self.tensor.stride())
+        return DTensor.from_local(
+            shard, mesh, placements, run_check=False, shape=self.shape, stride=self.tensor.stride()
+        )
 
     def from_row_dtensor(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""
@@ -151,7 +159,11 @@ class FSDP1Parameter(ShardedParameter):
     def local_gradient(self) -> Tensor | None:
         """See ShardedParameter; an empty run has an empty gradient."""
         if self.tensor.grad is None:
-            return self.local_shard() if self.tensor.requires_grad and self.tensor.numel() == 0 else None
+            return (
+                self.local_shard()
+                if self.tensor.requires_grad and self.tensor.numel() == 0
+                else None
+            )
         return self.tensor.grad.detach().view(-1)
 
     def gather(self, shard: Tensor) -> Tensor:
@@ -163,7 +175,9 @@ class FSDP1Parameter(ShardedParameter):
         padded[: shard.numel()] = shard
         gathered = [torch.empty_like(padded) for _ in self._shard_sizes]
         dist.all_gather(gathered, padded, group=self._group)
-        return torch.cat([shard[:size] for shard, size in zip(gathered, self._shard_sizes, strict=True)]).view(self.shape)
+        return torch.cat(
+            [shard[:size] for shard, size in zip(gathered, self._shard_sizes, strict=True)]
+        ).view(self.shape)
 
     def take_shard(self, full: Tensor) -> Tensor:
         """See ShardedParameter."""
@@ -175,7 +189,14 @@ class FSDP1Parameter(ShardedParameter):
         placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
         rows = distribute_rows(self.gather(shard), mesh=mesh, placements=placements)
         # What is kept is the rows, not the whole tensor that they are a view of.
-        return DTensor.from_local(local_tensor(rows).clone(), mesh, placements, run_check=False, shape=self.shape, stride=rows.stride())
+        return DTensor.from_local(
+            local_tensor(rows).clone(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=self.shape,
+            stride=rows.stride(),
+        )
 
     def from_row_dtensor(self, rows: DTensor) -> Tensor:
         """See ShardedParameter."""

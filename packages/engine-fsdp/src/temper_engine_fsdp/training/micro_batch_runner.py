@@ -64,9 +64,14 @@ class MicroBatchRunner:
                 is_last = i == len(micro_batches) - 1
                 reduces = is_last and reduce_gradients
                 self._tracer.detail = f"micro-batch {i + 1} of {len(micro_batches)}"
-                with self._micro_batch_context(trains=not forward_only, reduces=reduces, is_last=is_last):
+                with self._micro_batch_context(
+                    trains=not forward_only, reduces=reduces, is_last=is_last
+                ):
                     columns, zero_loss, on_device = self._forward(
-                        micro, queries=queries, with_gradient=with_gradient, trained_only=micro_loss is not None and not forward_only
+                        micro,
+                        queries=queries,
+                        with_gradient=with_gradient,
+                        trained_only=micro_loss is not None and not forward_only,
                     )
                     if micro_loss is not None:
                         loss = micro_loss(columns, on_device)
@@ -87,17 +92,29 @@ class MicroBatchRunner:
     def reduce_gradients(self) -> None:
         """Reduce what earlier passes left on this rank: one pass over a single token with a loss of zero, gradients leaving."""
         query = self._dummy_query
-        micro = from_sequences([torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)])
+        micro = from_sequences(
+            [torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)]
+        )
         with self._run_pass(trains=True):
             # Nothing random may be drawn for it.
             self._sharded.root.eval()
             with self._micro_batch_context(trains=True, reduces=True, is_last=True):
-                _, zero_loss, _ = self._forward(micro, queries=frozenset({query}), with_gradient=frozenset({query}), trained_only=True)
+                _, zero_loss, _ = self._forward(
+                    micro,
+                    queries=frozenset({query}),
+                    with_gradient=frozenset({query}),
+                    trained_only=True,
+                )
                 zero_loss.backward()
         self.has_unreduced_gradients = False
 
     def _forward(
-        self, micro: SequenceBatch, *, queries: frozenset[Query], with_gradient: frozenset[Query], trained_only: bool
+        self,
+        micro: SequenceBatch,
+        *,
+        queries: frozenset[Query],
+        with_gradient: frozenset[Query],
+        trained_only: bool,
     ) -> tuple[Answers, Tensor, SequenceBatch]:
         request = build_head_request(
             micro,
@@ -105,7 +122,9 @@ class MicroBatchRunner:
             with_gradient=with_gradient,
             trained_only=trained_only,
             device=self._device,
-            bounds=None if self._sequence_group is None else self._sequence_group.slice_bounds(micro.num_tokens),
+            bounds=None
+            if self._sequence_group is None
+            else self._sequence_group.slice_bounds(micro.num_tokens),
         )
         packing = PackLayout(
             micro.lengths.tolist(),
@@ -118,14 +137,22 @@ class MicroBatchRunner:
         *columns, zero_loss = self._sharded.root(on_device, request, packing)
         for column in columns:
             zero_loss = zero_loss + column[:0].sum()
-        return Answers(columns=dict(zip(sorted(queries), columns, strict=True))), zero_loss, on_device
+        return (
+            Answers(columns=dict(zip(sorted(queries), columns, strict=True))),
+            zero_loss,
+            on_device,
+        )
 
     @property
     def _factor(self) -> float:
         return self._sharded.loss_factor * self._loss_scale.value
 
-    def _micro_batch_context(self, *, trains: bool, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
-        return self._sharded.micro_batch(reduces=reduces, is_last=is_last) if trains else nullcontext()
+    def _micro_batch_context(
+        self, *, trains: bool, reduces: bool, is_last: bool
+    ) -> AbstractContextManager[None]:
+        return (
+            self._sharded.micro_batch(reduces=reduces, is_last=is_last) if trains else nullcontext()
+        )
 
     @contextmanager
     def _run_pass(self, *, trains: bool) -> Iterator[None]:

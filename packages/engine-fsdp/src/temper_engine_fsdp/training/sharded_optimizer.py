@@ -45,13 +45,21 @@ class StateTensor:
 class ShardedOptimizer(ABC):
     """An optimiser of sharded parameters."""
 
-    def __init__(self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        *,
+        spec: OptimizerSpec,
+        sum_over_shards: Callable[[Tensor], Tensor],
+    ) -> None:
         self._parameters = parameters
         self._spec = spec
         self._sum_over_shards = sum_over_shards
 
     @torch.no_grad()
-    def step(self, *, lr: float, loss_scale: float = 1.0, after_launch: Callable[[], None] | None = None) -> float:
+    def step(
+        self, *, lr: float, loss_scale: float = 1.0, after_launch: Callable[[], None] | None = None
+    ) -> float:
         """Global norm over all shards in float32 before clipping; clips and updates only where it is finite.
 
         Args:
@@ -59,7 +67,9 @@ class ShardedOptimizer(ABC):
             loss_scale: what gradients are divided by first.
             then: called once the update is under way; on a device that the host need not wait for, before the norm is known.
         """
-        named_gradients = ((name, parameter.local_gradient()) for name, parameter in self._parameters.items())
+        named_gradients = (
+            (name, parameter.local_gradient()) for name, parameter in self._parameters.items()
+        )
         gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
         if loss_scale != 1.0:
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
@@ -110,7 +120,11 @@ class ShardedOptimizer(ABC):
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
         """[] float32, on the device."""
         device = next(iter(self._parameters.values())).local_shard().device
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros((), device=device)]
+        norms = (
+            torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            if gradients
+            else [torch.zeros((), device=device)]
+        )
         # float64 holds the square of every float32 norm.
         square = torch.stack(norms).double().square().sum()
         return self._sum_over_shards(square).sqrt().float()
@@ -120,14 +134,27 @@ class ShardedAdamW(ShardedOptimizer):
     """Decoupled weight decay on parameters of two or more dimensions; moments are float32 whatever the parameters are."""
 
     def __init__(
-        self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor], on_cpu: bool = False
+        self,
+        parameters: ShardedParameters,
+        *,
+        spec: OptimizerSpec,
+        sum_over_shards: Callable[[Tensor], Tensor],
+        on_cpu: bool = False,
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
         self._on_cpu = on_cpu
-        self.is_async = not on_cpu and any(parameter.local_shard().is_cuda for parameter in parameters.values())
+        self.is_async = not on_cpu and any(
+            parameter.local_shard().is_cuda for parameter in parameters.values()
+        )
         """Whether updates run on a device that the host does not wait for."""
-        devices = {name: torch.device("cpu") if on_cpu else parameter.local_shard().device for name, parameter in parameters.items()}
-        self.adam_states = {name: _zero_state(parameters[name].local_shard(), device=device) for name, device in devices.items()}
+        devices = {
+            name: torch.device("cpu") if on_cpu else parameter.local_shard().device
+            for name, parameter in parameters.items()
+        }
+        self.adam_states = {
+            name: _zero_state(parameters[name].local_shard(), device=device)
+            for name, device in devices.items()
+        }
 
     def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
         if not self.is_async or not all(self._can_update_in_place(name) for name in gradients):
@@ -142,13 +169,27 @@ class ShardedAdamW(ShardedOptimizer):
                 self.adam_states[name].count.add_(1 - skip)
         for names, weight_decay in self._decay_groups(gradients):
             weights = [self._parameters[name].local_shard() for name in names]
-            self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay, skip=skip)
+            self._adamw(
+                names,
+                weights,
+                [gradients[name] for name in names],
+                lr=lr,
+                weight_decay=weight_decay,
+                skip=skip,
+            )
         return True
 
     def _decay_groups(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
         """Parameters of which this rank holds something, with their weight decay."""
         for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
-            yield [name for name in gradients if gradients[name].numel() > 0 and self._decays(name) == decays], weight_decay
+            yield (
+                [
+                    name
+                    for name in gradients
+                    if gradients[name].numel() > 0 and self._decays(name) == decays
+                ],
+                weight_decay,
+            )
 
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         for name in gradients:
@@ -158,10 +199,22 @@ class ShardedAdamW(ShardedOptimizer):
         for names, weight_decay in self._decay_groups(gradients):
             weights = [self._parameters[name].local_shard() for name in names]
             if all(self._can_update_in_place(name) for name in names):
-                self._adamw(names, weights, [gradients[name] for name in names], lr=lr, weight_decay=weight_decay)
+                self._adamw(
+                    names,
+                    weights,
+                    [gradients[name] for name in names],
+                    lr=lr,
+                    weight_decay=weight_decay,
+                )
                 continue
 
-            def update(i: int, weight: Tensor, gradient: Tensor, names: list[str] = names, weight_decay: float = weight_decay) -> None:
+            def update(
+                i: int,
+                weight: Tensor,
+                gradient: Tensor,
+                names: list[str] = names,
+                weight_decay: float = weight_decay,
+            ) -> None:
                 self._adamw([names[i]], [weight], [gradient], lr=lr, weight_decay=weight_decay)
 
             gradient_list = [gradients[name] for name in names]
@@ -174,7 +227,9 @@ class ShardedAdamW(ShardedOptimizer):
 
     def _can_update_in_place(self, name: str) -> bool:
         weight = self._parameters[name].local_shard()
-        return weight.dtype == torch.float32 and weight.device == self.adam_states[name].first.device
+        return (
+            weight.dtype == torch.float32 and weight.device == self.adam_states[name].first.device
+        )
 
     def _adamw(
         self,
@@ -244,7 +299,11 @@ class _HostCopies:
     copy_done: torch.cuda.Event
 
 
-def update_on_cpu(weights: Sequence[Tensor], gradients: Sequence[Tensor], update: Callable[[int, Tensor, Tensor], None]) -> None:
+def update_on_cpu(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    update: Callable[[int, Tensor, Tensor], None],
+) -> None:
     """Run ``update(i, weight, gradient)`` on float32 host copies, one weight after the other, while others are still copied.
 
     Args:
@@ -255,7 +314,10 @@ def update_on_cpu(weights: Sequence[Tensor], gradients: Sequence[Tensor], update
     current, down = torch.cuda.current_stream(), torch.cuda.Stream()
     down.wait_stream(current)
     with torch.cuda.stream(down):
-        copies = [_copy_to_host_async(weight, gradient, stream=down) for weight, gradient in zip(weights, gradients, strict=True)]
+        copies = [
+            _copy_to_host_async(weight, gradient, stream=down)
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
     for i, copy in enumerate(copies):
         copy.copy_done.synchronize()
         gradient_list = copy.weight.float()
@@ -264,8 +326,13 @@ def update_on_cpu(weights: Sequence[Tensor], gradients: Sequence[Tensor], update
         weights[i].copy_(copy.weight, non_blocking=True)
 
 
-def _copy_to_host_async(weight: Tensor, gradient: Tensor, *, stream: torch.cuda.Stream) -> _HostCopies:
-    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (weight, gradient)]
+def _copy_to_host_async(
+    weight: Tensor, gradient: Tensor, *, stream: torch.cuda.Stream
+) -> _HostCopies:
+    copies = [
+        torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        for x in (weight, gradient)
+    ]
     copy_done = torch.cuda.Event()
     copy_done.record(stream)
     return _HostCopies(weight=copies[0], gradient=copies[1], copy_done=copy_done)

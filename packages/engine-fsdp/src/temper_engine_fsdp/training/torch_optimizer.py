@@ -11,10 +11,28 @@ from torch.distributed.tensor import DTensor
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.sharding.sharded_parameter import FSDP1Parameter, ShardedParameters, local_tensor
+from temper_engine_fsdp.sharding.sharded_parameter import (
+    FSDP1Parameter,
+    ShardedParameters,
+    local_tensor,
+)
 from temper_engine_fsdp.training.sharded_optimizer import Gradients, ShardedOptimizer, StateTensor
 
-ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
 """Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""
 ALTERNATIVES = "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train sharded parameters."
 """What to choose instead."""
@@ -27,7 +45,13 @@ _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default
 class TorchOptimizer(ShardedOptimizer):
     """An instance of the class that a configuration names, with two groups: matrices, which decay, and norms and biases, which don't."""
 
-    def __init__(self, parameters: ShardedParameters, *, spec: OptimizerSpec, sum_over_shards: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        *,
+        spec: OptimizerSpec,
+        sum_over_shards: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
         cls = _import_optimizer(spec.name)
         _check_arguments(cls, spec)
@@ -35,18 +59,27 @@ class TorchOptimizer(ShardedOptimizer):
             cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
         ):
             raise CapabilityError(
-                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 holds them in pieces: use strategy fsdp2 "
+                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 "
+                "holds them in pieces: use strategy fsdp2 "
                 f"where it updates DTensors. {ALTERNATIVES}"
             )
-        if inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        if (
+            inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
+            is inspect.Parameter.empty
+        ):
             raise CapabilityError(
-                f"optimizer.name {spec.name} asks for the loss again in every step (a closure), which a plan of micro-batches gives once. "
+                f"optimizer.name {spec.name} asks for the loss again in every step (a closure), "
+                "which a plan of micro-batches gives once. "
                 f"{ALTERNATIVES}"
             )
         takes_decay = _accepts(cls, "weight_decay")
         groups = [
             {
-                "params": [p.tensor for name, p in parameters.items() if self._decays(name) == decays and p.tensor.requires_grad],
+                "params": [
+                    p.tensor
+                    for name, p in parameters.items()
+                    if self._decays(name) == decays and p.tensor.requires_grad
+                ],
                 **({"weight_decay": decay} if takes_decay else {}),
             }
             for decays, decay in ((True, spec.weight_decay), (False, 0.0))
@@ -54,17 +87,27 @@ class TorchOptimizer(ShardedOptimizer):
         build: Callable[..., torch.optim.Optimizer] = cls
         groups = [group for group in groups if group["params"]]
         try:
-            self._optimizer = build([self._with_smallest_parameter(group) for group in groups], lr=spec.lr, **spec.arguments)
+            self._optimizer = build(
+                [self._with_smallest_parameter(group) for group in groups],
+                lr=spec.lr,
+                **spec.arguments,
+            )
             self._check_update()
             self._optimizer = build(groups, lr=spec.lr, **spec.arguments)
         except (TypeError, ValueError) as error:
-            raise CapabilityError(f"optimizer.name {spec.name} does not take this model's parameters: {error}. {ALTERNATIVES}") from error
+            raise CapabilityError(
+                f"optimizer.name {spec.name} does not take this model's parameters: {error}. "
+                f"{ALTERNATIVES}"
+            ) from error
 
     def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
         """The group with its smallest parameter alone, the same one on every rank."""
         members = {id(parameter) for parameter in cast(list[nn.Parameter], group["params"])}
         owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
-        return {**group, "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).tensor]}
+        return {
+            **group,
+            "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).tensor],
+        }
 
     @torch.no_grad()
     def _check_update(self) -> None:
@@ -73,7 +116,9 @@ class TorchOptimizer(ShardedOptimizer):
         Raises:
             CapabilityError: it does not update shards, or keeps a state that checkpoints can't hold.
         """
-        members = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        members = {
+            id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
+        }
         owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
         before = [owner.local_shard().clone() for owner in owners]
         for owner in owners:
@@ -84,7 +129,8 @@ class TorchOptimizer(ShardedOptimizer):
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             strategy = "fsdp1" if isinstance(owners[0], FSDP1Parameter) else "fsdp2"
             raise CapabilityError(
-                f"optimizer.name {self._spec.name} can't update parameters that strategy {strategy} shards: {error} {ALTERNATIVES}"
+                f"optimizer.name {self._spec.name} can't update parameters that strategy "
+                f"{strategy} shards: {error} {ALTERNATIVES}"
             ) from error
         for owner, weight in zip(owners, before, strict=True):
             owner.tensor.grad = None
@@ -117,9 +163,20 @@ class TorchOptimizer(ShardedOptimizer):
                     state[key] = value = torch.as_tensor(value)
                 is_like_owner = value.ndim > 0 and value.shape == owner.tensor.shape
                 if isinstance(value, DTensor) and not is_like_owner:
-                    raise CapabilityError(f"{self._spec.name} keeps a {key} that is cut in its own way, which checkpoints can't hold.")
-                shard = local_tensor(value) if isinstance(value, DTensor) else value.view(-1) if is_like_owner else value
-                tensors[f"{STATE_PREFIX}.{key}.{name}"] = StateTensor(owner=owner if is_like_owner else None, tensor=shard)
+                    raise CapabilityError(
+                        f"{self._spec.name} keeps a {key} that is cut in its own way, which "
+                        "checkpoints can't hold."
+                    )
+                shard = (
+                    local_tensor(value)
+                    if isinstance(value, DTensor)
+                    else value.view(-1)
+                    if is_like_owner
+                    else value
+                )
+                tensors[f"{STATE_PREFIX}.{key}.{name}"] = StateTensor(
+                    owner=owner if is_like_owner else None, tensor=shard
+                )
         return tensors
 
     @torch.no_grad()
@@ -128,7 +185,9 @@ class TorchOptimizer(ShardedOptimizer):
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return
-        before = {name: parameter.local_shard().clone() for name, parameter in self._parameters.items()}
+        before = {
+            name: parameter.local_shard().clone() for name, parameter in self._parameters.items()
+        }
         for parameter in self._parameters.values():
             if parameter.tensor.requires_grad:
                 parameter.tensor.grad = torch.zeros_like(parameter.tensor)
@@ -143,9 +202,14 @@ def _import_optimizer(path: str) -> type[torch.optim.Optimizer]:
     try:
         candidate: object = vars(import_module(module)).get(name)
     except ImportError as error:
-        raise ConfigError(f"optimizer.name is {path}, but {module} can't be imported: {error}.") from error
+        raise ConfigError(
+            f"optimizer.name is {path}, but {module} can't be imported: {error}."
+        ) from error
     if not (isinstance(candidate, type) and issubclass(candidate, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.name is {path}, but there is no torch.optim.Optimizer of that name in {module}.")
+        raise ConfigError(
+            f"optimizer.name is {path}, but there is no torch.optim.Optimizer of that name in "
+            f"{module}."
+        )
     return candidate
 
 
@@ -160,23 +224,49 @@ def _has_type_of(value: object, default: object) -> bool:
         return True
     if isinstance(default, tuple):
         pairs = zip(value, default, strict=False) if isinstance(value, list | tuple) else ()
-        return isinstance(value, list | tuple) and len(value) == len(default) and all(_has_type_of(*pair) for pair in pairs)
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(default)
+            and all(_has_type_of(*pair) for pair in pairs)
+        )
     if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default)
-    return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
+    return (
+        isinstance(value, int | float)
+        if isinstance(default, int | float)
+        else isinstance(value, type(default))
+    )
 
 
 def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
-    accepted = {name: p for name, p in inspect.signature(cls).parameters.items() if name not in ("params", "lr", "weight_decay")}
+    accepted = {
+        name: p
+        for name, p in inspect.signature(cls).parameters.items()
+        if name not in ("params", "lr", "weight_decay")
+    }
     for name, value in spec.arguments.items():
         if not _accepts(cls, name):
-            raise ConfigError(f"optimizer.arguments.{name} is no argument of {spec.name}; it takes {', '.join(accepted)}.")
+            raise ConfigError(
+                f"optimizer.arguments.{name} is no argument of {spec.name}; it takes "
+                f"{', '.join(accepted)}."
+            )
         if name in accepted and not _has_type_of(value, accepted[name].default):
             raise ConfigError(
-                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like {accepted[name].default!r} there."
+                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like "
+                f"{accepted[name].default!r} there."
             )
     if spec.weight_decay and not _accepts(cls, "weight_decay"):
-        raise ConfigError(f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: set it to 0.")
-    required = [name for name, p in accepted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        raise ConfigError(
+            f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: "
+            "set it to 0."
+        )
+    required = [
+        name
+        for name, p in accepted.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if missing := [name for name in required if name not in spec.arguments]:
-        raise ConfigError(f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no default.")
+        raise ConfigError(
+            f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no "
+            "default."
+        )
