@@ -22,7 +22,7 @@ from tools.gpu.workload import SMALL, ClippedPolicy, small_batch
 
 TIMEOUT_S = 20.0
 TOLD = re.compile(
-    r"rank 0 (may be waiting in vain in \w+ of [\d, \[\]]+ in group [^ ]+|waited in vain in \w+) "
+    r"rank 0 (may be about to time out in \w+ of [\d, \[\]]+ in group [^ ]+|timed out in \w+) "
     r"during a training call \(micro-batch \d+ of \d+\), \d+ s .*"
     r"Rank 1 is in between calls since \d+ s\."
 )

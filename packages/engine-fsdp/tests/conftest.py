@@ -39,7 +39,8 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
+    """Modules stay as long as the session: a full collection, such as every engine makes when it is
+    closed, need not look at them."""
     gc.freeze()
 
 

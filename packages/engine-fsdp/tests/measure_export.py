@@ -1,4 +1,4 @@
-"""How much the memory of a process grows while it exports 256 MiB: python measure_export.py FOLDER."""
+"""Print how much host memory an export of 256 MiB takes: python measure_export.py FOLDER."""
 
 import resource
 import sys

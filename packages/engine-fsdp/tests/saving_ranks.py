@@ -1,6 +1,8 @@
-"""Kills ranks while they save, and says what the last complete step then holds: python saving_ranks.py FOLDER foreground|background SEED...
+"""Kills ranks while they save, and says what the last complete step then holds: python
+saving_ranks.py FOLDER foreground|background SEED...
 
-Processes fork from one that has everything imported, so that a trial takes seconds. One line of JSON for each seed.
+Processes fork from one that has everything imported, so that a trial takes seconds. One line of
+JSON for each seed.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 WORLD_SIZE = 2
-# About a megabyte with its moments: large enough that writing takes a while, small enough that starting does not.
+# About a megabyte with its moments: large enough that writing takes a while, small enough that
+# starting does not.
 ARCHITECTURE: Mapping[str, Scalar] = {
     "model_type": "qwen2",
     "vocab_size": 499,

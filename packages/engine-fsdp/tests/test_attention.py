@@ -1,4 +1,5 @@
-"""Packed attention inside real models against the same models, one sequence at a time, with transformers' own eager attention."""
+"""Packed attention inside real models against the same models, one sequence at a time, with
+transformers' own eager attention."""
 
 from collections.abc import Mapping
 
@@ -227,12 +228,12 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     [
         (
             {"s_aux": torch.zeros(4)},
-            "Module asks its attention for s_aux, which packed attention does not compute",
+            "Module passes s_aux to its attention, which packed attention does not support",
         ),
-        ({"softcap": 30.0}, "asks its attention for softcap"),
-        ({"block_indices": torch.zeros(1)}, "asks its attention for block_indices"),
-        ({"is_causal": False}, "lets tokens see later ones"),
-        ({"packing": None}, "does not hand on to its attention what its model is called with"),
+        ({"softcap": 30.0}, "passes softcap to its attention"),
+        ({"block_indices": torch.zeros(1)}, "passes block_indices to its attention"),
+        ({"is_causal": False}, "attends to later tokens"),
+        ({"packing": None}, "does not pass the keyword arguments of the model to its attention"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -255,7 +256,7 @@ def test_what_a_kernel_does_not_compute_is_refused(
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="asks its attention for a mask of its own"):
+    with pytest.raises(CapabilityError, match="passes an attention mask to its attention"):
         packed_attention.sdpa_varlen_forward(
             torch.nn.Module(),
             *torch.zeros(3, 1, 4, 30, 8),

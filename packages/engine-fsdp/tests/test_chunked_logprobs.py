@@ -73,7 +73,8 @@ def gradients(case: Case, loss: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, (case.hidden, case.weight))
 
 
-# 1 position a chunk; a last chunk of 37 - 3 * 12 = 1; one of 37 - 4 * 8 = 5; exactly one chunk; more than there are.
+# 1 position a chunk; a last chunk of 37 - 3 * 12 = 1; one of 37 - 4 * 8 = 5; exactly one chunk;
+# more than there are.
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 12, 37, 64])
 def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: int) -> None:
     case = make_case()
@@ -112,7 +113,8 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
 
 
 def test_peaked_logits_stay_finite_and_exact() -> None:
-    # Standard deviation 200 in the logits: all mass on one token, log-probs of the others below -100.
+    # Standard deviation 200 in the logits: all mass on one token, log-probs of the others below
+    # -100.
     case = make_case(scale=50.0)
     fused, naive = case.fused(chunk_tokens=5), case.naive()
     torch.testing.assert_close(fused.logprob, naive.logprob.float(), rtol=2e-6, atol=2e-4)
@@ -125,7 +127,8 @@ def test_peaked_logits_stay_finite_and_exact() -> None:
 
 
 def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None:
-    # A weight of zeros makes every token equally likely: log-prob -log 101, entropy log 101, normaliser log 101.
+    # A weight of zeros makes every token equally likely: log-prob -log 101, entropy log 101,
+    # normaliser log 101.
     case = make_case()
     columns = chunked_logprobs(case.hidden, torch.zeros(101, 16), case.labels, needs_entropy=True)
     expected = torch.full((37,), math.log(101.0))
@@ -164,7 +167,8 @@ def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
 
 @pytest.mark.bitwise
 def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
-    # Evaluation answers every position, training only the trained ones: an on-policy ratio must be exactly 1 all the same.
+    # Evaluation answers every position, training only the trained ones: an on-policy ratio must be
+    # exactly 1 all the same.
     case = make_case()
     whole = case.fused()
     for size in (1, 2, 3, 5, 36):

@@ -1,4 +1,5 @@
-"""A collective that one rank never joins is told with rank, stage and collective; other errors pass as they are."""
+"""A collective that one rank never joins is told with rank, stage and collective; other errors pass
+as they are."""
 
 import os
 import re
@@ -42,7 +43,8 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
         ranks[1].wait()
     told = (tmp_path / "told").read_text()
     assert re.match(
-        r"rank 0 waited in vain in [a-z_]+ during a training call \(micro-batch 1 of 1\), \d+ s after it began "
+        r"rank 0 timed out in [a-z_]+ during a training call \(micro-batch 1 of 1\), "
+        r"\d+ s after it began "
         r"\(collective_timeout_s is 15\)\. Rank 1 is in between calls since \d+ s\.",
         told,
     ), told

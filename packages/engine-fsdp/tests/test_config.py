@@ -53,7 +53,7 @@ def test_a_size_of_safetensors_files_that_are_not_written_is_refused() -> None:
 
 
 def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="numa_affinity has no effect with device cpu"):
+    with pytest.raises(ConfigError, match="numa_affinity is on, but has no effect with device cpu"):
         FSDPConfig(model=MODEL, numa_affinity=True, device="cpu")
     FSDPConfig(model=MODEL, numa_affinity=True)
 
@@ -89,7 +89,7 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
         ({"liger_layers": True, "device": "cpu"}, "liger_layers needs CUDA, but device is cpu"),
         (
             {"liger_layers": True, "compile_layers": True},
-            "liger_layers is on, but compile_layers makes such kernels by itself",
+            "liger_layers and compile_layers are both on",
         ),
         ({"forward_prefetch": -1}, "forward_prefetch is -1, but must be at least 0"),
         ({"wrap_together": 0}, "wrap_together is 0, but must be at least 1"),
@@ -99,12 +99,17 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
         ),
         (
             {"reshard_after_forward": 1},
-            "reshard_after_forward is 1, but must be true, false or a number of ranks from 2",
+            (
+                "reshard_after_forward is 1, but must be true, false, or a number of ranks of "
+                "at least 2"
+            ),
         ),
         (
             {"checkpointing_keeps_products": True},
-            "checkpointing_keeps_products is on, but has no effect without "
-            "activation_checkpointing",
+            (
+                "checkpointing_keeps_products is on, but has no effect without "
+                "activation_checkpointing"
+            ),
         ),
         (
             {"offload_activations": True},
@@ -116,7 +121,7 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
                 "checkpointing_keeps_products": True,
                 "compile_layers": True,
             },
-            "checkpointing_keeps_products chooses between operators, which compile_layers hides",
+            "checkpointing_keeps_products and compile_layers are both on",
         ),
         (
             {"huggingface_shard_bytes": 0, "save_huggingface_weights": True},
@@ -134,7 +139,7 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
         ),
         (
             {"strategy": "fsdp1", "forward_prefetch": 2},
-            "forward_prefetch is 2, but strategy fsdp1 gathers at most 1 layer ahead",
+            "forward_prefetch is 2, but strategy fsdp1 prefetches at most 1 layer",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -1,4 +1,5 @@
-"""The engine as a whole, at one rank: the RFC's loop, residency, export, and what it refuses. The laws are the kit's."""
+"""The engine as a whole, at one rank: the RFC's loop, residency, export, and what it refuses. The
+laws are the kit's."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -234,7 +235,7 @@ def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: Sequ
 
 def test_an_unknown_architecture_is_named(start: Start) -> None:
     with pytest.raises(
-        ConfigError, match="'qwen99', which this version of transformers does not know"
+        ConfigError, match="'qwen99', which the installed version of transformers does not know"
     ):
         start(model=ModelSpec(architecture={"model_type": "qwen99"}))
 
@@ -254,7 +255,7 @@ def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(
     )  # mixes tokens, and asks no kernel
     with pytest.raises(
         CapabilityError,
-        match=r"1 attentions of Qwen2ForCausalLM went through.* but it has 2 layers",
+        match=r"1 attention calls of Qwen2ForCausalLM went through.* but it has 2 layers",
     ):
         train(engine, [batch])
 
@@ -273,7 +274,7 @@ def test_a_window_that_layers_do_not_tell_is_refused_where_a_sequence_is_longer(
     engine = start(model=ModelSpec(architecture={**config.model.architecture, **fields}))
     with (
         pytest.raises(
-            CapabilityError, match=r"has a sliding window of 13.*a sequence here has 14 tokens"
+            CapabilityError, match=r"has a sliding window of 13.*a sequence has 14 tokens"
         )
         if is_refused
         else nullcontext()
@@ -301,7 +302,7 @@ def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
 def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"wrap_together is 2, but of wrap_modules a Qwen2DecoderLayer holds a Qwen2MLP",
+        match=r"wrap_modules names Qwen2DecoderLayer, which contains a Qwen2MLP",
     ):
         start(wrap_modules=("Qwen2DecoderLayer", "Qwen2MLP"), wrap_together=2)
 
@@ -314,7 +315,7 @@ def test_an_adapter_without_peft_says_what_to_install(
         sys.modules, "peft", None
     )  # what is None there can't be imported, as if it were not installed
     with pytest.raises(
-        ConfigError, match=r"peft is not installed: pip install 'temper-engine-fsdp\[lora\]'\."
+        ConfigError, match=r"peft is not installed: run pip install 'temper-engine-fsdp\[lora\]'\."
     ):
         start(lora=LoraSpec(rank=2, alpha=4.0))
 

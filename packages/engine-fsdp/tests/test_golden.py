@@ -1,4 +1,5 @@
-"""A checkpoint that a released version wrote is still read, bit for bit, and training goes on from it."""
+"""A checkpoint that a released version wrote is still read, bit for bit, and training goes on from
+it."""
 
 import hashlib
 import json

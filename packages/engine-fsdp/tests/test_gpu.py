@@ -1,4 +1,5 @@
-"""What only a CUDA device can show: variable-length flash attention, bf16, and memory that is really freed. NCCL is tools/gpu's."""
+"""What only a CUDA device can show: variable-length flash attention, bf16, and memory that is
+really freed. NCCL is tools/gpu's."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -81,7 +81,8 @@ def test_a_rank_that_does_not_write_still_consumes_the_stream(tmp_path: Path) ->
 
 
 def test_an_export_holds_less_than_a_file_in_memory(tmp_path: Path) -> None:
-    # Eight tensors of 32 MiB, files of 128 MiB: 1.3 files would be 166 MiB; one tensor and its buffers are what is held.
+    # Eight tensors of 32 MiB, files of 128 MiB: 1.3 files would be 166 MiB; one tensor and its
+    # buffers are what is held.
     done = subprocess.run(
         [sys.executable, str(MEASURE), str(tmp_path)],
         capture_output=True,

@@ -52,7 +52,9 @@ def test_building_draws_nothing_from_the_processs_random_numbers() -> None:
 
 @pytest.mark.parametrize("path", ["no/such/folder", "/no/such/folder", "owner/name-0.5B"])
 def test_a_path_that_is_no_directory_is_refused_before_anything_is_downloaded(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"^model.path is '{path}', which is no directory here"):
+    with pytest.raises(
+        ConfigError, match=f"^model.path is '{path}', which is not a local directory"
+    ):
         build_model(ModelSpec(path=path), attention="eager")
 
 
@@ -110,7 +112,7 @@ def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
         ({"model_type": "gpt_oss"}, "AttentionInterface, such as qwen3 or llama"),
         (
             {"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1},
-            "makes no language_model with packed attention of this gptj",
+            "cannot build a language_model with packed attention from this gptj",
         ),
         (
             {"model_type": "llama4", "text_config": {"num_hidden_layers": 4}},
@@ -118,7 +120,7 @@ def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
         ),
         (
             {"model_type": "bart", "d_model": 16, "decoder_layers": 1},
-            "this bart model counts positions itself",
+            "this bart model takes no position_ids",
         ),
         (
             {"model_type": "bert"},
@@ -150,7 +152,8 @@ def test_what_would_mix_packed_sequences_is_refused(
 def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
     register_kernels()
     with pytest.raises(
-        CapabilityError, match="makes no language_model with packed attention of this falcon model"
+        CapabilityError,
+        match="cannot build a language_model with packed attention from this falcon model",
     ):
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 
@@ -158,7 +161,7 @@ def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
 def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
     with pytest.raises(
         CapabilityError,
-        match="transformers makes no value_model with packed attention of this olmo model",
+        match="transformers cannot build a value_model with packed attention from this olmo model",
     ):
         build_model(
             ModelSpec(architecture={**TINY, "model_type": "olmo"}, model_type="value_model"),
@@ -167,7 +170,7 @@ def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
 
 
 def test_an_architecture_with_impossible_fields_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"model\.architecture is not what a bamba takes"):
+    with pytest.raises(ConfigError, match=r"model\.architecture is not valid for model type bamba"):
         build_model(ModelSpec(architecture={**TINY, "model_type": "bamba"}), attention="eager")
 
 
@@ -206,7 +209,7 @@ def foreign(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_code_that_came_with_a_model_runs_only_where_it_is_trusted(foreign: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"Where you trust the Python files that came with it, set model\.trust_remote_code",
+        match=r"If you trust the Python files in it, set model\.trust_remote_code",
     ):
         build_model(ModelSpec(path=str(foreign)), attention="eager")
     assert (

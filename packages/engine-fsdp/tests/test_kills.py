@@ -1,4 +1,5 @@
-"""A rank is killed at a random moment while steps are saved one after the other: the last complete step loads, and is what was saved."""
+"""A rank is killed at a random moment while steps are saved one after the other: the last complete
+step loads, and is what was saved."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Liger's kernels without a GPU: when they are refused, and that the layers they replace keep their numbers. Themselves: test_gpu.py."""
+"""Liger's kernels without a GPU: when they are refused, and that the layers they replace keep their
+numbers. Themselves: test_gpu.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,19 +20,21 @@ SIZES = {"norm": 32, "gate": 48}
 
 def test_on_a_cpu_they_are_refused(config: FSDPConfig) -> None:
     with pytest.raises(
-        ConfigError, match="liger_layers needs CUDA, but device is cpu: switch it off"
+        ConfigError, match="liger_layers needs CUDA, but device is cpu: set it to false"
     ):
         replace(config, liger_layers=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA would run it")
 def test_an_engine_that_finds_no_gpu_refuses_them(start: Callable[..., object]) -> None:
-    with pytest.raises(ConfigError, match="Liger's kernels run on CUDA and this engine on the CPU"):
+    with pytest.raises(
+        ConfigError, match="Liger's kernels need CUDA and this engine runs on the CPU"
+    ):
         start(liger_layers=True, device="auto")
 
 
 def test_they_are_refused_beside_compiled_layers(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="compile_layers makes such kernels by itself"):
+    with pytest.raises(ConfigError, match="compile_layers already fuses these layers"):
         replace(config, device="auto", liger_layers=True, compile_layers=True)
 
 
@@ -93,7 +96,8 @@ def test_every_known_layer_is_replaced_and_keeps_its_numbers(
     before = model(tokens).logits
     replace_layers(model, Kernels(norm=norm, gate=gate))
     torch.testing.assert_close(model(tokens).logits, before)
-    # Two layers: a gated unit and two norms each, qwen3 two more for queries and keys; and the last norm.
+    # Two layers: a gated unit and two norms each, qwen3 two more for queries and keys; and the last
+    # norm.
     assert called.count("gate") == 2
     assert called.count("norm") == 2 * (4 if family == "qwen3" else 2) + 1
 
@@ -103,5 +107,5 @@ def test_a_model_of_other_layers_is_refused(config: FSDPConfig) -> None:
         ModelSpec(architecture={**config.model.architecture, "model_type": "gemma"}),
         attention="eager",
     )
-    with pytest.raises(CapabilityError, match="has none of the layers that are known"):
+    with pytest.raises(CapabilityError, match="has no supported layers"):
         replace_layers(model, PLAIN)

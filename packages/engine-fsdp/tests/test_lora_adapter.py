@@ -1,4 +1,5 @@
-"""The adapter at one rank: what is adapted, what is refused, and what a checkpoint holds. The laws are the kit's."""
+"""The adapter at one rank: what is adapted, what is refused, and what a checkpoint holds. The laws
+are the kit's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -143,11 +144,11 @@ def test_a_fresh_adapter_depends_on_the_seed_alone(start: Start) -> None:
         ),
         (
             replace(LORA, target_modules="nope.*"),
-            r"lora.target_modules 'nope\.\*' can't be adapted in Qwen2ForCausalLM",
+            r"lora.target_modules 'nope\.\*' cannot be adapted in Qwen2ForCausalLM",
         ),
         (
             replace(LORA, target_modules=("embed_tokens",)),
-            r"takes in model.embed_tokens, which can't have an adapter",
+            r"matches model.embed_tokens, which cannot be adapted",
         ),
         (
             replace(LORA, modules_to_save=("no_such",)),
@@ -170,7 +171,7 @@ def test_what_cannot_be_adapted_is_refused(start: Start, lora: LoraSpec, sentenc
 
 def test_another_kind_of_adapter_is_refused(start: Start, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(CapabilityError, match="is of type IA3; only LORA can be trained here"):
+    with pytest.raises(CapabilityError, match="has type IA3, but only LORA is supported"):
         start(lora=LoraSpec(path=str(tmp_path)))
 
 

@@ -1,6 +1,8 @@
-"""Adapters inside experts at one rank: what is adapted, what is refused, and weights that are streamed beside them. The laws are the kit's.
+"""Adapters inside experts at one rank: what is adapted, what is refused, and weights that are
+streamed beside them. The laws are the kit's.
 
-An engine-api that does not know them has no such field: conftest.py leaves this file out beside one.
+An engine-api that does not know them has no such field: conftest.py leaves this file out beside
+one.
 """
 
 from collections.abc import Callable, Mapping
@@ -128,15 +130,17 @@ def test_it_begins_beside_streamed_weights(
     [
         (
             (),
-            "and in lora.target_parameters the tensors of experts, such as "
-            "mlp.experts.gate_up_proj",
+            (
+                "and in lora.target_parameters the tensors of experts, such as "
+                "mlp.experts.gate_up_proj"
+            ),
         ),
         (("mlp.experts.up_proj",), "names mlp.experts.up_proj, but only tensors of experts"),
         (
             ("mlp.experts.down_proj", "mlp.gate.weight"),
             "mlp.gate.weight, but only tensors of experts",
         ),
-        (("q_norm.weight",), "lora.target_parameters q_norm.weight can't be adapted"),
+        (("q_norm.weight",), "lora.target_parameters q_norm.weight cannot be adapted"),
     ],
 )
 def test_what_can_not_be_adapted_in_a_mixture_is_named(
@@ -149,7 +153,7 @@ def test_what_can_not_be_adapted_in_a_mixture_is_named(
 
 
 def test_fsdp1_has_no_adapters_inside_experts(config: FSDPConfig) -> None:
-    with pytest.raises(ConfigError, match="take strategy fsdp2"):
+    with pytest.raises(ConfigError, match="use strategy fsdp2"):
         FSDPEngine(
             replace(config, model=mixture(config), lora=INSIDE, strategy="fsdp1")
         ).init_model()

@@ -1,4 +1,5 @@
-"""fp16 with its loss scale, and master weights, reductions and buffers in bf16. That a scale is resumed is a law of the kit."""
+"""fp16 with its loss scale, and master weights, reductions and buffers in bf16. That a scale is
+resumed is a law of the kit."""
 
 from collections.abc import Callable
 

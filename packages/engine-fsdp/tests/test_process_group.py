@@ -1,4 +1,5 @@
-"""Joining and leaving: engines that follow each other in the same processes, over the environment's rendezvous."""
+"""Joining and leaving: engines that follow each other in the same processes, over the environment's
+rendezvous."""
 
 import os
 import socket
@@ -26,7 +27,9 @@ def _come_and_go(rank: int, port: int) -> None:
         if rank == 0 and turn % 2 == 0:
             time.sleep(
                 0.5
-            )  # the other rank is already at the next turn and must not meet what this one left behind
+                # the other rank is already at the next turn and must not meet what this one left
+                # behind
+            )
         leave(membership)
     assert not dist.is_initialized()
 
@@ -39,8 +42,10 @@ def test_engines_that_follow_each_other_never_meet_what_the_earlier_one_left_beh
 
 
 def test_shards_lie_on_the_mesh_of_their_own_engine() -> None:
-    # torch remembers what an operation on a DTensor gives, by meshes that are equal: a later engine's parameters come out of it on the
-    # earlier one's mesh, whose groups are gone ("Could not resolve the process group registered under the name 4").
+    # torch remembers what an operation on a DTensor gives, by meshes that are equal: a later
+    # engine's parameters come out of it on the
+    # earlier one's mesh, whose groups are gone ("Could not resolve the process group registered
+    # under the name 4").
     for _ in range(2):
         membership = join(device=torch.device("cpu"), timeout_s=20.0)
         mesh, linear = build_mesh(membership, fsdp_size=None), nn.Linear(4, 3)

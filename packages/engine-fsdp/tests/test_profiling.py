@@ -34,7 +34,7 @@ def test_a_trace_holds_the_update_that_was_asked_for(
     names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
     # Adam with weight decay runs once for matrices and once for vectors.
     assert names.count("aten::_fused_adamw_") == 2
-    with pytest.raises(ConfigError, match=r"holds rank-0-updates-2-2\.json already"):
+    with pytest.raises(ConfigError, match=r"already contains rank-0-updates-2-2\.json"):
         start(profile_to=str(tmp_path), profile_from=2, profile_updates=1)
 
 
@@ -48,5 +48,5 @@ def test_settings_of_a_profile_without_one_are_refused(config: FSDPConfig) -> No
 
 
 def test_a_history_of_memory_needs_cuda(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only CUDA keeps a history of its memory"):
+    with pytest.raises(ConfigError, match="only CUDA records a memory history"):
         start(profile_to=str(tmp_path), profile_memory=True)

@@ -1,4 +1,5 @@
-"""Two processes against one: full sharding and hybrid sharding. Everything else about ranks is the conformance kit's."""
+"""Two processes against one: full sharding and hybrid sharding. Everything else about ranks is the
+conformance kit's."""
 
 import os
 import socket
@@ -58,7 +59,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "alone")[0]
 
 
-# Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass; both layers as one.
+# Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass;
+# both layers as one.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fsdp_size", "keeping"),

@@ -1,4 +1,5 @@
-"""What can be said of sequence parallel on one process; the kit says of the layouts sp2 and sp4 that gradients are those of one rank."""
+"""What can be said of sequence parallel on one process; the kit says of the layouts sp2 and sp4
+that gradients are those of one rank."""
 
 from collections.abc import Callable
 
@@ -15,7 +16,8 @@ from temper_engine_fsdp.model.sequence_parallel import check_heads
 
 
 def ask(*, bounds: tuple[int, int]) -> HeadRequest:
-    # Two sequences of 4 and 3 tokens: positions 1, 2, 3 and 5, 6 have a predecessor; the last tokens are 3 and 6.
+    # Two sequences of 4 and 3 tokens: positions 1, 2, 3 and 5, 6 have a predecessor; the last
+    # tokens are 3 and 6.
     batch = from_sequences(
         [torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0]
     )
@@ -31,7 +33,8 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
 
 
 def test_each_answer_is_given_by_the_rank_that_holds_the_token_before() -> None:
-    # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a sequence: nobody predicts it.
+    # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a
+    # sequence: nobody predicts it.
     first, second = ask(bounds=(0, 4)), ask(bounds=(4, 8))
     assert first.positions.tolist() == [1, 2, 3]
     assert second.positions.tolist() == [5, 6]

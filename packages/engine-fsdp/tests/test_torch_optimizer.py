@@ -1,4 +1,5 @@
-"""Any torch optimizer by its path: arguments that are checked, two groups, and states that come back from a checkpoint."""
+"""Any torch optimizer by its path: arguments that are checked, two groups, and states that come
+back from a checkpoint."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -58,7 +59,8 @@ def test_momentum_decays_matrices_and_spares_vectors(
     after = update(engine, batch)
     adamw = start(optimizer=OptimizerSpec(lr=0.0, betas=(0.0, 0.999), clip_grad_norm=None))
     update(adamw, batch)
-    # With a first beta of 0 the first moment is the gradient. The first step of SGD is lr * (gradient + decay * weight).
+    # With a first beta of 0 the first moment is the gradient. The first step of SGD is lr *
+    # (gradient + decay * weight).
     for state in adamw.export_state():
         decay = 0.5 if state.master.ndim >= 2 else 0.0
         expected = before[state.name] - 0.1 * (state.first_moment + decay * before[state.name])
@@ -96,31 +98,31 @@ def test_its_state_is_resumed_bit_for_bit(
     [
         (
             OptimizerSpec(name="torch.optim.Nothing"),
-            r"there is no torch.optim.Optimizer of that name in torch.optim",
+            r"torch.optim has no torch.optim.Optimizer of that name",
         ),
         (
             OptimizerSpec(name="nowhere.at.All"),
-            r"optimizer.name is nowhere.at.All, but nowhere.at can't be imported",
+            r"optimizer.name is nowhere.at.All, but nowhere.at cannot be imported",
         ),
         (
             OptimizerSpec(name="torch.optim.SGD", arguments={"momentom": 0.9}),
-            r"optimizer.arguments.momentom is no argument of torch",
+            r"optimizer.arguments.momentom is not an argument of torch",
         ),
         (
             OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": "much"}),
-            r"optimizer.arguments.momentum is 'much', but torch.optim.SGD takes something like 0",
+            r"optimizer.arguments.momentum is 'much', but torch.optim.SGD expects a value like 0",
         ),
         (
             OptimizerSpec(name="torch.optim.SGD", arguments={"nesterov": 1}),
-            r"optimizer.arguments.nesterov is 1, but torch.optim.SGD takes something like False",
+            r"optimizer.arguments.nesterov is 1, but torch.optim.SGD expects a value like False",
         ),
         (
             OptimizerSpec(name="torch.optim.Adam", arguments={"betas": (0.9,)}),
-            r"optimizer.arguments.betas is \(0.9,\), but torch.optim.Adam takes something like \(0.9, 0.999\)",
+            r"betas is \(0.9,\), but torch.optim.Adam expects a value like \(0.9, 0.999\)",
         ),
         (
             OptimizerSpec(name="torch.optim.LBFGS"),
-            r"torch.optim.LBFGS has no weight decay: set it to 0",
+            r"torch.optim.LBFGS takes no weight decay: set it to 0",
         ),
     ],
 )
@@ -134,19 +136,22 @@ def test_what_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("LBFGS", r"torch\.optim\.LBFGS asks for the loss again in every step \(a closure\)"),
+        ("LBFGS", r"torch\.optim\.LBFGS needs a closure that recomputes the loss"),
         (
             "Adafactor",
-            r"torch\.optim\.Adafactor can't update parameters that strategy fsdp2 shards: aten",
+            r"torch\.optim\.Adafactor cannot update parameters sharded with strategy fsdp2: aten",
         ),
-        ("Rprop", r"torch\.optim\.Rprop can't update parameters that strategy fsdp2 shards: aten"),
+        (
+            "Rprop",
+            r"torch\.optim\.Rprop cannot update parameters sharded with strategy fsdp2: aten",
+        ),
         (
             "SparseAdam",
-            r"torch\.optim\.SparseAdam can't update.*SparseAdam does not support dense gradients",
+            r"torch\.optim\.SparseAdam cannot update.*SparseAdam does not support dense gradients",
         ),
         (
             "Muon",
-            r"torch\.optim\.Muon does not take this model's parameters: Muon only supports 2D parameters",
+            r"Muon does not accept this model's parameters: Muon only supports 2D parameters",
         ),
     ],
 )
@@ -178,7 +183,9 @@ def test_a_state_that_a_checkpoint_can_not_hold_is_told_before_training(
     start: Callable[..., FSDPEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "of_a_user", sys.modules[__name__])
-    with pytest.raises(CapabilityError, match="keeps a rows that is cut in its own way"):
+    with pytest.raises(
+        CapabilityError, match="keeps a rows that is not sharded like its parameter"
+    ):
         start(optimizer=OptimizerSpec(name="of_a_user.Factored", weight_decay=0.0))
 
 
@@ -198,7 +205,8 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
     )
 
 
-# What the README says of torch's optimisers, and of which there is none that trains otherwise than on a model that is not sharded.
+# What the README says of torch's optimisers, and of which there is none that trains otherwise than
+# on a model that is not sharded.
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -254,6 +262,6 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_where_they_are_i
 ) -> None:
     with pytest.raises(
         CapabilityError,
-        match=r"torch.optim.Adafactor may look at whole parameters, but strategy fsdp1",
+        match=r"torch.optim.Adafactor may need full parameters, but strategy fsdp1",
     ):
         start(optimizer=OptimizerSpec(name="torch.optim.Adafactor"), strategy="fsdp1")

@@ -1,6 +1,7 @@
-"""One of two ranks, of which the second one never comes to train: python wait_as_rank.py FILE.
+"""Run one of two ranks; the second one never trains: python wait_as_rank.py FILE.
 
-The first rank writes what it is told into the file, and beside it what torch's flight recorder knew while it waited.
+The first rank writes its error message to FILE, and to FILE.begun the unfinished collective that
+torch's flight recorder reported while it waited.
 """
 
 import os
@@ -64,7 +65,8 @@ def main(file: Path) -> None:
     except CollectiveTimeoutError as error:
         file.write_text(str(error))
     finally:
-        # Waited for: a thread that is inside torch when the interpreter ends takes the process down with it.
+        # Waited for: a thread that is inside torch when the interpreter ends takes the process down
+        # with it.
         is_over.set()
         teller.join()
 

@@ -1,1 +1,1 @@
-"""FSDPEngine: the Temper engine contract on PyTorch FSDP2."""
+"""FSDPEngine: Temper's engine on PyTorch FSDP."""

@@ -1,4 +1,4 @@
-"""What an engine is made of, and how it is built from a configuration: process group, mesh, sharded model, optimiser, residency."""
+"""The components of an engine, and how they are built from its config."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,49 +63,48 @@ _DUMMY_QUERIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponents:
-    """Everything that exists between ``init_model`` and ``close``."""
+    """Everything that exists between `init_model` and `close`."""
 
     membership: Membership
-    """This rank and its device."""
+    """Rank, world size and device of this process."""
     hf_config: PretrainedConfig
-    """The model's own configuration."""
+    """Hugging Face config of the model."""
     parameters: ShardedParameters
     """Sharded master weights of the model."""
     trainable: ShardedParameters
-    """What the optimiser updates: these weights, or an adapter's parameters by PEFT name."""
+    """Parameters the optimizer updates: the weights, or the adapter by PEFT name."""
     adapter: "LoraAdapter | None"
-    """None where lora is off."""
+    """None without LoRA."""
     buffers: Buffers
-    """Those that belong to a checkpoint."""
+    """Persistent buffers of the model."""
     optimizer: ShardedOptimizer | None
-    """None where the configuration has none."""
+    """None if the config has no optimizer."""
     runner: MicroBatchRunner
-    """Passes over micro-batches."""
     data_groups: DataGroups
-    """Which ranks see the same samples."""
+    """Ranks that see different samples, and ranks that share them."""
     saving_group: ThreadGroup
-    """Where threads that save in the background meet."""
+    """Process group of the threads that save in the background."""
     offloader: Offloader
-    """Where parameters, gradients and optimiser states are."""
+    """Moves parameters, gradients and optimizer states to and from host memory."""
     offload_policy: OffloadPolicy
-    """When they move."""
+    """Decides when they move."""
     uses_fast_matmul: bool
-    """Whether float32 matmuls take the fast kernels while the engine computes."""
+    """True if float32 matmuls use the fast CPU kernels inside the engine."""
     throughput: ThroughputMeter
-    """Of training passes."""
+    """Measures training passes."""
     tracer: CollectiveTracer
-    """What this rank is doing."""
+    """Publishes what this rank is doing."""
     profiler: UpdateProfiler
-    """Of some updates."""
+    """Profiles the configured updates."""
 
     def model_tensors(self) -> Iterator[Tensor]:
-        """Local shards of parameters and of the gradients there are."""
+        """Yield the local shards of parameters and of existing gradients."""
         yield from _parameter_tensors({**self.parameters, **self.trainable})
         yield from _gradient_tensors(self.trainable)
 
     @property
     def checkpoint_parameters(self) -> ShardedParameters:
-        """What a checkpoint holds: an adapter alone, unless the weights around it were replaced since it was started on them."""
+        """Parameters to save: the adapter alone, unless its base weights were replaced."""
         return (
             self.trainable
             if self.adapter is not None and not self.adapter.has_replaced_base
@@ -113,12 +112,12 @@ class EngineComponents:
         )
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """What the optimiser keeps of them."""
+        """Yield the offloadable state of the optimizer."""
         return _optimizer_tensors(self.optimizer)
 
 
 def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
-    """Build everything; collective. What is configured to be offloaded is parked on return."""
+    """Build all components. Collective. Tensors are offloaded on return if so configured."""
     device = process_group.choose_device(config.device)
     if config.numa_affinity:
         bind_to_near_cores(device)
@@ -144,9 +143,8 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     )
     if adapter is not None and adapter.targets_experts and config.strategy == "fsdp1":
         raise ConfigError(
-            "the adapter lies inside experts (target_parameters), whose tensors PEFT replaces "
-            "while they are used; those of FSDP1 are "
-            "views, which it can't replace: take strategy fsdp2."
+            "lora.target_parameters names expert tensors, which PEFT replaces during the forward "
+            "pass, but parameters of FSDP1 are views that cannot be replaced: use strategy fsdp2."
         )
     if config.liger_layers:
         apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
@@ -161,8 +159,10 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
         offloads_activations=config.offload_activations,
         is_compiled=config.compile_layers,
     )
+    # Before sharding, which changes the shapes that FLOPs are counted from.
     flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
+    # Offloaded shards are gathered with gloo, over a mesh of their own.
     host_mesh = (
         process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu")
         if device.type != "cpu"
@@ -227,25 +227,29 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
 
 
 def _import_lora_adapter() -> ModuleType:
-    """What needs peft.
+    """Import the module that needs peft.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: If peft is not installed.
     """
     try:
+        # peft is an optional dependency and takes seconds to import.
         return import_module("temper_engine_fsdp.training.lora_adapter")
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
         raise ConfigError(
-            "lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+            "lora is on, but peft is not installed: run pip install 'temper-engine-fsdp[lora]'."
         ) from error
 
 
 def _build_hf(
     config: FSDPConfig, *, kernel: str, membership: Membership
 ) -> tuple[PreTrainedModel, WeightStreamer | None]:
-    """A model, and its weights where they are read only as modules are sharded: FSDP1 and some adapters start from a whole model."""
+    """Build the model, and a weight streamer if its weights can be loaded while sharding.
+
+    FSDP1, DoRA and fully trained modules need a model with loaded weights.
+    """
     if config.strategy == "fsdp2" and not (
         config.lora.is_on
         and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
@@ -257,11 +261,12 @@ def _build_hf(
 
 
 def _already_materialized(module: nn.Module) -> None:
-    """The module has its weights."""
+    """Do nothing: the module has its weights."""
 
 
 def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
-    """Give parameters and buffers their configured dtypes; the buffers that belong to a checkpoint, by Hugging Face name."""
+    """Cast parameters and buffers to the configured dtypes; return the persistent buffers."""
+    # Checkpoints contain persistent buffers only; rotary tables, for example, are recomputed.
     persistent = root.state_dict().keys()
     for tensors, dtype_name in (
         (root.parameters(), config.precision.parameters),
@@ -292,8 +297,8 @@ def _build_optimizer(
         )
     if config.residency.optimizer_on_cpu:
         raise CapabilityError(
-            f"residency.optimizer_on_cpu is for adamw, but optimizer.name is {spec.name}: use "
-            "residency.offload_optimizer."
+            f"residency.optimizer_on_cpu needs adamw, but optimizer.name is {spec.name}: use "
+            "residency.offload_optimizer instead."
         )
     return TorchOptimizer(parameters, spec=spec, sum_over_shards=sum_over_shards)
 

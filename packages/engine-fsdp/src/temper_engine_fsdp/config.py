@@ -1,4 +1,4 @@
-"""Settings of the FSDP engine beyond what every engine has. Importing this needs no torch."""
+"""Settings of the FSDP engine in addition to those of every engine. Does not import torch."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -15,55 +15,77 @@ class FSDPConfig(EngineConfig):
     """How a model is sharded and computed with PyTorch FSDP."""
 
     strategy: Strategy = "fsdp2"
-    """fsdp2 is fully_shard; fsdp1 is FullyShardedDataParallel, for numbers and checkpoints of what was built on it, not for speed."""
+    """fsdp2 is `fully_shard`, fsdp1 is `FullyShardedDataParallel`.
+
+    Use fsdp1 only to reproduce results and checkpoints of systems built on it; it is slower.
+    """
     sequence_parallel: int = 1
-    """Ranks that share one pack (Ulysses): each holds a slice of its tokens, and in attention some of the heads, which it must divide."""
+    """Ranks that share one pack (Ulysses). Must divide the world size and the number of heads."""
     fsdp_size: int | None = None
-    """Ranks that one copy of the parameters is sharded over; None is all of them, fewer replicate (hybrid sharding)."""
+    """Ranks over which one copy of the parameters is sharded; None means all, fewer is hybrid
+    sharding."""
     reshard_after_forward: bool | int = True
-    """Free gathered parameters of a layer after its forward and gather them again for its backward: less memory, more traffic.
-    A number keeps them sharded over that many ranks instead, such as those of one node."""
+    """Free gathered parameters of a layer after its forward pass and gather them again for
+    backward.
+
+    Uses less memory and more traffic. A number instead keeps them sharded over that many ranks,
+    such as the ranks of a node.
+    """
     forward_prefetch: int = 0
-    """Layers whose parameters are gathered ahead of the one that computes, beyond what torch overlaps by itself."""
+    """Number of layers whose parameters are gathered ahead, in addition to torch's overlap."""
     wrap_modules: tuple[str, ...] = ()
-    """Class names of the modules that are sharded one by one; empty takes the decoder layers that the model names itself."""
+    """Class names of the modules to shard one by one; empty means the decoder layers."""
     wrap_together: int = 1
-    """Consecutive modules whose parameters are gathered, and whose gradients are reduced, as one: fewer and larger messages where layers
-    are so small that they compute for less time than the host takes to ask for the next (8 for a model of half a billion parameters)."""
+    """Number of consecutive modules that form one FSDP unit.
+
+    Gives fewer and larger messages. Helps if layers are so small that they compute for less time
+    than the host takes to launch the next one; 8 suits a 0.5B model.
+    """
     activation_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass: about 20 % slower, far less activation memory."""
+    """Recompute decoder layers in the backward pass: about 20 % slower, far less memory."""
     checkpointing_keeps_products: bool = False
-    """Selective checkpointing: keep the results of attention and of every second matrix product, and compute only the rest again."""
+    """Selective checkpointing: keep the outputs of attention and of every second matmul."""
     offload_activations: bool = False
-    """Keep the inputs of recomputed layers in host memory until the backward pass needs them."""
+    """Keep the inputs of recomputed layers in host memory until the backward pass."""
     attention: AttentionKernel = "auto"
-    """auto is torch_varlen on CUDA in bf16, else sdpa_varlen: causal SDPA over buckets of sequences of similar length.
-    In 16 bits on CUDA sdpa_varlen runs buckets of 2,048 tokens and more on cuDNN. On an H200 that makes updates 1.3 to 1.4 times as
-    fast as torch_varlen (FlashAttention 2) at 16k tokens a sequence, and as fast at mixed lengths with a median of 3k."""
+    """Attention kernel.
+
+    sdpa_varlen runs causal SDPA over buckets of sequences of similar length, on cuDNN for buckets
+    of 2,048 tokens and more on CUDA in 16 bits. torch_varlen is FlashAttention 2. auto means
+    torch_varlen on CUDA in 16 bits, else sdpa_varlen. On an H200, updates with sequences of 16k
+    tokens are 1.3 to 1.4 times as fast with sdpa_varlen, and those of mixed lengths with a median of
+    3k as fast with either.
+    """
     compile_layers: bool = False
-    """Let torch.compile make the kernels of each decoder layer, and of a head that keeps its logits: faster after a minute of compiling."""
+    """Compile each decoder layer, and a head that keeps its logits, with torch.compile.
+
+    Faster after about a minute of compilation.
+    """
     liger_layers: bool = False
-    """Take Liger's kernels for norms and gated units on CUDA, after a test at start finds them as exact as the plain formulas."""
+    """Use Liger's kernels for norms and gated MLPs on CUDA, after a test of their accuracy."""
     head_keeps_logits: bool = False
-    """Hold all logits of a micro-batch in the compute dtype (bf16: 2 bytes x tokens x vocabulary) instead of computing chunks twice."""
+    """Keep all logits of a micro-batch in the compute dtype instead of computing chunks twice.
+
+    Takes 2 bytes x tokens x vocabulary in bf16.
+    """
     head_chunk_tokens: int | None = None
-    """Positions whose logits are held at once; None fits 128 MiB of float32 logits on a CPU and 1 GiB on CUDA."""
+    """Positions per chunk of logits; None means 128 MiB of float32 logits on CPU, 1 GiB on CUDA."""
     fast_float32_matmul: bool = True
-    """Take oneDNN's float32 matmul kernels on a CPU where a test at start finds them as exact as the default ones."""
+    """Use oneDNN's float32 matmul on a CPU if a test shows that it is as exact as the default."""
     numa_affinity: bool = False
-    """Keep each rank on the processor cores near its GPU; where Linux tells none it changes nothing, and the log says so."""
+    """Pin each rank to the CPU cores near its GPU; no effect if Linux does not report them."""
     save_huggingface_weights: bool = False
-    """Write safetensors beside ``huggingface/config.json`` in every checkpoint."""
+    """Write safetensors next to `huggingface/config.json` in every checkpoint."""
     huggingface_shard_bytes: int = 4 << 30
-    """Largest safetensors file; a tensor that is larger has one of its own."""
+    """Maximum size of a safetensors file; a larger tensor has a file of its own."""
     profile_to: str | None = None
-    """Folder for a trace of torch's profiler, one file a rank; None profiles nothing."""
+    """Folder for torch profiler traces, one file per rank; None disables profiling."""
     profile_from: int = 5
-    """First update of the trace, counted from 1 since this process began: the earlier ones warm up."""
+    """First profiled update, counted from 1 at process start; earlier ones warm up."""
     profile_updates: int = 2
-    """Updates in the trace."""
+    """Number of profiled updates."""
     profile_memory: bool = False
-    """Write a history of the CUDA device's memory over the same updates beside it."""
+    """Also write a CUDA memory history of these updates."""
 
     def __post_init__(self) -> None:
         # engine-api 0.1.1 and those before check nothing there.
@@ -98,53 +120,53 @@ class FSDPConfig(EngineConfig):
                 "use sdpa_varlen."
             )
         if self.liger_layers and self.device == "cpu":
-            raise ConfigError("liger_layers needs CUDA, but device is cpu: switch it off.")
+            raise ConfigError("liger_layers needs CUDA, but device is cpu: set it to false.")
         if self.liger_layers and self.compile_layers:
             raise ConfigError(
-                "liger_layers is on, but compile_layers makes such kernels by itself: switch one "
-                "of them off."
+                "liger_layers and compile_layers are both on, but compile_layers already fuses "
+                "these layers: set one to false."
             )
         if self.wrap_together < 1:
             raise ConfigError(
-                f"wrap_together is {self.wrap_together}, but must be at least 1 module."
+                f"wrap_together is {self.wrap_together}, but must be at least 1: 1 shards modules "
+                "one by one."
             )
         if self.forward_prefetch < 0:
             raise ConfigError(
-                f"forward_prefetch is {self.forward_prefetch}, but must be at least 0 layers."
+                f"forward_prefetch is {self.forward_prefetch}, but must be at least 0: 0 leaves "
+                "prefetching to torch."
             )
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
             raise ConfigError(
-                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false "
-                "or a number of ranks from 2."
+                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false, "
+                "or a number of ranks of at least 2."
             )
         self._check_checkpointing()
         self._check_profile()
         if self.numa_affinity and self.device == "cpu":
             raise ConfigError(
-                "numa_affinity has no effect with device cpu, where no GPU has processor cores "
-                "near it: switch it off."
+                "numa_affinity is on, but has no effect with device cpu: set it to false."
             )
         if self.huggingface_shard_bytes < 1:
             raise ConfigError(
                 f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least "
-                "1."
+                "1: the default is 4 GiB."
             )
         if self._is_changed("huggingface_shard_bytes") and not self.save_huggingface_weights:
             raise ConfigError(
                 f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect "
-                "without save_huggingface_weights: switch "
-                "that on, or remove it."
+                "without save_huggingface_weights: set that to true, or remove it."
             )
         if self.strategy == "fsdp1":
             self._check_fsdp1()
 
     @property
     def replica_size(self) -> int:
-        """Ranks that share one pack."""
+        """Number of ranks that share one pack."""
         return self.sequence_parallel
 
     def _is_changed(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
+        """Return True if a field differs from its default."""
         return bool(
             getattr(self, name)
             != next(field.default for field in fields(self) if field.name == name)
@@ -155,7 +177,7 @@ class FSDPConfig(EngineConfig):
             if self.profile_to is None and self._is_changed(name):
                 value = getattr(self, name)
                 raise ConfigError(
-                    f"{name} is {value}, but has no effect without profile_to: set that to a "
+                    f"{name} is {value}, but has no effect without profile_to: set profile_to to a "
                     f"folder, or remove {name}."
                 )
         for name, value in (
@@ -172,13 +194,13 @@ class FSDPConfig(EngineConfig):
         ):
             if is_on and not self.activation_checkpointing:
                 raise ConfigError(
-                    f"{name} is on, but has no effect without activation_checkpointing: switch "
-                    "that on too, or this off."
+                    f"{name} is on, but has no effect without activation_checkpointing: set that "
+                    f"to true, or {name} to false."
                 )
         if self.checkpointing_keeps_products and self.compile_layers:
             raise ConfigError(
-                "checkpointing_keeps_products chooses between operators, which compile_layers "
-                "hides in kernels: switch one of them off."
+                "checkpointing_keeps_products and compile_layers are both on, but compiled kernels "
+                "hide the operators to keep: set one to false."
             )
 
     def _check_fsdp1(self) -> None:
@@ -194,6 +216,6 @@ class FSDPConfig(EngineConfig):
             )
         if self.forward_prefetch > 1:
             raise ConfigError(
-                f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 gathers at most "
-                "1 layer ahead."
+                f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 prefetches at "
+                "most 1 layer: set it to 0 or 1."
             )

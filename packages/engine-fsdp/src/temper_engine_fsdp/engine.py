@@ -1,4 +1,4 @@
-"""FSDPEngine: the engine contract on PyTorch FSDP, for Hugging Face decoder-only language models."""
+"""FSDPEngine: the engine of engine-api on PyTorch FSDP, for Hugging Face causal language models."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ ObjectT = TypeVar("ObjectT")
 
 
 class FSDPEngine(BaseEngine):
-    """One rank of an engine whose parameters, gradients and optimiser states are sharded over data-parallel ranks."""
+    """One rank of an engine with sharded parameters, gradients and optimizer states."""
 
     config: FSDPConfig
     config_class: ClassVar[type[EngineConfig]] = FSDPConfig
@@ -89,11 +89,13 @@ class FSDPEngine(BaseEngine):
     def _components(self) -> EngineComponents:
         if self._built is None:
             raise EngineStateError(
-                "the engine has no model: call init_model() before, and nothing after close()."
+                "the engine has no model: call init_model() first; the engine cannot be used after "
+                "close()."
             )
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+        # Gathered copies would become stale after an update, and take memory during an evaluation.
         if mode != "train":
             self._components.runner.reshard()
         return self._components.offload_policy.mode_context(mode)
@@ -101,16 +103,22 @@ class FSDPEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
+        """Offload parameters and gradients, or optimizer states, or load them, until the next call.
 
-        Contexts bring in what they need meanwhile, and put it back. Gradients of calls with ``final=False`` stay on the device.
+        Modes load what they need and restore the placement afterwards. Gradients of calls with
+        `final=False` stay on the device until they are reduced.
+
+        Args:
+            device: "cpu" offloads, "device" loads.
+            model: Move parameters and gradients.
+            optimizer: Move optimizer states.
 
         Raises:
-            EngineStateError: inside a mode.
+            EngineStateError: If called inside a mode.
         """
         if self._mode is not None:
             raise EngineStateError(
-                f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
+                f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
             )
         self._components.runner.reshard()
         offloader = self._components.offloader
@@ -170,7 +178,7 @@ class FSDPEngine(BaseEngine):
 
     def _apply_gradients(self, *, lr: float) -> float:
         optimizer = self._components.optimizer
-        assert optimizer is not None, "the base class refuses an update without an optimiser"
+        assert optimizer is not None, "the base class rejects updates without an optimizer"
         with self._components.tracer.stage("the update"):
             return optimizer.step(
                 lr=lr,
@@ -186,7 +194,7 @@ class FSDPEngine(BaseEngine):
 
     def _zero_gradients(self) -> None:
         if self._components.runner.has_unreduced_gradients:
-            # FSDP keeps them out of reach; once reduced they lie in the parameters, where they can be dropped.
+            # FSDP cannot drop unreduced gradients: reduce them into `.grad`, then drop those.
             with self._resident("train"):
                 self._reduce_pending_gradients()
         for parameter in self._components.trainable.values():
@@ -228,7 +236,7 @@ class FSDPEngine(BaseEngine):
     @property
     def _adapter(self) -> "LoraAdapter":
         assert self._components.adapter is not None, (
-            "the base class refuses calls that need an adapter"
+            "the base class rejects adapter calls without an adapter"
         )
         return self._components.adapter
 
@@ -247,12 +255,13 @@ class FSDPEngine(BaseEngine):
         optimizer = self._components.optimizer
         if optimizer is None:
             raise EngineStateError(
-                "an engine without an optimiser (optimizer: null) has no training state."
+                "the engine has no optimizer (optimizer is null), so it has no training state: "
+                "configure one."
             )
         if not isinstance(optimizer, ShardedAdamW):
             raise EngineStateError(
-                "the portable training state is that of adamw: use optimizer.name adamw, or save a "
-                "checkpoint."
+                "this optimizer has no portable training state, only adamw has: set optimizer.name "
+                "to adamw, or save a checkpoint."
             )
         return optimizer
 
@@ -297,7 +306,7 @@ class FSDPEngine(BaseEngine):
         )
 
     def _load_portable_state(self, saved: SavedState) -> None:
-        """What an engine that keeps its state in files has saved."""
+        """Load a state that another engine saved as safetensors."""
         components = self._components
         if components.adapter is not None:
             components.adapter.check_base_weights(
@@ -334,10 +343,10 @@ class FSDPEngine(BaseEngine):
         return gathered
 
     def close(self) -> None:
-        """Free the model and the optimiser, and destroy the process groups that this engine made; closing twice is harmless.
+        """Free the model and the optimizer, and destroy the process groups made here; idempotent.
 
         Raises:
-            CheckpointError: a save in the background failed; everything is freed all the same.
+            CheckpointError: If a background save failed; everything is freed nevertheless.
         """
         if self._built is None:
             return
@@ -351,6 +360,7 @@ class FSDPEngine(BaseEngine):
         self._components.saving_group.close()
         self._components.tracer.close()
         self._components.profiler.close()
+        # The model has reference cycles; collect them before the CUDA cache is emptied.
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

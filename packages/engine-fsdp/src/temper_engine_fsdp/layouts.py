@@ -1,4 +1,4 @@
-"""The configurations of this engine that the conformance kit holds to its laws."""
+"""Configurations in which the conformance tests run this engine."""
 
 from collections.abc import Mapping
 
@@ -58,4 +58,4 @@ LAYOUTS = (
     ),
     *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
 )
-"""``nox -s nightly`` runs all of them, ``dev.py test`` a sample."""
+"""`nox -s nightly` runs all layouts, `dev.py test` a sample."""

@@ -1,4 +1,11 @@
-"""The ``huggingface/`` folder of a checkpoint: config, tokenizer files where the model came with some, and safetensors on request."""
+"""The `huggingface/` and `adapter/` folders of a checkpoint.
+
+Config, tokenizer files if the model came with them, and safetensors on request. Safetensors are
+written tensor by tensor, because names, shapes and dtypes are known in advance.
+
+A safetensors file is the length of its header (8 bytes), a JSON header, and the data of the
+tensors. Source: https://github.com/huggingface/safetensors, README, "Format".
+"""
 
 import json
 import shutil
@@ -17,6 +24,7 @@ from temper_engine_api.weights import NamedWeight, WeightEntry
 from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_NAME
 
 FOLDER = "huggingface"
+"""Folder of config, tokenizer and weights."""
 ADAPTER_FOLDER = "adapter"
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -34,13 +42,16 @@ TOKENIZER_FILES = (
 def write_model_config(
     config: PretrainedConfig, *, directory: str, source: str | None, dtype: torch.dtype
 ) -> list[str]:
-    """Write config.json and copy the tokenizer beside it; relative paths of the files.
+    """Write config.json and copy the tokenizer files.
 
     Args:
-        config: the model's.
-        directory: of the checkpoint's part.
-        source: directory that the model was loaded from; None for a model from scratch.
-        dtype: that the weights are exported in.
+        config: Config of the model.
+        directory: Directory of the engine's part of the checkpoint.
+        source: Directory from which the model was loaded; None for a model from scratch.
+        dtype: Dtype of exported weights.
+
+    Returns:
+        Relative paths of the files.
     """
     folder = Path(directory, FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +71,7 @@ def write_model_config(
 def write_adapter(
     description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
 ) -> list[str]:
-    """Write ``adapter/`` in the format of Hugging Face PEFT; relative paths of the files."""
+    """Write `adapter/` in PEFT format; return the relative paths."""
     folder = Path(directory, ADAPTER_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
@@ -84,19 +95,24 @@ def write_weights(
     is_writer: bool,
     shard_bytes: int,
 ) -> list[str]:
-    """Write a stream of weights as safetensors with their index; relative paths of the files.
+    """Write a stream of weights as safetensors with an index.
 
-    Every rank must consume the stream, and one of them writes. Each tensor goes to its file as it comes: none but the current one is held.
+    Every rank must consume the stream, since gathering is collective; one rank writes. Only the
+    current tensor is in memory.
 
     Args:
-        stream: full tensors.
-        entries: what it will yield, in its order.
-        directory: of the checkpoint's part.
-        is_writer: whether this rank writes.
-        shard_bytes: largest file, unless one tensor is larger.
+        stream: Full tensors.
+        entries: Name, shape and dtype of each tensor of the stream, in order.
+        directory: Directory of the engine's part of the checkpoint.
+        is_writer: Whether this rank writes.
+        shard_bytes: Maximum size of a file, unless a single tensor is larger.
+
+    Returns:
+        Relative paths of the files.
 
     Raises:
-        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks do.
+        CheckpointError: If a file cannot be written. The stream is consumed nevertheless, so that
+            the other ranks do not wait.
     """
     if not is_writer:
         for _ in stream:
@@ -109,8 +125,9 @@ def write_weights(
             weights, _split_into_files(entries, shard_bytes=shard_bytes), folder=folder
         )
     except OSError as error:
+        # Consume the rest: the other ranks still gather.
         deque(weights, maxlen=0)
-        raise CheckpointError(f"could not write the model to {folder} ({error})") from error
+        raise CheckpointError(f"could not write the weights to {folder} ({error})") from error
 
 
 def _write_shards(
@@ -168,14 +185,14 @@ _ALIGNMENT = 8
 
 
 def num_bytes(entry: WeightEntry) -> int:
-    """Size of its data."""
+    """Return the size of a tensor's data."""
     return prod(entry.shape) * entry.dtype.itemsize
 
 
 def write_safetensors(
     path: Path, entries: Sequence[WeightEntry], weights: Iterator[NamedWeight]
 ) -> None:
-    """Write these entries, which are the next of the stream."""
+    """Write the next tensors of a stream, which must match `entries`, to one file."""
     with open(path, "wb") as file:
         file.write(_header(entries))
         for entry in entries:
@@ -184,16 +201,16 @@ def write_safetensors(
                 entry.name,
                 entry.shape,
                 entry.dtype,
-            ), "the stream is not as announced"
+            ), "the stream does not match its entries"
             if tensor.numel() > 0:
-                # Not numpy's tofile: what it still buffers when the disk is full is lost without an error.
+                # Not numpy's tofile: on a full disk it loses buffered data without an error.
                 file.write(
                     tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 )
 
 
 def _header(entries: Sequence[WeightEntry]) -> bytes:
-    # Libraries refuse a file whose metadata does not say which framework wrote it.
+    # transformers rejects files without the framework in their metadata.
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:

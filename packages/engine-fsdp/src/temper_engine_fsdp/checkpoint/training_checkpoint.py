@@ -1,7 +1,11 @@
-"""The engine's part of a checkpoint: torch DCP for parameters and optimiser states, and each rank's random-number state.
+"""The engine's part of a checkpoint: torch DCP for tensors, one file per rank for RNG states.
 
-DCP holds full logical tensors in pieces, cut by rows, so another world size or another strategy reads what it needs. Random-number
-states belong to ranks: a rank that finds none of its own (another world size) goes on with the stream it has.
+DCP saves full logical tensors sharded by rows, so any world size and strategy can load them. RNG
+states belong to ranks: a rank without a saved state keeps its current one.
+
+`write_checkpoint` saves the live state. `stage_checkpoint` first copies it to host memory, so that
+a thread can write the copy while training continues. On CUDA the copies run on a separate stream
+into pinned memory, and later kernels wait for them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,16 +35,18 @@ from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParame
 from temper_engine_fsdp.training.sharded_optimizer import ShardedOptimizer, StateTensor
 
 STATE_FOLDER = "dcp"
+"""Folder of the DCP files."""
 RNG_FOLDER = "random"
+"""Folder of the RNG states."""
 
 StateTensors = Mapping[str, StateTensor]
-"""What a checkpoint holds, by kind and Hugging Face name."""
+"""Contents of a checkpoint, by kind and Hugging Face name."""
 
 
 def collect_state_tensors(
     parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None
 ) -> dict[str, StateTensor]:
-    """What is saved, and filled in place by loading; the tensors share the engine's memory."""
+    """Return the tensors to save, or to fill in place when loading; they share memory."""
     state_tensors = {
         f"parameter.{name}": StateTensor(owner=p, tensor=p.local_shard())
         for name, p in parameters.items()
@@ -52,7 +58,7 @@ def collect_state_tensors(
 
 
 def to_row_dtensors(state_tensors: StateTensors) -> dict[str, Tensor]:
-    """What DCP takes: every piece cut by rows. Collective."""
+    """Convert to tensors sharded by rows, as DCP expects. Collective."""
     return {
         name: piece.tensor if piece.owner is None else piece.owner.to_row_dtensor(piece.tensor)
         for name, piece in state_tensors.items()
@@ -62,10 +68,13 @@ def to_row_dtensors(state_tensors: StateTensors) -> dict[str, Tensor]:
 def write_dcp(
     tensors: Mapping[str, Tensor], *, directory: str, rank: int, group: ProcessGroup | None = None
 ) -> list[str]:
-    """Write with DCP; relative paths of the files that this rank wrote. Collective over the group, or over all ranks.
+    """Write tensors with DCP. Collective over the group, or over all ranks.
+
+    Returns:
+        Relative paths of the files of this rank.
 
     Raises:
-        CheckpointError: a rank could not write; says what torch said.
+        CheckpointError: If a rank could not write; includes the message of torch.
     """
     folder = Path(directory, STATE_FOLDER)
     try:
@@ -74,9 +83,9 @@ def write_dcp(
         CheckpointException,
         RuntimeError,
         OSError,
-    ) as error:  # torch wraps a full disk in any of the three
+    ) as error:  # a full disk raises any of these
         raise CheckpointError(
-            f"torch could not write to {folder} ({str(error).strip().splitlines()[-1]})"
+            f"could not write the checkpoint to {folder} ({str(error).strip().splitlines()[-1]})"
         ) from error
     own_files = sorted(path.name for path in folder.glob(f"__{rank}_*"))
     return [
@@ -85,7 +94,7 @@ def write_dcp(
 
 
 def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
-    """Parameters and buffers from what ``write_tensors`` wrote, one at a time, in the dtypes of the entries. No communication."""
+    """Yield parameters and buffers from DCP files one at a time. No communication."""
     reader = StateReader(Path(directory, STATE_FOLDER))
     saved = {
         entry.name.partition(".")[2]: entry
@@ -99,7 +108,10 @@ def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Itera
 
 
 def _read_tensor(name: str, tensor: Tensor, reader: StateReader) -> None:
-    """Fill a tensor by DCP's own steps: its ``load`` warns on every call where it is to leave the other ranks out."""
+    """Read one tensor.
+
+    Uses the steps of DCP directly, because its `load` warns on every call without a process group.
+    """
     planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
     planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -116,12 +128,12 @@ def load_training_state(
     *,
     directory: str,
 ) -> None:
-    """Fill parameters, buffers and optimiser states from what was written at this or another layout. Collective.
+    """Fill parameters, buffers and optimizer states from a checkpoint of any layout. Collective.
 
-    Optimiser states that nobody asks for (optimizer: null) may stay unread; in all else names and shapes agree both ways.
+    Optimizer states are ignored without an optimizer; all other names and shapes must match.
 
     Raises:
-        CheckpointError: another configuration made it; nothing has been read then.
+        CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
     reader = StateReader(Path(directory, STATE_FOLDER))
     saved = _saved_entries(reader)
@@ -133,7 +145,8 @@ def load_training_state(
         for name, piece in state_tensors.items()
     ]
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
-    # DCP reads what is asked and passes over the rest: a deeper model's first layers would load into a shallower one.
+    # DCP ignores extra tensors in the files: a shallower model would load the first layers of a
+    # deeper one.
     check_saved(
         expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory
     )
@@ -148,7 +161,7 @@ def load_training_state(
 
 
 def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
-    """Whether a checkpoint holds any of these parameters."""
+    """Return True if a checkpoint contains any of these parameters."""
     saved = {entry.name for entry in _saved_entries(StateReader(Path(directory, STATE_FOLDER)))}
     return any(f"parameter.{name}" in saved for name in parameters)
 
@@ -171,7 +184,7 @@ def _kind(name: str) -> str:
 
 
 def get_rng_states(device: torch.device) -> dict[str, Tensor]:
-    """Torch's random-number states of this rank, as they are now."""
+    """Return torch's current RNG states of this rank by device type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -179,17 +192,17 @@ def get_rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
-    """Write them; the relative path.
+    """Write the RNG states; return the relative path.
 
     Raises:
-        CheckpointError: the file can't be written.
+        CheckpointError: If the file cannot be written.
     """
     relative = f"{RNG_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(states), path)
-    except (RuntimeError, OSError) as error:  # torch makes a RuntimeError of a full disk
+    except (RuntimeError, OSError) as error:  # torch raises RuntimeError on a full disk
         raise CheckpointError(
             f"could not write {path} ({str(error).strip().splitlines()[0]})"
         ) from error
@@ -197,7 +210,7 @@ def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int)
 
 
 def load_rng_state(*, directory: str, rank: int, device: torch.device) -> bool:
-    """Restore this rank's random-number state; False where the checkpoint has none for it."""
+    """Restore the RNG states of this rank; return False if the checkpoint has none."""
     path = Path(directory, RNG_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return False
@@ -213,14 +226,13 @@ AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckpointContent:
-    """Of one rank."""
+    """What one rank saves."""
 
     tensors: Mapping[str, Tensor]
-    """Parameters, buffers and optimiser states, cut by rows."""
+    """Parameters, buffers and optimizer states, sharded by rows."""
     rng_states: Mapping[str, Tensor]
-    """Of this rank."""
     adapter: AdapterContent | None
-    """What PEFT's two files hold; None where there is no adapter."""
+    """Contents of PEFT's two files; None without an adapter."""
 
 
 def write_checkpoint(
@@ -230,13 +242,16 @@ def write_checkpoint(
     directory: str,
     weights: Iterator[NamedWeight],
 ) -> list[str]:
-    """Write the state as it is; relative paths of this rank's files. Collective.
+    """Write the live state. Collective.
 
     Args:
-        parts: of the engine.
-        config: its configuration.
-        directory: of the checkpoint's part.
-        weights: full tensors for the safetensors, consumed only where they are asked for.
+        components: Components of the engine.
+        config: Engine config.
+        directory: Directory of the engine's part of the checkpoint.
+        weights: Full tensors for safetensors; consumed only if those are configured.
+
+    Returns:
+        Relative paths of the files of this rank.
     """
     state_tensors = collect_state_tensors(
         components.checkpoint_parameters, components.buffers, components.optimizer
@@ -263,20 +278,25 @@ def stage_checkpoint(
     group: ProcessGroup,
     weights: Iterator[NamedWeight],
 ) -> Callable[[str], list[str]]:
-    """Copy the state to host memory; what writes the copy among threads that meet in this group. Collective.
+    """Copy the state to host memory. Collective.
 
     Args:
-        parts: of the engine.
-        config: its configuration.
-        group: of the threads.
-        weights: full tensors, consumed only where safetensors of a merged adapter are asked for: the one model that is copied whole.
+        components: Components of the engine.
+        config: Engine config.
+        group: Process group of the background threads.
+        weights: Full tensors; consumed only to save safetensors of a merged adapter, the only case
+            in which a full model is copied.
+
+    Returns:
+        A function that writes the copy to a directory and returns the relative paths. Collective
+        among the background threads.
     """
     state_tensors = collect_state_tensors(
         components.checkpoint_parameters, components.buffers, components.optimizer
     )
     copies, wait = copy_to_host(state_tensors, device=components.membership.device)
     if config.strategy == "fsdp1":
-        wait()  # cutting by rows reads the copies
+        wait()  # converting to rows reads the copies
     content = _content(components, to_row_dtensors(copies))
     merged: list[NamedWeight] = []
     if components.adapter is not None and config.save_huggingface_weights:
@@ -288,7 +308,7 @@ def stage_checkpoint(
 
     def write(directory: str) -> list[str]:
         wait()
-        # Gathering would need the engine's groups; what was just written holds full tensors.
+        # Gathering would use process groups that training needs; the DCP files have full tensors.
         saved = (
             iter(merged)
             if components.adapter is not None
@@ -317,8 +337,8 @@ def _write(
 ) -> list[str]:
     rank = components.membership.rank
     files = write_dcp(content.tensors, directory=directory, rank=rank, group=group)
-    # A copy is exported by one rank, from the disk; a live model is gathered, by all of them. What each rank writes alone comes after it:
-    # one that fails there leaves no other rank waiting.
+    # All ranks gather a live model; only rank 0 exports a copy, from the DCP files. Files that a
+    # rank writes alone come last, so that a failure there leaves no other rank waiting.
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface_files.write_weights(
             weights(),
@@ -347,13 +367,14 @@ def _entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEnt
 def copy_to_host(
     state_tensors: StateTensors, *, device: torch.device
 ) -> tuple[dict[str, StateTensor], Callable[[], None]]:
-    """The pieces in host memory, and what waits until they are there."""
+    """Copy state tensors to host memory; also return a function that waits for the copies."""
     if device.type != "cuda":
         return {
             name: StateTensor(owner=piece.owner, tensor=piece.tensor.clone())
             for name, piece in state_tensors.items()
         }, lambda: None
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    # The copies start after the kernels launched so far, such as the optimizer step.
     side.wait_stream(current)
     with torch.cuda.stream(side):
         copies = {

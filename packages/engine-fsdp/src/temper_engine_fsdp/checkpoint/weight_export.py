@@ -1,4 +1,7 @@
-"""Full tensors under Hugging Face names: streamed out lazily, loaded strictly both ways."""
+"""Export and load weights and training state as full tensors under Hugging Face names.
+
+Exports stream one tensor at a time. Loading checks all names and shapes before changing anything.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,12 +18,13 @@ from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParame
 from temper_engine_fsdp.training.sharded_optimizer import AdamState
 
 Merge = Callable[[str, Tensor], Tensor]
+"""Merges an adapter into a full weight, given its name."""
 
 
 def list_weight_entries(
     parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype
 ) -> list[WeightEntry]:
-    """What ``iterate_weights`` will yield, in its order, without gathering anything."""
+    """List the entries that `iterate_weights` will yield, without gathering."""
     shapes = [
         (part, shape, p.dtype)
         for name, p in parameters.items()
@@ -40,19 +44,21 @@ def iterate_weights(
     dtype: torch.dtype,
     merge: Merge | None = None,
 ) -> Iterator[NamedWeight]:
-    """Every parameter and persistent buffer, full, floats in this dtype; one is gathered at a time. Collective.
+    """Yield every parameter and persistent buffer as a full tensor. Collective.
+
+    One tensor is gathered at a time.
 
     Args:
-        parameters: the model's weights.
-        buffers: beside them.
-        dtype: of what comes out.
-        merge: adds what an adapter does to a weight, given its name and the full weight; None where there is no adapter.
+        parameters: Base weights of the model.
+        buffers: Persistent buffers.
+        dtype: Dtype of floating-point tensors.
+        merge: Merges an adapter into each weight; None without an adapter.
     """
     for name, parameter in parameters.items():
         if merge is not None:
             full = merge(name, parameter.gather(parameter.local_shard())).to(dtype)
         else:
-            # Cast before it is gathered: half the traffic in bf16.
+            # Cast before gathering: half the traffic in bf16.
             full = parameter.gather(parameter.local_shard().to(dtype))
         for part, tensor in split_experts(name, full):
             yield NamedWeight(part, tensor)
@@ -67,10 +73,13 @@ def iterate_weights(
 def load_weights(
     parameters: ShardedParameters, buffers: Buffers, stream: Iterable[NamedWeight]
 ) -> None:
-    """Replace every parameter and persistent buffer. Each rank keeps only its shards until the whole stream has been checked.
+    """Replace every parameter and persistent buffer.
+
+    Each rank keeps only its shards until the complete stream has been checked.
 
     Raises:
-        WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+        WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing is
+            loaded then.
     """
     received: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
@@ -90,7 +99,7 @@ def load_weights(
 def iterate_state(
     parameters: ShardedParameters, moments: Mapping[str, AdamState]
 ) -> Iterator[TrainingState]:
-    """Full float32 tensors, one parameter at a time. Collective."""
+    """Yield full float32 master weights, AdamW states and counts. Collective."""
     for name, parameter in parameters.items():
         state, count = moments[name], int(moments[name].count)
         full = (
@@ -113,10 +122,13 @@ def iterate_state(
 def load_state(
     parameters: ShardedParameters, moments: Mapping[str, AdamState], stream: Iterable[TrainingState]
 ) -> None:
-    """Replace masters, moments and counts; each rank keeps only its shards until the whole stream has been checked.
+    """Replace master weights, AdamW states and counts.
+
+    Each rank keeps only its shards until the complete stream has been checked.
 
     Raises:
-        WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+        WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing is
+            loaded then.
     """
     received: list[WeightEntry] = []
     shards: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
@@ -126,8 +138,8 @@ def load_state(
         shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
         if len(shapes) != 1:
             raise WeightError(
-                f"master and moments of {state.name} differ in shape: {sorted(shapes)}. Nothing "
-                "was loaded."
+                f"master weight and moments of {state.name} have different shapes "
+                f"{sorted(shapes)}, but must have the same: nothing was loaded."
             )
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
         tensors = (state.master, state.first_moment, state.second_moment)
@@ -140,7 +152,7 @@ def load_state(
                 for tensor_by_name in joined
                 if tensor_by_name is not None
             )
-            # Experts of one tensor are updated together.
+            # All experts of a tensor have the same update count.
             shards[name] = (master, first, second, state.update_count)
     check_complete(list_weight_entries(parameters, {}, dtype=torch.float32), received)
     for name, (master, first, second, count) in shards.items():
@@ -151,7 +163,10 @@ def load_state(
 
 
 def open_portable_state(directory: str) -> SavedState:
-    """What lies in ``state/``; no communication: every rank reads whole tensors from the disk."""
+    """Open the training state that another engine saved as safetensors in `state/`.
+
+    No communication: every rank reads full tensors from the disk.
+    """
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(directory, FILES_FOLDER).glob("*.safetensors")):

@@ -1,7 +1,4 @@
-"""What is kept of a forward pass for the backward pass: everything, what is dear to compute again, or the inputs of layers alone.
-
-Recomputed layers can also leave their inputs in host memory meanwhile.
-"""
+"""Activation checkpointing: recompute decoder layers, and offload their inputs to host memory."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +20,15 @@ _MATMULS = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 )
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attention")
-"""Parts of the names of attention's operators, of which there is one per device and version of torch."""
+"""Parts of the names of attention operators, which differ by device and torch version."""
 
 
 def checkpoint_layers(model: PreTrainedModel, *, config: FSDPConfig) -> None:
-    """Let each decoder layer be computed again in the backward pass, as configured."""
+    """Recompute each decoder layer in the backward pass, as configured.
+
+    With `checkpointing_keeps_products`, keep the outputs of attention and of every second matmul.
+    """
+    # Reentrant checkpointing does not support selective contexts or saved-tensor hooks.
     options: dict[str, object] = {"use_reentrant": False}
     if config.checkpointing_keeps_products:
         options["context_fn"] = _selective_contexts
@@ -35,6 +36,7 @@ def checkpoint_layers(model: PreTrainedModel, *, config: FSDPConfig) -> None:
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    # Forward and recomputation count separately, so that both keep the same matmuls.
     counts = {False: 0, True: 0}
 
     def policy(
@@ -62,30 +64,31 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 @dataclass(slots=True, kw_only=True)
 class OffloadedActivation:
-    """A tensor that waits in host memory."""
+    """An activation in host memory."""
 
     host: Tensor
     device: torch.device
     fetched: Tensor | None = None
-    """On its device again, or on its way there."""
+    """Copy on the device, possibly still in flight."""
     copy_done: torch.cuda.Event | None = None
-    """Once it is there."""
+    """Event after the copy to the device."""
 
 
 class ActivationOffloader:
-    """Moves what autograd keeps to host memory, and back one tensor ahead of its use; of one forward pass.
+    """Offloads the tensors that autograd saves in one forward pass.
 
-    Only what has a gradient moves: of recomputed layers that is their input. On CUDA copies run on a stream of their own through pinned
-    memory, and the backward pass of one layer hides the way back of the next one's input.
+    Only tensors that require grad are moved; of a recomputed layer that is its input. On CUDA the
+    copies use pinned memory and a separate stream, and each backward step prefetches the next
+    tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.offloaded: list[OffloadedActivation] = []
-        """Of this pass so far, in the order in which they left."""
+        """Activations of this pass, in the order in which they were saved."""
 
     def offload_saved_tensors(self) -> AbstractContextManager[None]:
-        """What the forward pass inside keeps is parked."""
+        """Return a context that offloads the tensors autograd saves inside it."""
         hooks: AbstractContextManager[None] = saved_tensors_hooks(self._offload, self._restore)
         return hooks
 
@@ -107,13 +110,14 @@ class ActivationOffloader:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
                 tensor, non_blocking=True
             )
-        # Its memory is used again only once the copy has been made.
+        # record_stream keeps the allocator from reusing the memory before the copy is done.
         tensor.record_stream(self._side)
         return OffloadedActivation(host=host, device=tensor.device)
 
     def _restore(self, saved: Tensor | int) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        # The backward pass runs in reverse order, so the previous tensor is needed next.
         for index in (saved, saved - 1):
             if index >= 0:
                 self._fetch(self.offloaded[index])
@@ -140,7 +144,7 @@ class ActivationOffloader:
 def maybe_offload_activations(
     device: torch.device, *, enabled: bool
 ) -> AbstractContextManager[None]:
-    """Around one forward pass: what it keeps is parked, or stays where it is."""
+    """Offload the activations of one forward pass if enabled; otherwise a null context."""
     return (
         ActivationOffloader(device).offload_saved_tensors()
         if enabled and torch.is_grad_enabled()

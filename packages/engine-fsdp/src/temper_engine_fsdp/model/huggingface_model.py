@@ -1,4 +1,7 @@
-"""Hugging Face models from a ModelSpec: loaded strictly, or from seeded random weights; always float32."""
+"""Build Hugging Face models from a ModelSpec, in float32 on the CPU, and reject unsupported ones.
+
+Weights are loaded strictly, or initialized from a seed.
+"""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
@@ -7,7 +10,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import (
     StrictDataclassError,
-)  # of transformers' own dependency, which its configurations raise
+)  # raised by the configs of transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -29,28 +32,38 @@ NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
     "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0,
 }
-"""Config fields that change logits in ways the fused head or packed attention does not follow, with the value that changes nothing."""
+"""Config fields that change logits in ways our head and packed attention do not compute.
+
+Each is mapped to the value that has no effect.
+"""
 
 
 SUPPORTED_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-"""Kinds of layers, as ``layer_types`` names them, whose tokens meet in the registered attention alone."""
+"""Values of `layer_types` in which tokens only interact in the registered attention."""
 LENGTH_DEPENDENT_ROPES = frozenset(("dynamic", "longrope"))
-"""Rotary embeddings whose frequencies follow the longest position of a call: a sequence would depend on what it is packed with."""
+"""Rotary embeddings whose frequencies depend on the longest position in a call.
+
+A sequence would then depend on the sequences it is packed with.
+"""
 
 
 def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -> PreTrainedModel:
-    """The model on the CPU in float32, with its attention set to a registered kernel.
+    """Build the model with a registered attention kernel.
 
     Args:
-        spec: which model.
-        attention: name of the kernel.
-        loads: whether weights are read; without it a model from a directory gets what its constructor gives it.
+        spec: Path or architecture of the model.
+        attention: Name of the attention kernel.
+        load_weights: If False, a model with a path keeps the values that its constructor gives it.
+
+    Returns:
+        The model on the CPU in float32.
 
     Raises:
-        CapabilityError: the model transforms its logits in a way that is not supported, lets packed sequences see each other, or does
-            not let its attention be replaced.
-        ConfigError: transformers knows no such architecture, or it comes with code of its own that may not run.
-        WeightError: weights are missing or unexpected.
+        CapabilityError: If the model transforms its logits in an unsupported way, mixes packed
+            sequences, or does not allow its attention to be replaced.
+        ConfigError: If transformers does not know the architecture, or the model needs its own code
+            and may not run it.
+        WeightError: If weights are missing or unexpected.
     """
     config = read_config(spec)
     _refuse_unsupported(config)
@@ -59,6 +72,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
     if not is_language_model:
         config.num_labels = 1
+        # Dropout before the value head would make values random during training.
         config.classifier_dropout = 0.0
     with fork_rng(spec.seed):
         try:
@@ -68,12 +82,11 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
         except (
             ValueError,
             KeyError,
-        ) as error:  # a KeyError where classes of attention are chosen by their names
+        ) as error:  # KeyError: models with a dict of attention classes
             raise CapabilityError(
-                f"transformers makes no {spec.model_type} with packed attention of this "
-                f"{config.model_type} model: {_first_sentence(error)} "
-                "Choose a model whose attention goes through transformers' AttentionInterface, "
-                "such as qwen3 or llama."
+                f"transformers cannot build a {spec.model_type} with packed attention from this "
+                f"{config.model_type} model: {_first_sentence(error)} Choose a model whose "
+                "attention goes through transformers' AttentionInterface, such as qwen3 or llama."
             ) from error
     if spec.path is not None and report:
         _check_loaded(
@@ -96,7 +109,7 @@ def _instantiate(
     attention: str,
     loads_weights: bool,
 ) -> tuple[PreTrainedModel, Mapping[str, Collection[str]]]:
-    """The model, and what is told of its weights where they were read."""
+    """Return the model, and the loading report if weights were loaded."""
     allow_code = spec.trust_remote_code
     if spec.path is None or not loads_weights:
         return auto.from_config(
@@ -114,17 +127,17 @@ def _instantiate(
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
-    """The model's own configuration.
+    """Read the Hugging Face config of a model.
 
     Raises:
-        ConfigError: its path is no directory, it comes with code that may not run, or transformers knows no such architecture.
+        ConfigError: If the path is not a directory, the config needs code that may not run, or
+            transformers does not know the architecture.
     """
     if spec.path is not None:
         if not Path(spec.path).is_dir():
             raise ConfigError(
-                f"model.path is {spec.path!r}, which is no directory here: name a local directory "
-                "of a Hugging Face model, and download "
-                "one that lies on the Hub first."
+                f"model.path is {spec.path!r}, which is not a local directory: download the model "
+                "from the Hub first and set its directory."
             )
         return _load_config(spec.path, allow_code=spec.trust_remote_code)
     fields = dict(spec.architecture)
@@ -134,12 +147,11 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     except (ValueError, StrictDataclassError) as error:
         if name in CONFIG_MAPPING:
             raise ConfigError(
-                f"model.architecture is not what a {name} takes: {_first_sentence(error)}"
+                f"model.architecture is not valid for model type {name}: {_first_sentence(error)}"
             ) from error
         raise ConfigError(
-            f"model.architecture.model_type is {name!r}, which this version of transformers does "
-            "not know: "
-            "use a model type such as qwen2, qwen3 or llama."
+            f"model.architecture.model_type is {name!r}, which the installed version of "
+            "transformers does not know: use a model type such as qwen2, qwen3 or llama."
         ) from error
 
 
@@ -150,35 +162,33 @@ def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
         if allow_code:
             raise
         raise ConfigError(
-            f"transformers does not read the config of the model in {path}: "
-            f"{_first_sentence(error)} Where you trust the Python files that "
-            "came with it, set model.trust_remote_code."
+            f"transformers cannot read the config of the model in {path}: {_first_sentence(error)} "
+            "If you trust the Python files in it, set model.trust_remote_code."
         ) from error
     return config
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error of transformers says, on one line, without its advice to its own callers."""
+    """Return the first sentence of an error; later ones address callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
-        # Read as attributes: some are worked out of other fields.
+        # Read as attributes, since some are properties computed from other fields.
         settings = [
             getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))
         ]
         offending = next((value for value in settings if value not in (neutral, None)), neutral)
         if offending != neutral:
             raise CapabilityError(
-                f"this {config.model_type} model sets {name} to {offending}, which the fused head "
-                "and packed attention "
-                "do not compute: choose a model without it."
+                f"this {config.model_type} model sets {name} to {offending}, which the output head "
+                "and packed attention do not support: choose a model without it."
             )
 
 
 def _check_packable(config: PretrainedConfig) -> None:
-    """What would let a sequence of a pack see its neighbours, or their lengths."""
+    """Reject models in which a sequence depends on the other sequences of its pack."""
     ropes = {
         str(settings.get(key))
         for settings in _nested_mappings(config.to_dict())
@@ -187,9 +197,8 @@ def _check_packable(config: PretrainedConfig) -> None:
     if ropes:
         raise CapabilityError(
             f"this {config.model_type} model has a rotary embedding of type {min(ropes)}, whose "
-            "frequencies follow the longest sequence "
-            "of a call, so that packed sequences would depend on each other: choose one of type "
-            "default, linear, yarn or llama3."
+            "frequencies depend on the longest sequence of a call, so packed sequences would "
+            "affect each other: choose a model with type default, linear, yarn or llama3."
         )
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types")
     other = sorted({*(kinds or ())} - SUPPORTED_LAYER_TYPES)
@@ -202,17 +211,20 @@ def _check_packable(config: PretrainedConfig) -> None:
 
 
 def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> None:
-    """What an answer is read from must be one projection of the last hidden state, at positions that we give."""
+    """Reject models whose outputs are not one projection of the last hidden state.
+
+    The model must also accept the positions that we pass.
+    """
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise CapabilityError(
-            f"this {kind} model counts positions itself, through a whole pack, and takes no "
-            "position_ids: choose one that does."
+            f"this {kind} model takes no position_ids and would number positions through the whole "
+            "pack: choose a model that takes them."
         )
     if not is_language_model and "score" not in dict(model.named_children()):
         raise CapabilityError(
-            f"this {kind} model's classifier is no projection named score, which values are read "
-            "from: choose another."
+            f"this {kind} model has no projection named score, from which values are read: choose "
+            "another model."
         )
     head = model.get_output_embeddings() if is_language_model else model.score
     known = {
@@ -227,8 +239,8 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
     if offending is not None:
         raise CapabilityError(
             f"this {kind} model has {offending} between its last hidden state and its output "
-            "projection, which the head does not compute: "
-            "choose a model whose projection reads the last hidden state."
+            "projection, which the head does not compute: choose a model whose projection reads "
+            "the last hidden state."
         )
 
 
@@ -239,13 +251,13 @@ def _check_no_convolution(model: PreTrainedModel) -> None:
     if offending is not None:
         raise CapabilityError(
             f"this {model.config.model_type} model has a convolution over tokens ({offending}), "
-            "which would mix the sequences of a pack: "
-            "choose a model whose tokens meet in attention alone."
+            "which would mix the sequences of a pack: choose a model whose tokens only interact "
+            "in attention."
         )
 
 
 def _nested_mappings(value: object) -> Iterator[Mapping[str, object]]:
-    """A mapping and all mappings inside it."""
+    """Yield a mapping and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for inner in value.values():
@@ -253,12 +265,12 @@ def _nested_mappings(value: object) -> Iterator[Mapping[str, object]]:
 
 
 def is_value_head(name: str) -> bool:
-    """Whether a parameter is of the head that a value or reward model has."""
+    """Return True for parameters of the head of a value or reward model."""
     return name.startswith("score.")
 
 
 def is_lm_head(name: str) -> bool:
-    """Whether a parameter is of a language model's head, which a value model does without."""
+    """Return True for parameters of the head of a language model."""
     return name.startswith("lm_head.")
 
 
@@ -270,5 +282,6 @@ def _check_loaded(
     if missing_names or unexpected_names:
         raise WeightError(
             f"the weights in {path} do not match their config: missing "
-            f"{sorted(missing_names)[:5]}, unexpected {sorted(unexpected_names)[:5]}."
+            f"{sorted(missing_names)[:5]}, unexpected {sorted(unexpected_names)[:5]}. Check that "
+            "the directory is complete."
         )

@@ -1,6 +1,7 @@
-"""Liger's kernels in the layers of a Hugging Face model: norms and gated units, each module for itself, nothing of transformers patched.
+"""Use Liger's kernels for the norms and gated MLPs of a Hugging Face model.
 
-They are taken on CUDA alone, and only after they have computed there what the plain formulas do, in the compute dtype of the engine.
+Only the modules of this model are changed; transformers is not patched. The kernels run on CUDA
+only, after a test shows that they are as accurate as the plain formulas in the compute dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +21,12 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 NORMS = frozenset(
     {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"}
 )
-"""x / rms(x) in float32, back in the dtype of x, times the weight."""
+"""Classes that compute x / rms(x) in float32, cast to the dtype of x, times the weight."""
 GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"})
-"""down(silu(gate(x)) * up(x))."""
+"""Classes that compute down(silu(gate(x)) * up(x))."""
 _MAX_ERROR_RATIO = 2.0
-"""Root mean square error of a kernel over that of the plain formula in the same dtype: both round, in another order."""
+"""Largest accepted RMS error relative to the plain formula in the same dtype; rounding order
+differs."""
 _ROWS = 64
 _EPS = 1e-6
 
@@ -39,20 +41,20 @@ class _Gate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Two functions with gradient."""
+    """A norm and a gated activation, both differentiable."""
 
     norm: _Norm
     gate: _Gate
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of NORMS."""
+    """Compute RMSNorm as the classes in NORMS do."""
     wide = x.float() if x.dtype != torch.float64 else x
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def plain_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Of GATED."""
+    """Compute the gated activation as the classes in GATED do."""
     return functional.silu(gate) * up
 
 
@@ -60,15 +62,15 @@ PLAIN = Kernels(norm=plain_norm, gate=plain_gate)
 
 
 def load_kernels(device: torch.device) -> Kernels:
-    """Liger's.
+    """Import Liger's kernels.
 
     Raises:
-        ConfigError: the engine does not run on CUDA, or Liger is not installed.
+        ConfigError: If the device is not CUDA, or liger-kernel is not installed.
     """
     if device.type != "cuda":
         raise ConfigError(
-            "liger_layers is on, but Liger's kernels run on CUDA and this engine on the CPU: "
-            "switch it off."
+            "liger_layers is on, but Liger's kernels need CUDA and this engine runs on the CPU: "
+            "set it to false."
         )
     try:
         norms, gates = (
@@ -77,11 +79,11 @@ def load_kernels(device: torch.device) -> Kernels:
         )
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"liger_layers is on, but {error.name} is not installed: pip install "
-            "'temper-engine-fsdp[liger]', or switch it off."
+            f"liger_layers is on, but {error.name} is not installed: run pip install "
+            "'temper-engine-fsdp[liger]', or set it to false."
         ) from error
     apply_norm: Callable[..., Tensor] = norms.LigerRMSNormFunction.apply
-    # Not in place: the gradient that arrives may be another's too.
+    # Not in place: autograd may pass the same gradient tensor to other consumers.
     return Kernels(
         norm=lambda x, weight, eps: apply_norm(x, weight, eps, 0.0, "llama", False),
         gate=gates.LigerSiLUMulFunction.apply,
@@ -96,17 +98,17 @@ def check_kernels(
     compute: torch.dtype,
     sizes: Mapping[str, int],
 ) -> None:
-    """Compare values and gradients with the plain formulas in float64, and both errors with each other.
+    """Compare values and gradients of kernels with the plain formulas, both against float64.
 
     Args:
-        kernels: to be tried.
-        name: for the sentence.
-        device: where.
-        compute: dtype of what they get.
-        sizes: "norm" and "gate", entries of a row of each.
+        kernels: Kernels under test.
+        name: Name used in the error message.
+        device: Device of the test.
+        compute: Dtype of the inputs.
+        sizes: Row lengths for "norm" and "gate".
 
     Raises:
-        ConfigError: they are further from float64 than the plain formulas in the compute dtype.
+        ConfigError: If a kernel has a larger error than the plain formula allows.
     """
     generator = torch.Generator().manual_seed(0)
     x, entropy_coeff = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
@@ -121,6 +123,7 @@ def check_kernels(
         "gated unit": (lambda k: k.gate, [gate, up], gate_slope),
     }
     for kind, (choose, inputs, upstream) in trials.items():
+        # Round the inputs first: only the arithmetic is compared, not the rounding of the inputs.
         start = [tensor.to(device, compute) for tensor in (*inputs, upstream)]
         exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in start])
         plain, tried = (_with_gradients(choose(k), start) for k in (PLAIN, kernels))
@@ -137,9 +140,8 @@ def check_kernels(
             if not (error_found := _rms_error(a, c)) <= allowed:
                 raise ConfigError(
                     f"liger_layers is on, but the {kind} of {name} has an error of "
-                    f"{error_found:.1e} in {compute} on this device, where the "
-                    f"plain formula has {_rms_error(a, b):.1e} ({part}): switch it off, or try "
-                    "another version."
+                    f"{error_found:.1e} in {compute} on this device, while the plain formula has "
+                    f"{_rms_error(a, b):.1e} ({part}): set it to false, or install another version."
                 )
 
 
@@ -154,11 +156,11 @@ def _rms_error(exact: Tensor, error_found: Tensor) -> float:
 
 
 def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: torch.dtype) -> None:
-    """Let the norms and gated units of a model compute with Liger's kernels, once these are found equal.
+    """Test Liger's kernels and use them in the norms and gated MLPs of a model.
 
     Raises:
-        ConfigError: not on CUDA, not installed, or not equal.
-        CapabilityError: the model has no layer that they know.
+        ConfigError: If they are not available or not accurate on this device.
+        CapabilityError: If the model has no supported layer.
     """
     kernels = load_kernels(device)
     sizes = {"norm": hf.config.hidden_size, "gate": hf.config.intermediate_size}
@@ -174,23 +176,22 @@ def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: t
 
 
 def replace_layers(hf: PreTrainedModel, kernels: Kernels) -> None:
-    """Give each module that is known a forward of its own.
+    """Replace the forward method of each supported module.
 
     Raises:
-        CapabilityError: there is none, or a gated unit has another activation than silu.
+        CapabilityError: If there is no supported module, or the activation is not silu.
     """
     norms = [module for module in hf.modules() if type(module).__name__ in NORMS]
     gated = [module for module in hf.modules() if type(module).__name__ in GATED]
     if not norms or not gated:
         raise CapabilityError(
-            f"liger_layers is on, but {type(hf).__name__} has none of the layers that are known "
-            f"({', '.join(sorted(NORMS | GATED))}): "
-            "switch it off."
+            f"liger_layers is on, but {type(hf).__name__} has no supported layers "
+            f"({', '.join(sorted(NORMS | GATED))}): set it to false."
         )
     if hf.config.hidden_act not in ("silu", "swish"):
         raise CapabilityError(
-            f"liger_layers is on, but {type(hf).__name__} gates with {hf.config.hidden_act}, not "
-            "silu: switch it off."
+            f"liger_layers is on, but {type(hf).__name__} uses the activation "
+            f"{hf.config.hidden_act}, not silu: set it to false."
         )
     for module in norms:
         module.forward = partial(_norm_forward, module, kernels.norm)
@@ -203,7 +204,7 @@ def _norm_forward(module: nn.Module, norm: _Norm, hidden_states: Tensor) -> Tens
 
 
 def _gated_forward(module: nn.Module, gate: _Gate, x: Tensor) -> Tensor:
-    # Looked up at each call: an adapter puts others in their places.
+    # Looked up at each call, because attaching an adapter replaces the submodules.
     first, second, down = (
         module.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
     )

@@ -1,6 +1,7 @@
-"""What a head answers from hidden states: a language head through the fused log-prob, a scalar head for values and scores.
+"""Output heads: log-probs of a language model, values and scores of a scalar head.
 
-The answer about token t is read at the hidden state of token t - 1, so the first position of a sequence holds 0.
+The output for token t is computed from the hidden state of token t - 1, so the first position of
+each sequence is 0.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,25 +23,28 @@ LANGUAGE_QUERIES = frozenset(
 )
 
 LinearGetter = Callable[[], nn.Linear]
-"""The projection of a head as it is now: an adapter may hold a trained copy of it, and be disabled."""
+"""Returns the projection to use in this call.
+
+An adapter may have a trained copy of it, and may be disabled.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What is asked about one micro-batch; made on the host, so that nothing has to be read back from a device."""
+    """Requested outputs for one micro-batch, built on the host to avoid a device sync."""
 
     queries: frozenset[Query]
-    """The columns wanted."""
+    """Requested columns."""
     with_gradient: frozenset[Query]
-    """Those that a loss differentiates."""
+    """Columns that the loss differentiates."""
     positions: Tensor
-    """[N] int64 positions whose answer this rank gives; never the first of a sequence."""
+    """[N] int64, tokens whose output this rank computes; never the first of a sequence."""
     score_sequences: Tensor
-    """[M] int64 sequences whose score this rank gives."""
+    """[M] int64, sequences whose score this rank computes."""
     first_position: int
-    """Position in the pack of the first hidden state that this rank has."""
+    """Pack position of this rank's first hidden state."""
     is_unit_temperature: bool
-    """Whether every temperature is 1, so that no logit has to be divided."""
+    """True if all temperatures are 1, so that logits need no division."""
 
 
 def build_head_request(
@@ -52,19 +56,20 @@ def build_head_request(
     device: torch.device,
     bounds: tuple[int, int] | None = None,
 ) -> HeadRequest:
-    """Ask about the trained positions of a micro-batch on the CPU, or about all that have a predecessor.
+    """Request outputs at trained tokens, or at all tokens that have a predecessor.
 
     Args:
-        batch: the micro-batch.
-        queries: the columns wanted.
-        with_gradient: those that a loss differentiates.
-        trained_only: about the trained positions.
-        device: of the model.
-        bounds: first hidden state of the pack that this rank has, and the first after it; None where it has all.
+        batch: Micro-batch on the CPU.
+        queries: Requested columns.
+        with_gradient: Columns that the loss differentiates.
+        trained_only: Request trained tokens only.
+        device: Device of the model.
+        bounds: Half-open range of pack positions whose hidden states this rank has; None means all.
     """
     is_needed = batch.loss_mask
     if not trained_only:
         is_needed = torch.ones_like(batch.loss_mask)
+        # The first token of a sequence has no hidden state before it.
         is_needed[batch.sequence_starts[:-1].long()] = False
     first, end = (0, batch.num_tokens) if bounds is None else bounds
     positions, last = torch.nonzero(is_needed)[:, 0], batch.sequence_starts[1:].long() - 1
@@ -81,16 +86,16 @@ def build_head_request(
 
 
 class Head(Protocol):
-    """Turns hidden states into answers."""
+    """Computes outputs from hidden states."""
 
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
     ) -> Mapping[Query, Tensor]:
-        """Answers by query from hidden states [T, D] of the compute dtype."""
+        """Compute columns by query from hidden states [T, D] in the compute dtype."""
 
 
 class LanguageHead:
-    """Answers of a language model's output projection."""
+    """Head of a language model."""
 
     def __init__(
         self,
@@ -141,7 +146,7 @@ class LanguageHead:
 
 
 class ScalarHead:
-    """Answers of a projection to one number, computed in float32."""
+    """Head with a single output, computed in float32."""
 
     def __init__(self, linear: LinearGetter, *, query: Query) -> None:
         self._linear = linear
@@ -174,14 +179,14 @@ class ScalarHead:
 
 
 def _scatter(column: Tensor, *, at: Tensor, size: int) -> Tensor:
-    """[size, ...] zeros with the column's rows at their positions, with gradient."""
+    """Return [size, ...] zeros with the rows of `column` at positions `at`; differentiable."""
     return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
 
 
 def _requested_ids(batch: SequenceBatch) -> Tensor:
     if LOGPROB_AT_IDS not in batch.columns:
         raise BatchError(
-            f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] "
+            f"logprob_at was requested, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] "
             "token ids."
         )
     return batch.columns[LOGPROB_AT_IDS]
@@ -190,6 +195,6 @@ def _requested_ids(batch: SequenceBatch) -> Tensor:
 def _check_queries(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
     if others := queries - allowed:
         raise CapabilityError(
-            f"a {head} can't answer {', '.join(sorted(others))}; it answers "
+            f"a {head} cannot compute {', '.join(sorted(others))}: request only "
             f"{', '.join(sorted(allowed))}."
         )

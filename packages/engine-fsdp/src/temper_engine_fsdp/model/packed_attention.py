@@ -1,7 +1,9 @@
-"""The layout of one micro-batch, computed once and used by every attention layer, and the two steps between tokens and padded rows.
+"""Attention over packed sequences: the layout of a micro-batch and the kernels.
 
-Sequences of similar length share a bucket and are padded on the right to its longest. Under causal attention that is exact: no token
-looks at what follows it, and padding receives no gradient.
+The kernels are registered with transformers and never build a mask over the pack. The layout is
+computed once per micro-batch and reaches them through keyword arguments of the model. For SDPA,
+sequences of similar length share a bucket and are padded on the right. That is exact under causal
+attention: no token attends to the padding after it, and padding has no gradient.
 """
 
 import inspect
@@ -24,7 +26,10 @@ from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, paralleliz
 from temper_engine_fsdp.runtime.host_device import to_device
 
 CALL_COST = {"cpu": 2048, "cuda": 1 << 18}
-"""Pairs of positions that attention takes as long for as for one more call: about 0.2 ms on one CPU thread, 0.1 ms on CUDA."""
+"""Cost of one more SDPA call, in pairs of attended positions.
+
+Measured: a call takes about 0.2 ms on one CPU thread and 0.1 ms on CUDA.
+"""
 
 
 SHAPES_PER_DOUBLING = 8
@@ -40,7 +45,7 @@ backward. Below this length attention is a small part of an update.
 
 
 class Bucket:
-    """Sequences that run as one attention call."""
+    """Sequences that run in one attention call, padded to the same length."""
 
     def __init__(self, *, num_sequences: int, length: int) -> None:
         self.num_sequences = num_sequences
@@ -48,12 +53,16 @@ class Bucket:
 
     @property
     def num_rows(self) -> int:
-        """Rows with padding."""
+        """Number of rows including padding."""
         return self.num_sequences * self.length
 
 
 class PackLayout:
-    """Where the sequences of one micro-batch lie. A plain class: FSDP takes dataclasses apart on the way into a module."""
+    """Positions of the sequences of one micro-batch, and their buckets.
+
+    Not a dataclass: FSDP2 rebuilds dataclass arguments of a module's forward, which would lose
+    state.
+    """
 
     def __init__(
         self,
@@ -65,13 +74,13 @@ class PackLayout:
         sequence_group: SequenceGroup | None = None,
     ) -> None:
         self.sequence_group = sequence_group
-        """The ranks that hold slices of the pack; None where this one holds it whole."""
+        """Ranks that share the pack; None without sequence parallelism."""
         self.num_attention_calls = 0
-        """Calls of attention that have read this, outside compiled layers."""
+        """Attention calls that used this layout, not counting compiled layers."""
         self.has_window = False
-        """Whether one of them had a sliding window."""
+        """True if one of these calls had a sliding window."""
         if sequence_group is not None and (padding := sequence_group.num_padding(sum(lengths))):
-            # A sequence of its own, which nothing looks at.
+            # The padding is a separate sequence, so no real token attends to it.
             lengths = [*lengths, padding]
         self.max_length = max(lengths)
         starts = [0]
@@ -82,7 +91,7 @@ class PackLayout:
         self.is_padded = False
         self._bands: dict[tuple[int, int], Tensor] = {}
         self._outer_precision = "highest"
-        if not needs_buckets:
+        if not needs_buckets:  # torch_varlen reads `starts` only
             return
         bucket_lengths = [round_length(length) for length in lengths] if rounds_lengths else lengths
         call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
@@ -93,7 +102,11 @@ class PackLayout:
             self.token_index, self.row_index = (to_device(index, device) for index in maps)
 
     def sliding_window_mask(self, length: int, *, window: int | None) -> Tensor | None:
-        """[length, length] bool for causal attention over the last ``window`` positions; None where that is all of them."""
+        """Return a causal mask over the last `window` positions.
+
+        Returns:
+            [length, length] bool, True where attention is allowed; None if the window covers all.
+        """
         if window is None or length <= window:
             return None
         if (length, window) not in self._bands:
@@ -103,13 +116,16 @@ class PackLayout:
         return self._bands[length, window]
 
     def use_exact_matmul(self) -> None:
-        """Torch's own attention on a CPU is several times slower with the fast matmul kernels that help everything else."""
+        """Switch to the default float32 matmul kernels.
+
+        SDPA on a CPU is several times slower with the fast kernels that speed up everything else.
+        """
         self._outer_precision = torch.get_float32_matmul_precision()
         if self._outer_precision != "highest":
             torch.set_float32_matmul_precision("highest")
 
     def restore_matmul_precision(self) -> None:
-        """The precision of before ``enter_attention`` again."""
+        """Undo `use_exact_matmul`."""
         if self._outer_precision != "highest":
             torch.set_float32_matmul_precision(self._outer_precision)
 
@@ -117,13 +133,13 @@ class PackLayout:
 def pad_input(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T, H, D] as padded rows [P, H, D]."""
+    """Pad tokens [T, H, D] to rows [P, H, D]."""
     rows: tuple[Tensor, Tensor, Tensor] = _PadInput.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
     return rows
 
 
 def unpad_output(rows: Tensor, layout: PackLayout) -> Tensor:
-    """Padded rows [P, H, D] as tokens [T, H, D]."""
+    """Remove the padding: rows [P, H, D] to tokens [T, H, D]."""
     tokens: Tensor = _UnpadOutput.apply(rows, layout)  # type: ignore[no-untyped-call]
     return tokens
 
@@ -145,7 +161,7 @@ class _PadInput(torch.autograd.Function):
         layout.restore_matmul_precision()
         if not layout.is_padded:
             return (*grads, None)
-        # Only a token's own row has a gradient.
+        # Padding rows repeat tokens but have no gradient, so only real rows are gathered.
         return (*(grad.index_select(0, layout.row_index) for grad in grads), None)
 
 
@@ -177,20 +193,26 @@ def round_length(length: int) -> int:
 
 
 def _make_buckets(lengths: Sequence[int], *, call_cost: int) -> tuple[list[int], list[Bucket]]:
-    """The order of sequences in padded rows, longest first, and the buckets they fill.
+    """Group sequences into buckets of minimal total cost.
 
-    Of all ways to cut that order the cheapest: a bucket costs one call, and each of its sequences the square of its longest.
+    The cost of a bucket is `call_cost` plus, for each sequence, the square of the padded length.
+    Sequences are sorted by length, longest first, and split by dynamic programming.
+
+    Returns:
+        The order of the sequences in the padded rows, and the buckets.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     counts = Counter(lengths)
-    sizes = sorted(counts, reverse=True)  # at most the root of twice the tokens
+    sizes = sorted(counts, reverse=True)  # at most sqrt(2 T) distinct lengths
     squares = torch.tensor(sizes, dtype=torch.float64).square()
     before = torch.tensor([0, *accumulate(counts[size] for size in sizes)], dtype=torch.float64)
     cost, best_start = torch.zeros(len(sizes) + 1, dtype=torch.float64), [0]
     for end in range(1, len(sizes) + 1):
+        # Cheapest way to cover sizes[:end] whose last bucket is sizes[start:end], for every start.
         totals = cost[:end] + call_cost + (before[end] - before[:end]) * squares[:end]
         best_start.append(int(totals.argmin()))
         cost[end] = totals[best_start[end]]
+    # Walk back from the end through the best split points.
     buckets, end = [], len(sizes)
     while end:
         first = best_start[end]
@@ -210,7 +232,12 @@ def _padding_maps(
     order: Sequence[int],
     buckets: Sequence[Bucket],
 ) -> tuple[Tensor, Tensor]:
-    """Source token of each padded row [P], a sequence's last token standing for its padding, and the row of each token [T]."""
+    """Return index maps between tokens and padded rows.
+
+    Returns:
+        [P] token of each padded row, where padding repeats the last token of its sequence; and [T]
+        row of each token.
+    """
     ordered = torch.tensor(order)
     size = torch.tensor(lengths)[ordered]
     first = torch.tensor(starts[:-1])[ordered]
@@ -231,7 +258,7 @@ SDPA_VARLEN = "temper_sdpa_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
 
 _NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 takes grouped heads without a flag; later versions ask for one."""
+"""True if varlen_attn needs a flag for grouped heads, as it does after torch 2.11."""
 
 IGNORED_ARGUMENTS = frozenset(
     (
@@ -244,10 +271,10 @@ IGNORED_ARGUMENTS = frozenset(
         "use_cache",
     )
 )
-"""Arguments that models hand on to their attention, and no kernel of transformers reads."""
+"""Arguments that models pass to their attention and that no kernel of transformers reads."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over buckets, whose number differs from pack to pack
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # number of buckets varies
 def sdpa_varlen_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -262,10 +289,29 @@ def sdpa_varlen_forward(
     softcap: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The attention signature of transformers: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Compute causal attention with SDPA, one call per bucket.
+
+    Args:
+        module: Attention module.
+        query: [1, H, T, D].
+        key: [1, K, T, D], K key-value heads.
+        value: [1, K, T, D'], possibly narrower than the queries.
+        attention_mask: Must be None.
+        scaling: Factor of the attention scores.
+        packing: Layout of the pack.
+        dropout: Dropout probability.
+        sliding_window: Number of positions each token attends to; None means all.
+        softcap: Must be None.
+
+    Returns:
+        [1, T, H, D'] and None, as transformers expects.
+
+    Raises:
+        CapabilityError: If the model needs another kind of attention.
+    """
     _refuse(module, attention_mask, softcap=softcap, **options)
     input_dtype = value.dtype
-    # Packed rows first: [T, H, D].
+    # To [T, H, D].
     query, key, value = (
         x[0].transpose(0, 1).to(_compute_dtype(value)) for x in (query, key, value)
     )
@@ -309,7 +355,7 @@ def _sdpa_backends(query: Tensor, *, length: int) -> AbstractContextManager[None
 
 
 def _compute_dtype(value: Tensor) -> torch.dtype:
-    # torch's attention takes a CPU two to three times as long in bf16 as in float32: its products of small blocks are not made for it.
+    # SDPA on a CPU is two to three times slower in bf16 than in float32 for these small blocks.
     return torch.float32 if value.device.type == "cpu" else value.dtype
 
 
@@ -327,11 +373,14 @@ def torch_varlen_forward(
     softcap: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The same on torch's variable-length flash attention (CUDA, bf16 or fp16)."""
+    """Compute causal attention with torch's variable-length flash attention (CUDA, bf16 or fp16).
+
+    Same arguments as `sdpa_varlen_forward`.
+    """
     _refuse(module, attention_mask, softcap=softcap, **options)
     if dropout:
         raise ConfigError(
-            f"attention torch_varlen has no dropout, but the model asks for {dropout}: use "
+            f"attention torch_varlen has no dropout, but the model sets it to {dropout}: use "
             "sdpa_varlen."
         )
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
@@ -361,10 +410,10 @@ def torch_varlen_forward(
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: object) -> None:
-    """Whatever a model asks of its attention beyond what the kernels compute: an attention sink, say, or a choice of keys."""
+    """Reject options that the kernels do not support, such as attention sinks or a mask."""
     if options.pop("is_causal", True) is False or vars(module).get("is_causal") is False:
         raise CapabilityError(
-            f"{type(module).__name__} lets tokens see later ones, but packed attention is causal: "
+            f"{type(module).__name__} attends to later tokens, but packed attention is causal: "
             "choose another model."
         )
     unsupported = [
@@ -373,20 +422,20 @@ def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: o
         if name not in IGNORED_ARGUMENTS and value is not None and value is not False
     ]
     if attention_mask is not None:
-        unsupported.insert(0, "a mask of its own")
+        unsupported.insert(0, "an attention mask")
     if unsupported:
         raise CapabilityError(
-            f"{type(module).__name__} asks its attention for {', '.join(unsupported)}, which "
-            "packed attention does not compute: choose a model "
-            "of plain causal attention, with or without a sliding window."
+            f"{type(module).__name__} passes {', '.join(unsupported)} to its attention, which "
+            "packed attention does not support: choose a model with plain causal attention, with "
+            "or without a sliding window."
         )
 
 
 def choose_kernel(requested: AttentionKernel, *, device: torch.device, compute: str) -> str:
-    """The registered name of the kernel to use.
+    """Return the registered name of the attention kernel.
 
     Raises:
-        ConfigError: the kernel wanted cannot run there.
+        ConfigError: If the requested kernel cannot run on the device.
     """
     if requested == "torch_varlen" and device.type != "cuda":
         raise ConfigError(
@@ -401,10 +450,10 @@ def choose_kernel(requested: AttentionKernel, *, device: torch.device, compute: 
 
 
 def register_kernels() -> None:
-    """Make both kernels known to transformers; calling it again changes nothing.
+    """Register both kernels with transformers; idempotent.
 
-    No mask function goes with them: then transformers makes no mask, and does not look for sequences in the position ids either, which
-    on CUDA would make the host wait for the device once in every pass.
+    No mask function is registered. transformers then builds no mask and does not search the
+    position ids for sequences, which on CUDA would sync the host in every pass.
     """
     for name, forward in ((SDPA_VARLEN, sdpa_varlen_forward), (TORCH_VARLEN, torch_varlen_forward)):
         AttentionInterface.register(name, parallelize_attention(forward))

@@ -1,6 +1,6 @@
-"""The module that FSDP shards: a Hugging Face model composed with a head that answers queries.
+"""The module that FSDP shards: a Hugging Face decoder and an output head.
 
-In: a micro-batch and what is asked about it. Out: one float32 column per query.
+Takes a micro-batch and the requested outputs, and returns one float32 column per output.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,11 +26,11 @@ from temper_engine_fsdp.model.output_head import (
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
 PREFIX = "hf."
-"""What our module puts before every Hugging Face name."""
+"""Prefix of our module in front of every Hugging Face parameter name."""
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face decoder over sequences laid end to end, and the head that answers from its hidden states."""
+    """A Hugging Face decoder over packed sequences, with an output head."""
 
     def __init__(
         self,
@@ -52,10 +52,12 @@ class PackedModel(nn.Module):
     def forward(
         self, batch: SequenceBatch, request: HeadRequest, packing: PackLayout
     ) -> tuple[Tensor, ...]:
-        """Answers in the order of ``sorted(request.queries)``, and last an empty sum that ties every layer to the graph.
+        """Run the decoder and the head.
 
-        The last one gives a loss a gradient of zero even where the loss ignores every answer, so that all ranks run the same
-        collectives.
+        Returns:
+            Columns in the order of `sorted(request.queries)`, then a zero that depends on the
+            hidden states. Adding it to the loss gives every layer a gradient even if the loss
+            ignores all outputs, so that all ranks run the same collectives.
         """
         tokens, positions = batch.tokens, batch.positions()
         if packing.sequence_group is not None:
@@ -64,7 +66,9 @@ class PackedModel(nn.Module):
                 packing.sequence_group.take_slice(positions),
             )
         with maybe_offload_activations(
-            tokens.device, enabled=self._offloads_activations and self.training
+            # attention_mask is None on purpose: packed attention gets its layout from `packing`.
+            tokens.device,
+            enabled=self._offloads_activations and self.training,
         ):
             output = self.hf.base_model(
                 input_ids=tokens[None],
@@ -80,7 +84,7 @@ class PackedModel(nn.Module):
         hidden: Tensor = output.last_hidden_state[0]
         answers = self._head(hidden, batch, request)
         if packing.sequence_group is not None:
-            # Sorted, since sets have another order on each rank, and a sum would mix what was asked.
+            # Sorted, since set order differs between ranks and the sums must match.
             answers = {
                 query: packing.sequence_group.sum_outputs(answers[query])
                 for query in sorted(answers)
@@ -88,26 +92,29 @@ class PackedModel(nn.Module):
         return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
 
     def _check_attention(self, packing: PackLayout) -> None:
-        """After the first pass: a layer whose tokens met elsewhere has mixed the sequences of the pack.
+        """Check after the first pass that all layers used the registered attention.
 
         Raises:
-            CapabilityError: fewer attentions than layers were told where the sequences lie.
+            CapabilityError: If fewer attention calls than layers received the layout. The other
+                layers have mixed the sequences of the pack.
         """
         num_layers = self.hf.config.get_text_config(decoder=True).num_hidden_layers
         if packing.num_attention_calls < num_layers:
             raise CapabilityError(
-                f"{packing.num_attention_calls} attentions of {type(self.hf).__name__} went "
-                "through transformers' AttentionInterface, but it has "
-                f"{num_layers} layers: the others would mix the sequences of a pack. Choose a "
-                "model whose tokens meet there alone."
+                f"{packing.num_attention_calls} attention calls of {type(self.hf).__name__} went "
+                f"through transformers' AttentionInterface, but it has {num_layers} layers: the "
+                "others would mix the sequences of a pack. Choose a model in which all layers use "
+                "that interface."
             )
         self._attention_is_checked = True
 
     def _check_window(self, packing: PackLayout) -> None:
-        """A window that a model only draws into a mask, which packed attention has none of, would be passed over.
+        """Check that a sliding window was passed to the attention.
+
+        Some models only draw the window into a mask, which packed attention does not have.
 
         Raises:
-            CapabilityError: a sequence is longer than a window that no attention was told of.
+            CapabilityError: If a sequence is longer than a window that was not passed on.
         """
         if (
             self._window is not None
@@ -116,14 +123,16 @@ class PackedModel(nn.Module):
         ):
             raise CapabilityError(
                 f"{type(self.hf).__name__} has a sliding window of {self._window}, which its "
-                "layers do not tell their attention, and a "
-                f"sequence here has {packing.max_length} tokens: keep sequences within the window, "
-                "or choose another model."
+                f"layers do not pass to their attention, and a sequence has {packing.max_length} "
+                "tokens: keep sequences within the window, or choose another model."
             )
 
 
 def _sliding_window(config: PretrainedConfig) -> int | None:
-    """Positions that some layers see at most; None also where a configuration has the field by chance, and its model does not read it."""
+    """Return the window of the model, or None.
+
+    None also if the config has the field by accident and the model does not read it.
+    """
     declared = (
         hasattr(type(config), "sliding_window")
         or "sliding_window" in signature(type(config).__init__).parameters
@@ -140,15 +149,16 @@ def build_head(
     config: FSDPConfig,
     make_getter: Callable[[nn.Module], Callable[[], nn.Module]],
 ) -> Head:
-    """The head of this model type over the model's own projection.
+    """Build the output head over the projection of the model.
 
     Args:
-        hf: the model, with its adapter if it has one.
-        config: the engine's.
-        choose: turns the projection into what gives the one in use now, which an adapter may have a copy of.
+        hf: The model, with its adapter if it has one.
+        config: Engine config.
+        make_getter: Turns the projection into a function that returns the module in use, which may
+            be an adapter's trained copy.
 
     Raises:
-        ConfigError: a language model whose output is no plain linear projection.
+        ConfigError: If the output of a language model is not a plain linear projection.
     """
     kind = config.model.model_type
     get_linear = make_getter(hf.get_output_embeddings() if kind == "language_model" else hf.score)
@@ -156,7 +166,8 @@ def build_head(
         kind == "language_model" and len(list(get_linear().parameters())) != 1
     ):
         raise ConfigError(
-            f"{type(hf).__name__} has no plain linear output projection, which the head needs."
+            f"{type(hf).__name__} has no plain linear output projection: choose a model with a "
+            "linear lm_head."
         )
     linear = cast(LinearGetter, get_linear)
     if kind == "language_model":
@@ -170,31 +181,33 @@ def build_head(
 
 
 def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:
-    """The module itself, whenever it is asked for."""
+    """Return a function that always returns this module."""
     return lambda: module
 
 
 def find_layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
-    """The modules that are sharded one by one: of these classes, or those that the model says must not be split.
+    """Return the modules to shard one by one.
+
+    These are the modules of the given classes, or those the model itself must not split.
 
     Raises:
-        ConfigError: a class does not occur.
+        ConfigError: If a class does not occur in the model.
     """
     class_names = set(names) or set(hf._no_split_modules or ())
     layers = [module for module in hf.modules() if type(module).__name__ in class_names]
     if names and class_names - {type(layer).__name__ for layer in layers}:
         present = sorted({type(module).__name__ for module in hf.modules()})
         raise ConfigError(
-            f"wrap_modules names {sorted(class_names)}, but {type(hf).__name__} consists of "
-            f"{present}."
+            f"wrap_modules names {sorted(class_names)}, but {type(hf).__name__} only has "
+            f"{present}: name some of these classes."
         )
     return layers
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Let torch.compile make kernels of each layer's forward and backward pass.
+    """Compile the forward of each layer with torch.compile.
 
-    What FSDP and activation checkpointing do around a layer stays outside, and so do the names of its parameters.
+    Only the forward is compiled: FSDP hooks, checkpointing and parameter names stay the same.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward)

@@ -1,8 +1,10 @@
-"""Sequence parallel (Ulysses): the ranks of a group hold consecutive slices of one pack, and in attention some heads of the whole pack.
+"""Sequence parallelism (Ulysses): ranks hold slices of one pack, and some heads in attention.
 
-Source: Jacobs et al. 2023, arXiv:2309.14509. Layers, norms and the head see a rank's own tokens; two exchanges around each attention
-turn slices into heads and back. Answers are summed over the group, every rank holding zeros where another one answers, and the backward
-pass of that sum hands each rank the gradient of its own answers once.
+Layers, norms and the head process a rank's own tokens. Two all-to-all exchanges around each
+attention turn slices into heads and back. Source: Jacobs et al. 2023, arXiv:2309.14509.
+
+Outputs are summed over the group, with zeros for tokens of other ranks. The backward pass of that
+sum is the identity, so each output receives its gradient exactly once.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 
 
 class SequenceGroup:
-    """The ranks that share one pack, and this one among them."""
+    """The ranks that share one pack."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -27,43 +29,44 @@ class SequenceGroup:
         self.rank = dist.get_rank(group)
 
     def num_padding(self, num_tokens: int) -> int:
-        """Tokens that are missing to equal slices."""
+        """Return the number of tokens to add for slices of equal length."""
         return -num_tokens % self.size
 
     def slice_bounds(self, num_tokens: int) -> tuple[int, int]:
-        """First token of this rank's slice of a pack, and the first after it."""
+        """Return the half-open token range of this rank."""
         length = (num_tokens + self.num_padding(num_tokens)) // self.size
         return self.rank * length, (self.rank + 1) * length
 
     def take_slice(self, tokens: Tensor) -> Tensor:
-        """[..., T] as this rank's [..., S], zeros after the last token."""
+        """Return this rank's slice of [..., T], padded with zeros to [..., S]."""
         first, end = self.slice_bounds(tokens.shape[-1])
         return nn.functional.pad(tokens, (0, self.num_padding(tokens.shape[-1])))[..., first:end]
 
     def sum_outputs(self, column: Tensor) -> Tensor:
-        """The sum over ranks, whose gradient stays with each rank as it is."""
+        """Sum a column over the group; the gradient passes through unchanged."""
         total: Tensor = _SumOutputs.apply(column, self._group)  # type: ignore[no-untyped-call]
         return total
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, which no kernel takes in
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
     def to_heads(self, x: Tensor) -> Tensor:
-        """[1, H, S, D], all heads of this rank's tokens, as [1, H / size, size x S, D], all tokens of its heads.
+        """Exchange tokens for heads: [1, H, S, D] to [1, H / size, size * S, D].
 
-        Where there are fewer heads than ranks, or not a multiple, each is sent to several ranks.
+        Heads are repeated if their number is not a multiple of the group size.
         """
+        # Fewer key-value heads than ranks: each head goes to several ranks, whose gradients add up.
         repeats = lcm(x.shape[1], self.size) // x.shape[1]
         heads = x[0].repeat_interleave(repeats, dim=0) if repeats > 1 else x[0]
         exchanged: Tensor = _ToHeads.apply(heads, self)  # type: ignore[no-untyped-call]
         return exchanged[None]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a collective, which no kernel takes in
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
     def to_slices(self, x: Tensor) -> Tensor:
-        """[1, size x S, H / size, D] of attention's result as [1, S, H, D]."""
+        """Exchange heads for tokens: [1, size * S, H / size, D] to [1, S, H, D]."""
         exchanged: Tensor = _ToSlices.apply(x[0].transpose(0, 1), self)  # type: ignore[no-untyped-call]
         return exchanged.transpose(0, 1)[None]
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """[size, ...]: part i goes to rank i; what comes back is ordered by the rank it came from."""
+        """Send part i of [size, ...] to rank i; return the parts in order of the sender."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -71,13 +74,13 @@ class SequenceGroup:
 
 
 def _slices_to_heads(x: Tensor, group: SequenceGroup) -> Tensor:
-    """[H, S, D] as [H / size, size x S, D]."""
+    """Exchange [H, S, D] to [H / size, size * S, D]."""
     received = group.exchange(x.unflatten(0, (group.size, -1)))
     return received.transpose(0, 1).flatten(1, 2)
 
 
 def _heads_to_slices(x: Tensor, group: SequenceGroup) -> Tensor:
-    """[H / size, size x S, D] as [H, S, D]."""
+    """Exchange [H / size, size * S, D] to [H, S, D]."""
     received = group.exchange(x.unflatten(1, (group.size, -1)).transpose(0, 1))
     return received.flatten(0, 1)
 
@@ -117,7 +120,7 @@ class _SumOutputs(torch.autograd.Function):
 
 
 class PackInfo(Protocol):
-    """What a kernel is told about a pack."""
+    """The attributes of a pack layout that attention needs."""
 
     sequence_group: SequenceGroup | None
     num_attention_calls: int
@@ -127,7 +130,10 @@ class PackInfo(Protocol):
 def parallelize_attention(
     forward: Callable[..., tuple[Tensor, None]],
 ) -> Callable[..., tuple[Tensor, None]]:
-    """An attention kernel over whole packs, for ranks that hold slices of them; as it is where they do not."""
+    """Wrap an attention kernel over full packs for ranks that hold slices.
+
+    Without a sequence group the kernel is called directly.
+    """
 
     def attend(
         module: nn.Module,
@@ -141,17 +147,16 @@ def parallelize_attention(
     ) -> tuple[Tensor, None]:
         if packing is None:
             raise CapabilityError(
-                f"{type(module).__name__} does not hand on to its attention what its model is "
-                "called with, where the bounds of packed "
-                "sequences would travel: choose a model whose layers do."
+                f"{type(module).__name__} does not pass the keyword arguments of the model to its "
+                "attention, which carry the bounds of packed sequences: choose a model that does."
             )
-        if not torch.compiler.is_compiling():  # a count would be compiled in
+        if not torch.compiler.is_compiling():  # the count would become a constant
             packing.num_attention_calls += 1
             packing.has_window |= options.get("sliding_window") is not None
         sequence_group = packing.sequence_group
         if sequence_group is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
-        # Rotary embeddings may leave query and key in float32: sent as the kernels take them.
+        # Rotary embeddings may leave query and key in float32: cast first to halve the traffic.
         query, key, value = (
             sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value)
         )
@@ -162,12 +167,13 @@ def parallelize_attention(
 
 
 def check_heads(num_heads: int, *, size: int) -> None:
-    """Refuse a size that can't share the heads out.
+    """Check that the group size divides the number of query heads.
 
     Raises:
-        ConfigError: it does not divide the query heads.
+        ConfigError: If it does not.
     """
     if num_heads % size:
         raise ConfigError(
-            f"sequence_parallel is {size}, but must divide the model's {num_heads} attention heads."
+            f"sequence_parallel is {size}, but must divide the model's {num_heads} attention "
+            "heads: choose a divisor."
         )

@@ -1,7 +1,8 @@
-"""Weights that go from safetensors straight into the module that is sharded next: no rank holds more than its shards and one module.
+"""Load weights from safetensors module by module while the model is being sharded.
 
-The model is built without memory for its parameters. Before a module is sharded it gets memory, rank 0 reads its tensors one by one, and
-the others receive them.
+The model is built on the meta device. Before a module is sharded it gets memory, rank 0 reads its
+tensors one by one, and the other ranks receive them. No rank holds more than its shards and one
+full module.
 """
 
 import json
@@ -23,7 +24,7 @@ from temper_engine_fsdp.runtime.process_group import Membership
 
 
 class WeightStreamer:
-    """Where the weights of a model without memory lie, by Hugging Face name."""
+    """Materializes the parameters of a meta-device model from its weight files."""
 
     def __init__(
         self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership
@@ -31,12 +32,12 @@ class WeightStreamer:
         self._files = files
         self._membership = membership
         self._names = {id(parameter): name for name, parameter in hf.named_parameters()}
-        # Keyed by the parameters of before, which hf_parameters keeps alive: a tied one is made once.
+        # Keyed by id so that tied parameters are materialized once; the list keeps the ids valid.
         self._hf_parameters = list(hf.parameters())
         self._materialized: dict[int, nn.Parameter] = {}
 
     def materialize(self, module: nn.Module) -> None:
-        """Give memory and weights to every parameter of a module that has none. Collective."""
+        """Allocate and load every meta parameter of a module. Collective."""
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.is_meta:
@@ -54,7 +55,7 @@ class WeightStreamer:
         return self._materialized[key]
 
     def _read(self, name: str, into: Tensor) -> None:
-        # Every file once: an opened one reads its list of tensors, and a layer may have hundreds of experts.
+        # Open each file once: opening parses its header, and a layer may have hundreds of experts.
         with ExitStack() as stack:
             opened = {}
             for part_name, part in split_experts(name, into):
@@ -64,17 +65,20 @@ class WeightStreamer:
                 part.copy_(opened[path].get_tensor(part_name))
 
     def release(self) -> None:
-        """What was made belongs to the sharded model now."""
+        """Drop the references to materialized parameters, which the sharded model now owns."""
         self._materialized, self._hf_parameters = {}, []
 
 
 def build_streaming_model(
     spec: ModelSpec, *, attention: str, membership: Membership
 ) -> tuple[PreTrainedModel, WeightStreamer] | None:
-    """The model without memory for its parameters, and its weights; None where its directory does not hold them name by name. Collective.
+    """Build the model on the meta device, with a streamer for its weights. Collective.
 
-    Experts are read one by one into what transformers joins of a layer. Safetensors whose names or shapes are other ones yet are for
-    transformers to convert, which takes a whole model.
+    Experts are read one by one into the tensor that transformers joins them in. Files with other
+    names or shapes need the conversions of transformers, which work on a full model.
+
+    Returns:
+        The model and its streamer; None if the files do not match the parameters name by name.
     """
     files = {} if spec.path is None else _find_weight_files(Path(spec.path))
     if not files:
@@ -86,7 +90,7 @@ def build_streaming_model(
         for name, _ in hf.named_parameters()
         if spec.model_type != "language_model" and is_value_head(name)
     } - files.keys()
-    # One rank decides for all, who may see another state of the directory.
+    # Rank 0 decides: other ranks may see another state of a network file system.
     can_stream = [membership.rank == 0 and _files_match(hf, files, head=head)]
     if membership.world_size > 1:
         dist.broadcast_object_list(can_stream, src=0)
@@ -97,9 +101,9 @@ def build_streaming_model(
 
 
 def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
-    """Memory and first values for a head that the directory of a language model lacks: those that transformers gives it."""
+    """Allocate and initialize a value head that the files lack, as transformers would."""
     with fork_rng(seed):
-        for name in sorted(names, reverse=True):  # the weight before the bias
+        for name in sorted(names, reverse=True):  # weight before bias, as transformers
             module, _, own = name.rpartition(".")
             values = torch.zeros(hf.get_parameter(name).shape)
             if own != "bias":
@@ -109,7 +113,7 @@ def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) 
 
 @contextmanager
 def use_meta_parameters() -> Iterator[None]:
-    """Parameters that modules get inside are on the meta device; buffers are real, since nothing would load them."""
+    """Create parameters on the meta device inside the context; buffers are real."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -117,6 +121,8 @@ def use_meta_parameters() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
+    # Buffers stay real because the weight files do not contain them; that rules out
+    # torch.device('meta').
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
@@ -125,7 +131,7 @@ def use_meta_parameters() -> Iterator[None]:
 
 
 def _find_weight_files(folder: Path) -> dict[str, Path]:
-    """The safetensors file of every weight; empty where there are none."""
+    """Return the safetensors file of every tensor; empty if there are none."""
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
     if index.is_file():
         return {

@@ -1,9 +1,12 @@
-"""Log-probabilities, entropies and normalisers from hidden states, without ever holding all logits.
+"""Log-probs, entropies and log-normalizers of tokens from hidden states.
 
-Chunks of positions go through the linear head one after the other. Only the log of each normaliser (and the entropy, where it has a
-gradient) is kept for the backward pass, which computes a chunk's logits again and turns them into their gradient in place.
+`chunked_logprobs` never holds all logits. It processes chunks of positions, keeps only the
+log-normalizer (and the entropy if it has a gradient), and recomputes the logits of each chunk in
+the backward pass. `full_logprobs` keeps all logits of a micro-batch in the compute dtype and is
+faster if they fit.
 
-With logits z = h W^T / temperature and p = softmax(z): d logsumexp / dz = p; d log p_y / dz = 1_y - p; dH / dz = -p (log p + H).
+With logits z = h W^T / temperature and p = softmax(z):
+d logsumexp / dz = p; d log p_y / dz = 1_y - p; dH / dz = -p (log p + H).
 """
 
 from collections.abc import Callable
@@ -22,21 +25,21 @@ CUDA_CHUNK_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Float32 answers for N positions."""
+    """Float32 outputs for N positions."""
 
     logprob: Tensor
-    """[N] log-probability of the label."""
+    """[N] log-prob of the label."""
     logsumexp: Tensor
-    """[N] log of the normaliser, after temperature."""
+    """[N] log-normalizer, after temperature."""
     entropy: Tensor
-    """[N] entropy; zeros where it was not asked."""
+    """[N] entropy; zeros if not requested."""
     logprob_at: Tensor
-    """[N, K] log-probabilities of further ids; K is 0 where none were asked."""
+    """[N, K] log-probs of extra token ids; K is 0 if none are requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkedOptions:
-    """What one call computes."""
+    """Options of one call."""
 
     chunk: int
     needs_entropy: bool
@@ -54,20 +57,20 @@ def chunked_logprobs(
     entropy_has_gradient: bool = False,
     chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
-    """Answers of a linear head without bias.
+    """Compute log-probs of labels without holding all logits. Differentiable once.
 
     Args:
         hidden: [N, D] in the compute dtype.
-        weight: [V, D] in the compute dtype.
+        weight: [V, D] output projection without bias, in the compute dtype.
         labels: [N] int64 below V.
-        temperature: [N] float32 that divides the logits; None is 1 everywhere.
-        ids: [N, K] int64 below V.
-        wants_entropy: compute the entropy.
-        entropy_has_gradient: the entropy is part of a loss; without it the backward pass is cheaper.
-        chunk_tokens: positions per chunk; None chooses by memory.
+        temperature: [N] float32 divisor of the logits; None means 1.
+        ids: [N, K] int64 extra token ids below V; None means none.
+        needs_entropy: Compute the entropy.
+        entropy_has_gradient: The entropy is part of a loss; if False, the backward pass is cheaper.
+        chunk_tokens: Positions per chunk; None fits CPU_CHUNK_BYTES or CUDA_CHUNK_BYTES.
 
     Returns:
-        Float32 columns; matmuls run in the compute dtype, everything after them in float32.
+        Float32 outputs. Matmuls run in the compute dtype, everything after them in float32.
     """
     options = _ChunkedOptions(
         chunk=chunk_tokens or _default_chunk(weight),
@@ -75,7 +78,7 @@ def chunked_logprobs(
         entropy_has_gradient=entropy_has_gradient,
     )
     extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
-    # An empty tensor divides nothing.
+    # Autograd functions take tensors only: an empty one stands for a temperature of 1.
     temperatures = (
         hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
     )
@@ -141,8 +144,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         options: _ChunkedOptions = ctx.options  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
+        # float32: the sum over many chunks would lose digits in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        # Coefficient of p in the gradient of the logits: every log-prob pushes all of p down, the normaliser pulls it up.
+        # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
         prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
         buffer = _buffer(hidden.shape[0], options=options, weight=weight)
         for rows in _chunks(hidden.shape[0], options.chunk):
@@ -174,15 +178,19 @@ def _chunks(size: int, chunk: int) -> list[slice]:
 
 
 def _buffer(size: int, *, options: _ChunkedOptions, weight: Tensor) -> Tensor:
-    """Room for the logits of one chunk, used again for every chunk: on a CPU fresh memory costs more than what is computed in it."""
+    """Allocate logits of one chunk, reused for every chunk.
+
+    On a CPU, page faults of fresh memory cost more than the computation.
+    """
     return torch.empty(
         min(size, options.chunk), weight.shape[0], dtype=torch.float32, device=weight.device
     )
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor) -> Tensor:
-    """[C, V] float32 logits, in the first rows of the buffer."""
+    """Return [C, V] float32 logits in the first rows of `out`."""
     logits = out[: hidden.shape[0]]
+    # Small matmuls take another CPU kernel, whose results depend on the number of rows.
     if weight.dtype == torch.float32 and hidden.shape[0] >= LEAST_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
@@ -191,13 +199,13 @@ def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:
-    """[C] log of the normaliser. Destroys the logits."""
+    """Return the [C] log-normalizer; overwrites the logits."""
     largest = logits.amax(1, keepdim=True)
     return logits.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
 
 
 def _logsumexp_with_entropy_(logits: Tensor, *, scratch: Tensor, entropy: Tensor) -> Tensor:
-    """[C] log of the normaliser; fills entropy [C]. Destroys the logits."""
+    """Return the [C] log-normalizer and fill entropy [C]; overwrites the logits."""
     largest = logits.amax(1, keepdim=True)
     logits.sub_(largest)
     weights = torch.exp(logits, out=scratch[: logits.shape[0]])
@@ -208,7 +216,7 @@ def _logsumexp_with_entropy_(logits: Tensor, *, scratch: Tensor, entropy: Tensor
 
 
 def _entropy_coefficient(logprobs: Tensor, *, grad: Tensor, entropy: Tensor) -> Tensor:
-    """[C, V] what the entropy's gradient multiplies p by: -(log p + H) times its upstream gradient."""
+    """Return [C, V] -(log p + H) * upstream gradient, the factor of p in the entropy's gradient."""
     return logprobs.add(entropy[:, None]).mul_(-grad[:, None])
 
 
@@ -228,7 +236,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FullOptions:
-    """What one call computes."""
+    """Options of one call."""
 
     needs_entropy: bool
     entropy_has_gradient: bool
@@ -246,7 +254,21 @@ def full_logprobs(
     entropy_has_gradient: bool = False,
     is_compiled: bool = False,
 ) -> TokenLogprobs:
-    """As ``fused_head.linear_logprob``; ``is_compiled`` makes one kernel of each elementwise pass. Differentiable once."""
+    """Compute the outputs of `chunked_logprobs` while keeping all logits in the compute dtype.
+
+    Nothing is computed twice, and nothing of the size of the logits exists in float32. The backward
+    pass overwrites the logits, so it can run only once.
+
+    Args:
+        hidden: [N, D] in the compute dtype.
+        weight: [V, D] output projection.
+        labels: [N] int64.
+        temperature: [N] divisor of the logits; None means 1.
+        ids: [N, K] extra token ids; None means none.
+        needs_entropy: Compute the entropy.
+        entropy_has_gradient: The entropy is part of a loss.
+        is_compiled: Compile each elementwise pass to one kernel.
+    """
     options = _FullOptions(
         needs_entropy=needs_entropy,
         entropy_has_gradient=entropy_has_gradient,
@@ -285,7 +307,7 @@ class _FullLogprobs(torch.autograd.Function):
             logsumexp = _maybe_compiled(_logsumexp, options.is_compiled)(logits, temperatures)
             entropy = torch.zeros_like(logsumexp)
         ctx.save_for_backward(hidden, weight, labels, temperatures, ids, logsumexp, entropy)
-        # Not saved by autograd: the backward pass writes their gradient over them.
+        # Not save_for_backward: the backward pass overwrites the logits with their gradient.
         ctx.logits = logits if any(ctx.needs_input_grad) else None  # type: ignore[attr-defined]
         ctx.options = options  # type: ignore[attr-defined]
         if not options.entropy_has_gradient:
@@ -303,9 +325,9 @@ class _FullLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         options: _FullOptions = ctx.options  # type: ignore[attr-defined]
         logits: Tensor | None = ctx.logits  # type: ignore[attr-defined]
-        assert logits is not None, "the logits of this pass were already spent on a backward pass"
+        assert logits is not None, "full_logprobs keeps logits for one backward pass only"
         ctx.logits = None  # type: ignore[attr-defined]
-        # Every log-prob pushes all of p down, the normaliser pulls it up.
+        # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
         prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
         entropy_coeff = grad_entropy if options.entropy_has_gradient else None
         _maybe_compiled(_replace_with_gradient, options.is_compiled)(
@@ -325,7 +347,7 @@ class _FullLogprobs(torch.autograd.Function):
 
 @cache
 def _compiled(function: Callable[P, T]) -> Callable[P, T]:
-    # Any number of rows: micro-batches differ in it.
+    # dynamic: the number of rows differs between micro-batches.
     compiled: Callable[P, T] = torch.compile(function, dynamic=True)
     return compiled
 
@@ -335,12 +357,12 @@ def _maybe_compiled(function: Callable[P, T], is_compiled: bool) -> Callable[P, 
 
 
 def _logsumexp(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """[N] log of the normaliser of logits [N, V]."""
+    """Return the [N] log-normalizer of logits [N, V]."""
     return torch.logsumexp(logits.float() / temperatures, dim=1)
 
 
 def _logsumexp_and_entropy(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] log of the normaliser, and [N] entropy."""
+    """Return the [N] log-normalizer and the [N] entropy."""
     tempered = logits.float() / temperatures
     largest = tempered.amax(1, keepdim=True)
     shifted = tempered - largest
@@ -360,13 +382,14 @@ def _replace_with_gradient(
     entropy: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Replace logits [N, V] by their gradient."""
+    """Overwrite logits [N, V] with their gradient."""
     logprobs = logits.float() / temperatures - logsumexp[:, None]
     factor = (
         prob_coeff[:, None]
         if grad_entropy is None
         else prob_coeff[:, None] - grad_entropy[:, None] * (logprobs + entropy[:, None])
     )
+    # A comparison instead of scatter fuses into the elementwise kernel.
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     grad = logprobs.exp() * factor + torch.where(is_label, grad_logprob[:, None], 0.0)
     logits.copy_(grad / temperatures)

@@ -1,4 +1,8 @@
-"""Experts under the names that Hugging Face files have, a tensor for each; transformers joins those of a layer in memory, gate above up."""
+"""Parameter names: experts as in Hugging Face files, and adapters as in PEFT files.
+
+Files have one tensor per expert. transformers joins the experts of a layer in memory, with gate
+above up.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +18,16 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-"""Of each expert, one above the other."""
+"""Matrices of each expert in a joined tensor, in row order."""
 _KNOWN_MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
-"""Model types whose files were seen to have these names; others have other ones, such as w1 and w3."""
+"""Model types known to use these names; others use names such as w1 and w3."""
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor by its names in files: what is joined, [experts, rows, columns], as views of its parts, anything else as it is."""
+    """Yield a tensor under its names in files.
+
+    A joined tensor [experts, rows, columns] is yielded as views of its parts, others unchanged.
+    """
     layer, _, kind = name.rpartition(".experts.")
     if kind not in _PARTS:
         yield name, tensor
@@ -31,7 +38,7 @@ def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_file_shapes(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
-    """Names and shapes of the parts of one tensor."""
+    """Return names and shapes of the parts of a tensor in files."""
     return [
         (part_name, part.shape)
         for part_name, part in split_experts(name, torch.empty(shape, device="meta"))
@@ -39,23 +46,22 @@ def list_file_shapes(name: str, shape: torch.Size) -> list[tuple[str, torch.Size
 
 
 def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
-    """Refuse a mixture whose names in files are not known.
+    """Check that the file names of the experts are known.
 
     Raises:
-        CapabilityError: naming the model type.
+        CapabilityError: If the model has experts and its type is unknown.
     """
     if config.model_type not in _KNOWN_MODEL_TYPES and any(
         name.rpartition(".experts.")[2] in _PARTS for name in names
     ):
         raise CapabilityError(
-            "the weights of experts can be exported and loaded for the model types "
-            f"{' and '.join(_KNOWN_MODEL_TYPES)}, but this is a "
-            f"{config.model_type}, whose files name them otherwise."
+            f"model type {config.model_type} has experts whose names in files are unknown, so its "
+            f"weights cannot be exported or loaded: use {' or '.join(_KNOWN_MODEL_TYPES)}."
         )
 
 
 class ExpertJoiner:
-    """Puts the parts of joined tensors together as they come, in whatever order."""
+    """Joins the parts of expert tensors, which may arrive in any order."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
@@ -67,9 +73,9 @@ class ExpertJoiner:
         self._incomplete: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def add(self, part: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """The whole tensor under its name in memory, once its last part has come.
+        """Add a part; return the name and full tensor once its last part has arrived.
 
-        A part with an unknown name or another shape is passed over: the check of all names and shapes will tell of it.
+        Parts with an unknown name or shape are skipped: the caller checks all names and shapes.
         """
         name = self._tensor_names.get(part)
         if name is None or name == part:
@@ -89,29 +95,29 @@ class ExpertJoiner:
 
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the name of every tensor of an adapter."""
+"""Prefix that PEFT puts in front of every adapter tensor."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The two files of an adapter."""
+"""The two files of a PEFT adapter."""
 INDEX_NAME = "model.safetensors.index.json"
-"""Maps each tensor to its file where a model has several."""
+"""Index that maps each tensor to its safetensors file."""
 
 _MODULES_TO_SAVE, _MAGNITUDE = ".modules_to_save.default.", ".lora_magnitude_vector.default.weight"
 _ADAPTER_PARTS = (".lora_A.default.", ".lora_B.default.", _MAGNITUDE, _MODULES_TO_SAVE)
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter is an adapter's own."""
+    """Return True if a parameter belongs to the adapter."""
     return any(part in name for part in _ADAPTER_PARTS)
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of a weight."""
-    # Wrappers of the tensors of one module with experts lie one inside the other.
+    """Return the Hugging Face name of a base weight in a model with an adapter."""
+    # PEFT nests one wrapper per expert tensor of a module, hence several `.base_layer`.
     return re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
 
 
 def peft_name(name: str) -> str:
-    """An adapter's parameter as its safetensors file calls it."""
+    """Return the name of an adapter parameter in PEFT files."""
     bare = name.replace(_MODULES_TO_SAVE, ".").replace(_MAGNITUDE, ".lora_magnitude_vector")
     return PEFT_PREFIX + bare.replace(".default.", ".")
 
@@ -119,7 +125,7 @@ def peft_name(name: str) -> str:
 def split_adapter_parameters(
     parameters: ShardedParameters,
 ) -> tuple[ShardedParameters, ShardedParameters]:
-    """The model's weights by Hugging Face name, and an adapter's parameters, if there are any, by PEFT name."""
+    """Split parameters into base weights by Hugging Face name and adapter by PEFT name."""
     weights = {
         hf_name(name): parameter
         for name, parameter in parameters.items()

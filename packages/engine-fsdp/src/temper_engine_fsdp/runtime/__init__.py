@@ -1,1 +1,1 @@
-"""Process groups, host memory, numerics and measurements: what the engine needs around the model."""
+"""Process groups, host memory, numerics and measurements."""

@@ -1,8 +1,10 @@
-"""What each rank is doing, said where the others can read it; and from that a sentence when a collective does not end.
+"""Publish what each rank is doing, and explain a collective that times out.
 
-Entering a stage writes its name and the time to the store of the process group. Gloo raises in the rank that waits; NCCL ends the process
-from a thread of its own, so on CUDA another thread speaks shortly before. There the host goes on while the device still waits, so that a
-stage lasts until the device has done what was launched in it.
+Each rank writes the name and start time of its current stage to the store of the process group.
+When a collective times out, the error lists the stages of the other ranks. Gloo raises in the
+waiting rank. NCCL aborts the process from its own watchdog thread, so on CUDA a thread of ours logs
+the same message shortly before. On CUDA the host runs ahead of the device: a stage ends when the
+device has finished the kernels launched in it.
 """
 
 import json
@@ -32,40 +34,44 @@ _TIMEOUT_MESSAGES = (
     "Connection reset by peer",
     "Read error",
 )
-"""Of a collective that waits in vain, in the words of gloo and of stores."""
+"""Parts of the messages with which gloo and TCP stores report a timeout or a lost peer."""
 _WRAPPERS = ("wrapper", "wait", "inner")
+"""Frames of torch.distributed that only forward a call and do not name a collective."""
 _WARN_FRACTION = 0.9
-"""Share of the time-out after which the thread speaks."""
+"""Fraction of the timeout after which the watchdog thread logs its message."""
 IDLE = "between calls"
+"""Stage name while the engine is not inside a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stage, as this rank tells of it."""
+    """One stage of this rank."""
 
     name: str
-    """What it is doing."""
+    """Operation, such as `a training call`."""
     detail: str
-    """Where within it; may be empty."""
+    """Position within the operation, such as `micro-batch 2 of 4`; may be empty."""
     since: float
-    """When it began, in seconds of ``time.time``."""
+    """Start time in seconds, as given by `time.time`."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
 
 
 class CollectiveTracer:
-    """The stages of one rank of an engine."""
+    """Records the current stage of this rank and reports collectives that time out."""
 
     def __init__(self, membership: Membership, *, timeout_s: float) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
         self._prefix = "temper_engine_fsdp/stage"
+        # torch has no public accessor for the store of the default group. A store of our own would
+        # need a second port.
         self._store = _get_default_store() if membership.world_size > 1 else None
         self._depth = 0
         self._publish(IDLE)
         self.detail = ""
-        """Where within the stage this rank is; known to this rank alone."""
+        """Position within the stage; not published to other ranks."""
         self._launched: deque[tuple[Span, Callable[[], bool]]] = deque()
         self._closed = threading.Event()
         if membership.world_size > 1 and membership.device.type == "cuda":
@@ -73,10 +79,11 @@ class CollectiveTracer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, this rank is doing that; a stage within another belongs to it.
+        """Mark everything inside the context as stage `name`; nested stages count as the outer one.
 
         Raises:
-            CollectiveTimeoutError: a collective inside waited in vain; names this rank, the stage, the collective, and what others do.
+            CollectiveTimeoutError: If a collective inside times out. The message names this rank,
+                the stage, the collective, and the stages of the other ranks.
         """
         self._depth += 1
         if self._depth == 1:
@@ -84,6 +91,7 @@ class CollectiveTracer:
         try:
             yield
         except RuntimeError as error:
+            # gloo and the stores raise plain RuntimeErrors: only the message tells a timeout.
             if (
                 self._depth > 1
                 or isinstance(error, CollectiveTimeoutError)
@@ -91,7 +99,7 @@ class CollectiveTracer:
             ):
                 raise
             raise CollectiveTimeoutError(
-                self._message(f"waited in vain in {_failed_collective(error)}", self._current())
+                self._message(f"timed out in {_failed_collective(error)}", self._current())
             ) from error
         finally:
             self._depth -= 1
@@ -104,12 +112,16 @@ class CollectiveTracer:
                 self._publish(IDLE)
 
     def track_on_device(self, is_done: Callable[[], bool]) -> None:
-        """The host leaves the stage that it is in while the device works on; ``is_done`` asks the device without waiting for it."""
+        """Keep the current stage open until the device has finished it.
+
+        Args:
+            is_done: Queries the device without waiting for it, e.g. `torch.cuda.Event.query`.
+        """
         self._launched.append((self._current(), is_done))
         self._oldest_unfinished()
 
     def close(self) -> None:
-        """The thread ends."""
+        """Stop the watchdog thread."""
         self._closed.set()
 
     def _publish(self, name: str) -> None:
@@ -121,7 +133,7 @@ class CollectiveTracer:
         return Span(name=self._now, detail=self.detail, since=self._since)
 
     def _oldest_unfinished(self) -> Span | None:
-        """The first stage that is not over, on the device or else on the host."""
+        """Return the oldest stage that the device or the host has not finished."""
         while self._launched:
             span, is_done = self._launched[0]
             if not is_done():
@@ -132,15 +144,14 @@ class CollectiveTracer:
     def _message(self, what: str, span: Span) -> str:
         return (
             f"rank {self._membership.rank} {what} during {span}, {time.time() - span.since:.0f} s "
-            "after it began "
-            f"(collective_timeout_s is {self._timeout_s:g}). {self._describe_other_ranks(span)} "
-            "Look at the log of the rank that is elsewhere; "
-            "raise collective_timeout_s where it is only slow."
+            f"after it began (collective_timeout_s is {self._timeout_s:g}). "
+            f"{self._describe_other_ranks(span)} Check the log of the rank in another stage, or "
+            "raise collective_timeout_s if that rank is only slow."
         )
 
     def _describe_other_ranks(self, span: Span) -> str:
-        """Where the other ranks say they are; those that are elsewhere first."""
-        assert self._store is not None, "a rank alone waits for nobody"
+        """Describe the stages of up to 8 other ranks; ranks in another stage come first."""
+        assert self._store is not None, "only several ranks can wait for each other"
         lines = []
         for rank in range(self._membership.world_size):
             key = f"{self._prefix}/{rank}"
@@ -157,7 +168,7 @@ class CollectiveTracer:
         return " ".join(line for _, _, line in sorted(lines)[:8])
 
     def _watch(self) -> None:
-        """Speak once about each stage that is about to reach the time-out."""
+        """Log one message for each stage that is about to reach the timeout."""
         warned_since = 0.0
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
             span = self._oldest_unfinished()
@@ -169,28 +180,33 @@ class CollectiveTracer:
                 logger.error(
                     "%s",
                     self._message(
-                        f"may be waiting in vain in {find_unfinished_collective()}", span
+                        f"may be about to time out in {find_unfinished_collective()}", span
                     ),
                 )
                 warned_since = span.since
 
 
 def find_unfinished_collective() -> str:
-    """The first collective that was launched and has not ended, by torch's flight recorder; in other words where that knows of none.
+    """Return the oldest unfinished collective in torch's flight recorder, or "a collective".
 
-    The recorder keeps the newest 2,000 unless TORCH_FR_BUFFER_SIZE says otherwise, that of NCCL a book of its own.
+    The recorder keeps the newest 2,000 entries; TORCH_FR_BUFFER_SIZE changes that. NCCL has a
+    recorder of its own.
     """
+    # Newer torch versions record NCCL separately; the generic dump covers gloo and older versions.
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009  (no stubs)
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     for entry in sorted(entries, key=lambda entry: entry["record_id"]):
         if not entry["retired"] and entry["state"] != "completed":
             name = entry["profiling_name"].rpartition(":")[2].lstrip("_")
-            return f"{name} of {entry['input_sizes']} in group {entry['process_group'][1] or entry['process_group'][0]}"
+            return (
+                f"{name} of {entry['input_sizes']} in group "
+                f"{entry['process_group'][1] or entry['process_group'][0]}"
+            )
     return "a collective"
 
 
 def _failed_collective(error: RuntimeError) -> str:
-    """The innermost function of torch.distributed that it went through."""
+    """Return the innermost torch.distributed function in the traceback of an error."""
     names = [
         frame.f_code.co_name
         for frame, _ in walk_tb(error.__traceback__)

@@ -1,6 +1,7 @@
-"""What keeps the host ahead of a CUDA device: copies that nobody waits for, and no garbage collection in the middle of a pass.
+"""Copies between host and device that the host does not wait for, and settings of the host process.
 
-A host that waits once in a micro-batch starts the next one with an empty queue; on several ranks the slowest one is waited for by all.
+A host that waits for the device within a micro-batch starts the next one with an empty queue. With
+several ranks, all of them then wait for the slowest host.
 """
 
 import gc
@@ -17,14 +18,15 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device; to CUDA through pinned memory, since from any other the host waits for the device."""
+    """Copy a host tensor to the device; copies to CUDA are asynchronous."""
     if device.type != "cuda":
         return tensor.to(device)
+    # From pageable memory the copy would block the host until the device has caught up.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class AsyncScalar:
-    """A number that a device is still computing, on its way to the host."""
+    """A scalar that the device is still computing, being copied to the host."""
 
     def __init__(self, number: Tensor) -> None:
         self._on_host = number
@@ -37,7 +39,7 @@ class AsyncScalar:
             self._copy_done.record()
 
     def result(self) -> float:
-        """Waits for it, and for nothing that was launched after it."""
+        """Wait for the scalar, but not for kernels launched after it, and return it."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         return float(self._on_host)
@@ -45,7 +47,12 @@ class AsyncScalar:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Python's cyclic garbage collector waits until after this, where it was on; what is no longer referred to is freed as always."""
+    """Disable Python's cyclic garbage collector inside the context.
+
+    Reference counting still frees objects as usual.
+    """
+    # A collection in the middle of a pass delays kernel launches by tens of milliseconds, on one
+    # rank at a time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,37 +68,39 @@ _SYS = Path("/sys")
 
 
 def bind_to_near_cores(device: torch.device) -> None:
-    """Bind this process to the cores of the memory node of a CUDA device; says in the log why where that changes nothing."""
+    """Pin this process to the CPU cores on the NUMA node of a CUDA device.
+
+    Pinned memory is then allocated on the same node as the GPU. If the node is unknown, log the
+    reason and change nothing.
+    """
     if sys.platform != "linux" or device.type != "cuda":
         logger.info(
-            "numa_affinity changes nothing for %s on %s: it is for CUDA on Linux",
+            "numa_affinity has no effect for %s on %s: it needs a CUDA device and Linux",
             device,
             sys.platform,
         )
         return
-    properties: Any = torch.cuda.get_device_properties(
-        device
-    )  # whose types lack where the device is plugged in
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI fields
+    bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+    address = f"{bus}:{properties.pci_device_id:02x}.0"
     near = find_near_cores(address, allowed=os.sched_getaffinity(0))
     if not near:
         logger.info(
-            "numa_affinity changes nothing: this machine tells no cores near %s that this process "
-            "may use",
+            "numa_affinity has no effect: found no cores near %s that this process may use",
             address,
         )
         return
     os.sched_setaffinity(0, near)
-    logger.info("bound to the %d cores near %s", len(near), address)
+    logger.info("pinned this process to the %d cores near %s", len(near), address)
 
 
 def find_near_cores(address: str, *, allowed: Collection[int], root: Path = _SYS) -> set[int]:
-    """Those of the allowed cores that share a memory node with a PCI device; none where Linux does not tell.
+    """Return the allowed cores on the NUMA node of a PCI device; empty if the node is unknown.
 
     Args:
-        address: such as 0000:1b:00.0.
-        allowed: cores to choose from.
-        root: of sysfs.
+        address: PCI address, such as `0000:1b:00.0`.
+        allowed: Core ids to choose from.
+        root: Mount point of sysfs.
     """
     node_file = root / "bus/pci/devices" / address / "numa_node"
     if not node_file.is_file() or (node := int(node_file.read_text())) < 0:
@@ -101,7 +110,7 @@ def find_near_cores(address: str, *, allowed: Collection[int], root: Path = _SYS
 
 
 def parse_core_list(text: str) -> set[int]:
-    """The kernel's lists: "0-3,8" is 0, 1, 2, 3 and 8."""
+    """Parse a core list of the Linux kernel: "0-3,8" is {0, 1, 2, 3, 8}."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:

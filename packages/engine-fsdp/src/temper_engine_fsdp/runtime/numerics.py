@@ -1,4 +1,4 @@
-"""Process-wide numeric settings of torch, set only while the engine computes: float32 matmul kernels and determinism."""
+"""Numeric settings of torch: dtypes, matmul precision, determinism and seeds."""
 
 import logging
 import os
@@ -13,15 +13,19 @@ from temper_engine_api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_ERROR_RATIO = 4.0
-"""Root mean square error of the fast kernel over that of the default one: 1 to 2 for another order of summation, 1000 for bf16."""
+"""Largest accepted RMS error of the fast kernel relative to the default one.
+
+A different summation order gives 1 to 2, rounding to bf16 about 1000.
+"""
 
 
 def is_fast_matmul_exact() -> bool:
-    """Whether oneDNN's float32 matmul, which "medium" precision selects on a CPU, is as exact here as the default one.
+    """Check that the float32 matmul of oneDNN is as exact on this CPU as the default one.
 
-    On most processors it computes in float32 and is up to 2.4 times faster; where there are bf16 matrix units it rounds to bf16.
+    "medium" precision selects it. On most CPUs it computes in float32 and is up to 2.4 times
+    faster; CPUs with bf16 matrix units round the inputs to bf16.
     """
-    # Libraries turn to matrix units only above some size, so a small product alone would prove nothing.
+    # Libraries use matrix units only above some size, so a small matmul would not detect them.
     return all(_is_exact(rows, inner) for rows, inner in ((96, 384), (512, 1024)))
 
 
@@ -30,6 +34,7 @@ def _is_exact(rows: int, inner: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(rows, inner, generator=generator)
     b = torch.randn(inner, rows, generator=generator)
+    # Measured rather than looked up: no API tells which kernel oneDNN selects.
     exact = a.double() @ b.double()
     with use_matmul_precision("highest"):
         usual = (a @ b - exact).square().mean().sqrt()
@@ -40,7 +45,7 @@ def _is_exact(rows: int, inner: int) -> bool:
 
 @contextmanager
 def use_matmul_precision(precision: str) -> Iterator[None]:
-    """This matmul precision inside, the caller's again outside."""
+    """Set torch's float32 matmul precision inside the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -51,7 +56,7 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
 
 @contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Only kernels whose result does not depend on timing inside, the caller's setting again outside."""
+    """Allow only deterministic kernels inside the context."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -61,7 +66,10 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 
 def has_cpu_kernels(compute: str) -> bool:
-    """Whether this CPU has matmul kernels for that precision; without them torch falls back to a plain loop of about 1 GFLOP/s."""
+    """Return True if this CPU has matmul kernels for a compute dtype.
+
+    Without them torch falls back to a plain loop of about 1 GFLOP/s.
+    """
     if compute == "fp32":
         return True
     return bool(
@@ -73,13 +81,12 @@ def has_cpu_kernels(compute: str) -> bool:
 
 @cache
 def warn_if_slow_on_cpu(compute: str) -> None:
-    """Say once that this precision is slow on this CPU, where it is."""
+    """Log one warning if this CPU has no matmul kernels for the compute dtype."""
     if not has_cpu_kernels(compute):
         logger.warning(
-            "precision.compute is %s, but this CPU has no %s instructions, so matrix products run "
-            "ten to fifty times slower than in "
-            "float32: set precision.compute=fp32, unless it is for the rounding of %s that you run "
-            "here.",
+            "precision.compute is %s, but this CPU has no %s instructions, so matrix products are "
+            "10 to 50 times slower than in float32: set precision.compute=fp32, unless you want to "
+            "test the rounding of %s.",
             compute,
             compute,
             compute,
@@ -87,19 +94,19 @@ def warn_if_slow_on_cpu(compute: str) -> None:
 
 
 def check_deterministic_environment(device: torch.device) -> None:
-    """Refuse deterministic CUDA without the workspace setting that cuBLAS needs for it.
+    """Check that cuBLAS is configured for deterministic results.
 
     Raises:
-        ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
+        ConfigError: If the device is CUDA and CUBLAS_WORKSPACE_CONFIG is not set.
     """
     if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (
         ":4096:8",
         ":16:8",
     ):
         raise ConfigError(
-            "deterministic is on, but cuBLAS is deterministic only with "
-            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
-            "set it before the process starts."
+            "deterministic is on, but CUBLAS_WORKSPACE_CONFIG is not set, and cuBLAS is "
+            "nondeterministic without it: set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the process "
+            "starts."
         )
 
 
@@ -107,16 +114,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of bf16, fp16 or fp32."""
+    """Return the torch dtype of "bf16", "fp16" or "fp32"."""
     return _DTYPES[name]
 
 
 @contextmanager
 def fork_rng(seed: int) -> Iterator[None]:
-    """Numbers of this seed inside, and after it those that the process would have drawn without it.
+    """Seed the CPU generator inside the context and restore its state afterwards.
 
-    On the CPU, where first values are made: ``torch.manual_seed`` would seed every GPU too, and to keep their states takes memory on each
-    of them, also on those of other ranks.
+    Models are initialized on the CPU, so only that generator is forked. `torch.manual_seed` would
+    seed every GPU as well, and saving the states of the GPUs allocates memory on each of them,
+    including those of other ranks.
     """
     with torch.random.fork_rng(devices=[]):
         restart_rng(seed)
@@ -124,5 +132,5 @@ def fork_rng(seed: int) -> Iterator[None]:
 
 
 def restart_rng(seed: int) -> None:
-    """The stream of a seed from its first number, inside ``seeded``."""
+    """Reset the CPU generator to the first number of a seed; use inside `fork_rng`."""
     torch.default_generator.manual_seed(seed)

@@ -1,8 +1,9 @@
-"""Where parameters, gradients and optimiser states live: on the device, or parked in host memory between an engine's contexts.
+"""Offload parameters, gradients and optimizer states to host memory, and load them back.
 
-Parking copies whole storages to the host and empties them in place, so every tensor that FSDP or the optimiser holds on them stays
-valid and is filled again on return. On a CPU the same happens between two places in host memory. On CUDA the host is pinned and the
-copies run on a stream of their own: parking lets the host go on at once, and what is brought in ahead overlaps with other work.
+Offloading copies whole storages to the host and then resizes them to zero. All tensors that FSDP or
+the optimizer keeps on these storages stay valid and have their data again after loading. On a CPU
+the same code copies within host memory. On CUDA the copies use pinned memory and a separate stream:
+the host continues at once, and prefetching overlaps with compute.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,20 +18,21 @@ from temper_engine_api.specs import ResidencySpec
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 Mode = Literal["train", "eval", "update"]
+"""Contexts of an engine that need tensors on the device."""
 GROUPS_BY_MODE: Mapping[Mode, tuple[str, ...]] = {
     "train": (PARAMETERS, GRADIENTS),
     "eval": (PARAMETERS,),
     "update": (PARAMETERS, GRADIENTS, OPTIMIZER),
 }
-"""What each context of an engine works on."""
+"""Tensor groups that each context needs on the device."""
 
 ListTensors = Callable[[], Iterable[Tensor]]
-"""The tensors of one group as they are now."""
+"""Returns the current tensors of a group."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _OffloadedStorage:
-    """A storage that was emptied, and its bytes on the host."""
+    """An emptied storage and its bytes in host memory."""
 
     tensor: Tensor
     host: Tensor
@@ -38,29 +40,29 @@ class _OffloadedStorage:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Tensors that move together."""
+    """Tensors that are offloaded and loaded together."""
 
     tensors: ListTensors
     offloaded: list[_OffloadedStorage] = field(default_factory=list)
     is_offloaded: bool = False
     copy_done: torch.cuda.Event | None = None
-    """Of a copy to the device that nobody has waited for."""
+    """Marks the end of a copy to the device that no stream has waited for yet."""
 
 
 class Offloader:
-    """Brings groups of tensors in for the length of a context, and puts back what it brought in."""
+    """Moves groups of tensors between the device and host memory."""
 
     def __init__(self, groups: Mapping[str, ListTensors], *, device: torch.device) -> None:
         self._groups = {name: _Group(tensors=tensors) for name, tensors in groups.items()}
         self._copier = _CudaCopier(device) if device.type == "cuda" else _Copier()
 
     def is_offloaded(self, name: str) -> bool:
-        """Whether a group lies in host memory."""
+        """Return True if the group is in host memory."""
         return self._groups[name].is_offloaded
 
     @contextmanager
     def loaded(self, *names: str) -> Iterator[None]:
-        """These groups are on the device inside; those that were parked are parked again on leaving, also after an exception."""
+        """Load groups inside the context; offload those again that were offloaded before."""
         loaded_here = [name for name in names if self._groups[name].is_offloaded]
         for name in loaded_here:
             self.prefetch(name)
@@ -73,21 +75,22 @@ class Offloader:
                 self.offload(name)
 
     def offload(self, name: str) -> None:
-        """Move a group to host memory and free its place; nothing happens where it is parked."""
+        """Move a group to host memory and free its device memory; no-op if it is offloaded."""
         group = self._groups[name]
         if group.is_offloaded:
             return
         self._wait_for(name)
+        # Tensors that share a storage (views, tied weights) must be moved once.
         group.offloaded = self._copier.offload(_unique_storages(group.tensors()))
         group.is_offloaded = True
 
     def load(self, name: str) -> None:
-        """Move a group back; nothing happens where it is on the device."""
+        """Move a group to the device and wait for the copy; no-op if it is there."""
         self.prefetch(name)
         self._wait_for(name)
 
     def prefetch(self, name: str) -> None:
-        """Begin to move a group back; ``resident`` waits for what it needs."""
+        """Start to move a group to the device; `loaded` waits for the copy."""
         group = self._groups[name]
         if not group.is_offloaded:
             return
@@ -103,7 +106,7 @@ class Offloader:
 
 
 class OffloadPolicy:
-    """What a configuration wants parked between which contexts."""
+    """Loads and offloads groups around the contexts of an engine, as configured."""
 
     def __init__(
         self, offloader: Offloader, *, spec: ResidencySpec, eval_needs_gradients: bool = False
@@ -126,10 +129,10 @@ class OffloadPolicy:
 
     @contextmanager
     def mode_context(self, mode: Mode) -> Iterator[None]:
-        """What the mode needs is on the device inside, and as before after it.
+        """Load the groups that a mode needs and restore the previous placement afterwards.
 
-        Optimiser states that are loaded in train_mode begin to arrive with it, stay for the step after it, and leave with that step or
-        before an evaluation.
+        With `load_optimizer_in: train_mode` the optimizer states start to arrive in train mode,
+        stay for the optimizer step, and are offloaded after it or before an evaluation.
         """
         if self._loads_ahead and mode == "eval":
             self._offloader.offload(OPTIMIZER)
@@ -144,7 +147,7 @@ class OffloadPolicy:
 
 
 class _Copier:
-    """Between two places in host memory."""
+    """Copies within host memory."""
 
     def offload(self, tensors: list[Tensor]) -> list[_OffloadedStorage]:
         """Copy storages and free them."""
@@ -155,7 +158,7 @@ class _Copier:
         return offloaded
 
     def load(self, offloaded: list[_OffloadedStorage]) -> torch.cuda.Event | None:
-        """Fill storages again; None where they are filled on return."""
+        """Fill storages again; return None because the copy is complete on return."""
         for entry in offloaded:
             entry.tensor.untyped_storage().resize_(entry.host.numel())
             _as_bytes(entry.tensor).copy_(entry.host)
@@ -163,13 +166,16 @@ class _Copier:
 
 
 class _CudaCopier(_Copier):
-    """Between CUDA and pinned memory, on one stream of its own, so that copies of a storage there and back keep their order."""
+    """Copies between CUDA and pinned memory.
+
+    A single stream keeps the copies of one storage in order.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def offload(self, tensors: list[Tensor]) -> list[_OffloadedStorage]:
-        """See _Copier; the copies may still run on return."""
+        """Start to copy storages and free them; the copies may still run on return."""
         self._stream.wait_stream(torch.cuda.current_stream())
         offloaded = []
         for tensor in tensors:
@@ -177,17 +183,17 @@ class _CudaCopier(_Copier):
             host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
             with torch.cuda.stream(self._stream):
                 host.copy_(content, non_blocking=True)
-            # The allocator hands the place to others only once the copy is made.
+            # record_stream keeps the allocator from reusing the memory before the copy is done.
             content.record_stream(self._stream)
             tensor.untyped_storage().resize_(0)
             offloaded.append(_OffloadedStorage(tensor=tensor, host=host))
         return offloaded
 
     def load(self, offloaded: list[_OffloadedStorage]) -> torch.cuda.Event | None:
-        """See _Copier; an event says when the storages are filled."""
+        """Start to fill storages again; return an event that marks the end of the copies."""
         for entry in offloaded:
             entry.tensor.untyped_storage().resize_(entry.host.numel())
-        # What used the memory before must be done with it.
+        # Kernels on the current stream may still use the memory that is reused here.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for entry in offloaded:
@@ -208,4 +214,5 @@ def _unique_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
+    # Byte views copy a storage of any dtype, including the padding around FSDP's shards.
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,8 +1,9 @@
-"""How much arithmetic a model takes per token, how fast this machine multiplies, and from both the speed of a pass.
+"""Measure throughput, memory and profiles.
 
-The convention: 6 floating-point operations for each weight in a matrix product and token, the head included and the embedding's look-up
-not, and 6 x s^2 x heads x head_dim for each layer and sequence of s tokens, which is half of what attention without a mask takes.
-Frozen weights count 4, since they get no gradient; recomputation counts nothing, and so does the end of a sliding window.
+FLOPs are counted as 6 per matmul weight and token (including the output head, excluding the
+embedding lookup), plus 6 * s^2 * heads * head_dim per layer for a sequence of s tokens, half of
+unmasked attention. Frozen weights count 4, since they need no weight gradient. Recomputation is not
+counted, and sliding windows are counted as full attention.
 """
 
 import logging
@@ -25,15 +26,15 @@ from temper_engine_fsdp.runtime.process_group import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlops:
-    """Floating-point operations of a training pass."""
+    """Floating-point operations of one forward and backward pass."""
 
     per_token: float
-    """In matrix products."""
+    """FLOPs per token in matrix products."""
     per_squared_length: float
-    """In attention, for each squared length of a sequence."""
+    """Attention FLOPs per squared sequence length."""
 
     def total(self, lengths: Sequence[int]) -> float:
-        """Of these sequences."""
+        """Return the FLOPs for sequences of these lengths in tokens."""
         return sum(
             self.per_token * length + self.per_squared_length * length * length
             for length in lengths
@@ -41,13 +42,17 @@ class TrainingFlops:
 
 
 def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> TrainingFlops:
-    """Counted from a model that is still whole, or without memory."""
+    """Count FLOPs from the shapes of an unsharded model.
+
+    The parameters may be on the meta device.
+    """
     config = model.config
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings() if is_language_model else None
     is_tied = head is not None and head.weight is embedding
     per_token = 0.0
     for name, parameter in model.named_parameters():
+        # Norms and biases are negligible. A tied embedding counts once, as the output head.
         if parameter.ndim < 2 or (parameter is embedding and not is_tied):
             continue
         fraction = _active_fraction(config) if ".experts." in name else 1.0
@@ -71,10 +76,12 @@ def _active_fraction(config: PretrainedConfig) -> float:
 
 @cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large matrix product, measured once per process."""
+    """Measure the FLOP/s of a large matmul; cached for the process."""
+    # The median of several runs excludes warm-up and clock changes.
     size, repeats = (8192, 21) if device.type == "cuda" else (256, 5)
     with torch.no_grad():
-        # Numbers without a pattern, since a device multiplies zeros and ones faster; and none of the process's random ones.
+        # GPUs multiply zeros and ones faster (less power), so use values without a pattern. Random
+        # numbers would advance the global RNG.
         a = (
             torch.arange(size * size, device=device, dtype=torch.float32)
             .sin_()
@@ -96,7 +103,7 @@ def _now(device: torch.device) -> float:
 
 
 class _Stopwatch:
-    """Seconds between two moments of a device; the host waits for none of them before it asks."""
+    """Times a region on the device; the host waits only when the result is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -110,11 +117,11 @@ class _Stopwatch:
         return event
 
     def stop(self) -> None:
-        """The second moment is now."""
+        """Mark the end of the region."""
         self._marks.append(self._mark())
 
     def seconds(self) -> float:
-        """Between the two."""
+        """Return the elapsed seconds; waits for the device."""
         begin, end = self._marks
         if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             end.synchronize()
@@ -126,7 +133,7 @@ class _Stopwatch:
 
 
 class ThroughputMeter:
-    """Speed of the training passes of one rank."""
+    """Measures the throughput of training passes on this rank."""
 
     def __init__(
         self,
@@ -139,16 +146,21 @@ class ThroughputMeter:
         self.flops = flops
         self._device = device
         self._compute = compute
+        # All ranks of a sequence-parallel group see the same pack, so each reports its fraction.
         self._fraction = 1.0 / ranks_per_pack
         self._lengths: Sequence[int] | None = None
         self._stopwatch: _Stopwatch | None = None
 
     def start(self, lengths: Sequence[int] | None) -> None:
-        """A training pass over sequences of these lengths begins, or a pass that is not measured."""
+        """Start a pass over sequences of these lengths; None does not measure it."""
         self._lengths, self._stopwatch = lengths, _Stopwatch(self._device)
 
     def stop(self) -> Callable[[], Mapping[str, Metric]]:
-        """The pass since ``begin`` ends now. What is returned tells its speed, and waits for the device."""
+        """Stop the pass.
+
+        Returns:
+            A function that returns the metrics. It waits for the device when called.
+        """
         if self._lengths is None:
             return dict
         lengths, self._lengths = self._lengths, None
@@ -176,7 +188,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class LazyMetrics(Mapping[str, Metric]):
-    """Metrics that are asked for when somebody reads them."""
+    """Metrics that are computed when first read, so that training does not wait for them."""
 
     def __init__(self, read: Callable[[], Mapping[str, Metric]]) -> None:
         self._read = cache(read)
@@ -192,7 +204,10 @@ class LazyMetrics(Mapping[str, Metric]):
 
 
 def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
-    """Largest of all ranks: GiB of this process in host memory where Linux tells, and of tensors and of the allocator on CUDA."""
+    """Return memory in GiB; the maximum over ranks is reported.
+
+    Host memory of this process (Linux only) and, on CUDA, peak allocated and reserved memory.
+    """
     values: dict[str, float] = {}
     if _STATM.is_file():
         values["memory/host_gib"] = (
@@ -207,11 +222,14 @@ def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
 logger = logging.getLogger(__name__)
 
 MEMORY_ENTRIES = 1_000_000
-"""Most allocations that the history of memory keeps."""
+"""Maximum number of allocation events in the memory history."""
 
 
 class UpdateProfiler:
-    """Starts before update ``profile_from``, writes after ``profile_updates`` of them, and does nothing without a folder."""
+    """Profiles a range of updates with torch's profiler and writes one trace per rank.
+
+    Does nothing if `profile_to` is None.
+    """
 
     def __init__(self, config: FSDPConfig, *, membership: Membership) -> None:
         self._done = 0
@@ -225,8 +243,8 @@ class UpdateProfiler:
             return
         if config.profile_memory and membership.device.type != "cuda":
             raise ConfigError(
-                "profile_memory is on, but only CUDA keeps a history of its memory: switch it off "
-                "on a CPU."
+                "profile_memory is on, but only CUDA records a memory history: set it to false on "
+                "a CPU."
             )
         self._file = (
             Path(config.profile_to)
@@ -234,21 +252,21 @@ class UpdateProfiler:
         )
         if self._file.exists():
             raise ConfigError(
-                f"profile_to is {config.profile_to}, which holds {self._file.name} already: choose "
-                "another folder."
+                f"profile_to is {config.profile_to}, which already contains {self._file.name}: "
+                "choose another folder."
             )
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._maybe_start()
 
     def on_update_end(self) -> None:
-        """Another update has ended."""
+        """Count an update; start or stop the profiler if due."""
         self._done += 1
         if self._done == self._last:
             self.close()
         self._maybe_start()
 
     def close(self) -> None:
-        """Write what is running; a trace that ended early says so in the log alone."""
+        """Write the running profile, which may cover fewer updates than configured."""
         if self._profile is None:
             return
         assert self._file is not None
@@ -258,6 +276,7 @@ class UpdateProfiler:
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
         if self._records_memory:
+            # The memory history has no public API; torch's documentation names these functions.
             torch.cuda.memory._dump_snapshot(str(self._file.with_suffix(".pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
         logger.info(

@@ -1,4 +1,4 @@
-"""The process group and mesh an engine runs on: joins the default group where there is one, else makes it and later unmakes it."""
+"""The process group and device meshes of an engine."""
 
 import os
 from collections import Counter
@@ -22,23 +22,22 @@ SHARD_AXIS = "shard"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """This process among the ranks of an engine."""
+    """Rank, world size and device of this process."""
 
     rank: int
     """In [0, world_size)."""
     world_size: int
-    """Processes of the engine."""
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     owns_group: bool
-    """Whether the engine made the default group, and so must destroy it."""
+    """True if the engine created the default group and must destroy it."""
 
 
 class _Rendezvous:
-    """One store per address for the life of a process; every group made over it gets keys of its own.
+    """Keeps one store per address for the life of the process, with a key prefix per group.
 
-    A store per group would be torn down on one rank while another already looks for its successor at the same port, and finds the keys
-    (NCCL's address among them) of the group that is gone.
+    With a store per group, one rank could close its store while another already connects to the
+    next store on the same port and reads stale keys, such as the NCCL address.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,10 @@ class _Rendezvous:
         self._num_groups: Counter[tuple[str, ...]] = Counter()
 
     def next_store(self, timeout: timedelta) -> tuple[Store, int, int]:
-        """(store, rank, world size) of the next group; ranks agree on its keys because they make their groups in the same order."""
+        """Return (store, rank, world size) for the next group.
+
+        Ranks agree on the prefix because they create their groups in the same order.
+        """
         address = tuple(
             os.environ.get(name, "")
             for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -66,13 +68,13 @@ _RENDEZVOUS = _Rendezvous()
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device of this rank; on CUDA the local rank's, which also becomes the current one.
+    """Return the device of this rank; on CUDA also make it the current device.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none.
+        ConfigError: If CUDA is requested but not available.
     """
     if requested == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
+        raise ConfigError("device is cuda, but torch finds no CUDA device: use device auto or cpu.")
     if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     index = (
@@ -83,11 +85,16 @@ def choose_device(requested: str) -> torch.device:
 
 
 def join(*, device: torch.device, timeout_s: float) -> Membership:
-    """Join the default process group, or make it from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
+    """Join the default process group, or create it.
+
+    A new group uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them it has a single
+    rank.
+    """
     if dist.is_initialized():
         return Membership(
             rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, owns_group=False
         )
+    # gloo as well: offloaded shards in host memory are gathered without loading them first.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -104,7 +111,10 @@ def join(*, device: torch.device, timeout_s: float) -> Membership:
 
 
 class ThreadGroup:
-    """A gloo group of all ranks for one thread beside the main one, whose collectives must not mix with others; made when first used."""
+    """A gloo group of all ranks for a background thread, created on first use.
+
+    Collectives of two threads must not share a group: their order would differ between ranks.
+    """
 
     def __init__(self, membership: Membership, *, timeout_s: float) -> None:
         self._membership = membership
@@ -112,51 +122,54 @@ class ThreadGroup:
         self._group: ProcessGroup | None = None
 
     def get(self) -> ProcessGroup:
-        """The group. Collective when it is asked for the first time."""
+        """Return the group. The first call is collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
 
     def gather(self, item: ObjectT) -> list[ObjectT]:
-        """Small picklable objects of every rank in rank order, on every rank; collective among the threads."""
+        """Gather a small picklable object from every rank, in rank order.
+
+        Collective among the background threads.
+        """
         gathered = [item] * self._membership.world_size
         dist.all_gather_object(gathered, item, group=self.get())
         return gathered
 
     def close(self) -> None:
-        """Destroy the group, if there is one."""
+        """Destroy the group if it was created."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
 
 def leave(membership: Membership) -> None:
-    """Destroy the group if this engine made it."""
+    """Destroy the default group if this engine created it."""
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataGroups:
-    """Which ranks see the same samples."""
+    """Ranks that see different samples, and ranks that share them."""
 
     data_parallel: ProcessGroup
-    """Ranks that see different samples, one of each replica: what data-parallel sums go over."""
+    """One rank of each sequence-parallel group; data-parallel sums use this group."""
     sequence_parallel: ProcessGroup
-    """Ranks of a replica, which share its packs."""
+    """Ranks that share the same packs."""
 
 
 def build_data_groups(membership: Membership, *, sequence_parallel: int) -> DataGroups:
-    """The ranks of a replica are neighbours.
+    """Build the groups; the ranks of a sequence-parallel group are consecutive. Collective.
 
     Raises:
-        ConfigError: sequence_parallel does not divide the world size.
+        ConfigError: If sequence_parallel does not divide the world size.
     """
     world_size = membership.world_size
     if world_size % sequence_parallel:
         raise ConfigError(
             f"sequence_parallel is {sequence_parallel}, but must divide the world size "
-            f"{world_size}."
+            f"{world_size}: choose a divisor."
         )
     shape, names = (world_size // sequence_parallel, sequence_parallel), ("data", "sequence")
     mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
@@ -168,20 +181,22 @@ def build_data_groups(membership: Membership, *, sequence_parallel: int) -> Data
 def build_mesh(
     membership: Membership, *, fsdp_size: int | None, kind: str | None = None
 ) -> DeviceMesh:
-    """The mesh parameters are sharded over: one axis, or replicate x shard.
+    """Build the mesh for sharding parameters: one axis, or replicate x shard. Collective.
 
     Args:
-        membership: this rank.
-        fsdp_size: ranks that one copy is sharded over; None is all.
-        kind: type of device that the sharded tensors lie on; None is the rank's own.
+        membership: This rank.
+        fsdp_size: Ranks over which one copy is sharded; None shards over all ranks.
+        kind: Device type of the sharded tensors; None uses the rank's own.
 
     Raises:
-        ConfigError: fsdp_size does not divide the world size.
+        ConfigError: If fsdp_size does not divide the world size.
     """
     world_size = membership.world_size
     size = world_size if fsdp_size is None else fsdp_size
     if world_size % size:
-        raise ConfigError(f"fsdp_size is {size}, but must divide the world size {world_size}.")
+        raise ConfigError(
+            f"fsdp_size is {size}, but must divide the world size {world_size}: choose a divisor."
+        )
     kind = membership.device.type if kind is None else kind
     if size == world_size:
         return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))

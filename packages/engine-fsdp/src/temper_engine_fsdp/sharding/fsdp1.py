@@ -1,6 +1,7 @@
-"""Sharding with FullyShardedDataParallel (FSDP1): parameters of a layer are flattened into one run, which ranks hold pieces of.
+"""Sharding with FullyShardedDataParallel (FSDP1).
 
-For numbers and checkpoints of systems that were built on it; FSDP2 is faster and needs less memory.
+FSDP1 flattens the parameters of a layer and shards the flat tensor. It exists for results and
+checkpoints of systems built on it; FSDP2 is faster and needs less memory.
 """
 
 import warnings
@@ -24,7 +25,10 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 
 class _EmptyRoot(nn.Module):
-    """Holds the model and nothing else: FSDP1 keeps the parameters of its root gathered after a forward pass, and this one has none."""
+    """A root module without parameters.
+
+    FSDP1 keeps the parameters of its root gathered after a forward pass; this root has none.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -35,7 +39,7 @@ class _EmptyRoot(nn.Module):
 
 
 class FSDP1Module:
-    """Each decoder layer, then the rest as one; see ``strategies.ShardedModule``."""
+    """See ShardedModule. Each decoder layer is one FSDP unit, the rest of the model another."""
 
     def __init__(
         self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh
@@ -46,15 +50,18 @@ class FSDP1Module:
         }
         layers = set(find_layers(model.hf, names=config.wrap_modules))
         wrap = _make_wrapper(config, mesh=mesh)
+        # Only NO_SHARD needs this, see _restore_frozen.
         self._frozen = _frozen_parameters(model) if mesh.size(mesh.ndim - 1) == 1 else []
         self._root = wrap(
             _EmptyRoot(wrap(model, CustomPolicy(lambda module: module in layers))), None
         )
         self.root: nn.Module = self._root
-        # Gradients that wait on a rank stay in the compute dtype: sums of many would lose digits there, and torch 2.13 can't put
-        # those of tied parameters back at all. Reduced ones are float32.
+        # FSDP1 accumulates local gradients in the compute dtype, where sums over many micro-batches
+        # lose digits; torch 2.13 also fails to restore those of tied parameters. So with a 16-bit
+        # compute dtype every micro-batch reduces, in the reduce dtype.
         self._always_reduces = config.precision.compute != config.precision.parameters
-        # FSDP1 averages over all ranks that see different samples; the denominators of a loss already belong to the whole mini-batch.
+        # FSDP1 averages gradients over all ranks, but the denominator of our loss already counts
+        # the full mini-batch. Scaling the loss turns the average into a sum.
         self.loss_factor = float(mesh.size())
         self.eval_needs_gradients = True
         parameters = {
@@ -83,10 +90,10 @@ class FSDP1Module:
             self._restore_frozen()
 
     def _restore_frozen(self) -> None:
-        """Register frozen parameters again where a backward pass left plain tensors in their places.
+        """Register frozen parameters again that a backward pass replaced with plain tensors.
 
-        FSDP1 does so itself only after gradients have arrived. Without shards (NO_SHARD) the tensors would be taken for new parameters by
-        the next forward pass, which then fails.
+        FSDP1 does so itself only when gradients arrive. With NO_SHARD, the next forward pass would
+        take the tensors for new parameters and fail.
         """
         for module, name, parameter in self._frozen:
             if getattr(module, name) is not parameter:
@@ -94,17 +101,17 @@ class FSDP1Module:
                 module.register_parameter(name, parameter)
 
     def reshard(self) -> None:
-        """See ShardedModule: nothing is left, since every module but the empty root reshards after each pass."""
+        """See ShardedModule. No-op: all modules except the empty root reshard after each pass."""
 
     def prefetch_parameters(self) -> None:
-        """See ShardedModule: FSDP1 always reshards, so it gathers as it goes."""
+        """See ShardedModule. No-op: FSDP1 always reshards."""
 
     def reset(self) -> None:
-        """See ShardedModule: FSDP1 begins anew with the next forward pass."""
+        """See ShardedModule. No-op: FSDP1 resets itself in the next forward pass."""
 
 
 def _frozen_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Where each parameter without gradient stands, shared ones at each of their places."""
+    """Return (module, name, parameter) for frozen parameters; shared ones occur repeatedly."""
     return [
         (module, name, parameter)
         for module in model.modules()
@@ -133,7 +140,7 @@ def _make_wrapper(
 
     def wrap(module: nn.Module, policy: CustomPolicy | None) -> FullyShardedDataParallel:
         with warnings.catch_warnings():
-            # "NO_SHARD is deprecated": it is FSDP1's only way to replicate over all ranks.
+            # torch deprecates NO_SHARD, but FSDP1 has no other way to replicate over all ranks.
             warnings.simplefilter("ignore", FutureWarning)
             return FullyShardedDataParallel(
                 module,
@@ -151,7 +158,8 @@ def _make_wrapper(
 
 def _strategy(mesh: DeviceMesh) -> ShardingStrategy:
     if mesh.size(mesh.ndim - 1) == 1:
-        # With a mesh of one shard FSDP1 would reduce over that shard alone, so this one is over all ranks and takes no mesh.
+        # With a mesh, NO_SHARD would reduce over its single shard; without one it reduces over all
+        # ranks.
         return ShardingStrategy.NO_SHARD
     return ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
 
@@ -163,7 +171,7 @@ def _plain_name(name: str) -> str:
 def _gather_shard_sizes(
     parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh
 ) -> dict[str, tuple[int, ...]]:
-    """Entries of each parameter that each rank of a copy holds. Collective."""
+    """Return the number of entries of each parameter that each rank holds. Collective."""
     local_sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     group = mesh.get_group(mesh.ndim - 1)
     sizes_by_rank: list[dict[str, int]] = [local_sizes] * group.size()

@@ -1,4 +1,4 @@
-"""Sharding with torch's fully_shard (FSDP2): parameters are DTensors, cut by rows."""
+"""Sharding with fully_shard (FSDP2): parameters are DTensors sharded by rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,15 +14,16 @@ from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_laye
 from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter, ShardedParameters
 
+# Older versions keep stale state after an exception in a pass and offer no way to reset it.
 _HAS_RESET_ITER_STATE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 Materialize = Callable[[nn.Module], None]
-"""Gives weights to a module that is about to be sharded."""
+"""Allocates and loads the weights of a module that is about to be sharded."""
 
 
 class FSDP2Module:
-    """Decoder layers by ones or by groups, then the rest as one; see ``strategies.ShardedModule``."""
+    """See ShardedModule. Shards each group of decoder layers, then the root."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class FSDP2Module:
         materialize: Materialize,
     ) -> None:
         precision = config.precision
-        # Inputs are cast nowhere: temperatures and rotary tables stay as they are computed.
+        # Do not cast inputs: temperatures and rotary tables must stay float32.
         policy = MixedPrecisionPolicy(
             param_dtype=None
             if precision.compute == precision.parameters
@@ -65,11 +66,12 @@ class FSDP2Module:
             and not config.residency.offload_parameters
             and mesh.size(mesh.ndim - 1) > 1
         )
-        # One of each group: what is asked of it is asked of the others.
+        # One module per group, since a group shares its FSDP state.
         self._modules = [_first_module([model]), *wrapped]
         for module in self._modules:
-            # Gradients are summed, never averaged, because the denominators of a loss already belong to the whole mini-batch. On the
-            # root alone this would be silently wrong, and gloo has no scaled sum.
+            # Sum gradients, never average: the denominator of our loss already counts the full
+            # mini-batch. Set on every module, because the setting of the root is not inherited.
+            # force_sum: gloo has no reduction with a scale factor.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _set_forward_prefetch(wrapped, num_ahead=config.forward_prefetch)
@@ -85,6 +87,7 @@ class FSDP2Module:
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
         """See ShardedModule."""
         self._modules[0].set_requires_gradient_sync(reduces)
+        # Keep parameters gathered between micro-batches if they are not resharded after forward.
         self._modules[0].set_reshard_after_backward(self._reshards or is_last)
         yield
 
@@ -106,23 +109,22 @@ class FSDP2Module:
 
 
 def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:
-    """Runs of so many layers, of which the last one may be shorter."""
+    """Split layers into groups of `size`; the last group may be smaller."""
     for outer in layers if size > 1 else ():
         if inner := next(
             (layer for layer in layers if layer is not outer and layer in outer.modules()), None
         ):
             raise ConfigError(
-                f"wrap_together is {size}, but of wrap_modules a {type(outer).__name__} holds a "
-                f"{type(inner).__name__}, and only modules "
-                "that follow each other can be gathered as one: name one of them, or leave "
-                "wrap_together at 1."
+                f"wrap_together is {size}, but wrap_modules names {type(outer).__name__}, which "
+                f"contains a {type(inner).__name__}, and nested modules cannot be gathered "
+                "together: name one of the two, or leave wrap_together at 1."
             )
     return [list(layers[first : first + size]) for first in range(0, len(layers), size)]
 
 
 def _first_module(group: Sequence[nn.Module]) -> FSDPModule:
     first = group[0]
-    assert isinstance(first, FSDPModule), "fully_shard makes one of every module"
+    assert isinstance(first, FSDPModule), "fully_shard turns every module into an FSDPModule"
     return first
 
 
@@ -131,8 +133,8 @@ def _resolve_reshard(requested: bool | int, *, num_shards: int) -> bool | int:
         return bool(requested)
     if num_shards % requested:
         raise ConfigError(
-            f"reshard_after_forward is {requested}, but must divide the {num_shards} shards, or be "
-            "true or false."
+            f"reshard_after_forward is {requested}, but must be true, false or a divisor of the "
+            f"{num_shards} shards."
         )
     return requested if 1 < requested < num_shards else requested == num_shards
 

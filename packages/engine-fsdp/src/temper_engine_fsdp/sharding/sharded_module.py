@@ -1,4 +1,4 @@
-"""What the two generations of FSDP have in common, as the rest of the engine sees them; and the choice between them."""
+"""The interface that FSDP1 and FSDP2 share, and the choice between them."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -15,36 +15,39 @@ from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
 
 class ShardedModule(Protocol):
-    """A module whose parameters are sharded over ranks, and how passes through it are bracketed."""
+    """A module with sharded parameters, and the hooks around its passes."""
 
     root: nn.Module
-    """What is called."""
+    """Module to call."""
     parameters: ShardedParameters
-    """Sharded master weights."""
+    """Sharded master weights by Hugging Face name."""
     loss_factor: float
-    """What a loss is multiplied with so that gradients are summed over ranks."""
+    """Factor applied to the loss so that gradients are summed over ranks, not averaged."""
     eval_needs_gradients: bool
-    """Whether gradients that wait must be on the device in an evaluation too: FSDP1 makes views of them after each forward pass."""
+    """True if pending gradients must be on the device in eval mode too: FSDP1 makes views of them
+    after each forward pass."""
 
     def micro_batch(self, *, reduces: bool, is_last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of one micro-batch of a training pass.
+        """Return a context for the forward and backward pass of one micro-batch in training.
 
         Args:
-            reduces: sum gradients over ranks in its backward pass; else they stay local and add up.
-            is_last: no other micro-batch of this pass follows.
+            reduces: Reduce gradients over ranks in this backward pass; otherwise accumulate them
+                locally.
+            is_last: No other micro-batch of this call follows.
         """
 
     def reshard(self) -> None:
-        """Free gathered parameters: they are copies, and none may outlive a change of their shards."""
+        """Free gathered parameters; required before their shards change or are offloaded."""
 
     def prefetch_parameters(self) -> None:
-        """Gather what the next pass needs, where it would keep that anyway: the host's part is done while the device still updates.
+        """Gather parameters for the next pass, if they would stay gathered anyway.
 
-        Shards must not change until then, unless ``end_pass`` comes before.
+        The host can then launch the gathers while the device still runs the optimizer step. Shards
+        must not change afterwards unless `reshard` is called first.
         """
 
     def reset(self) -> None:
-        """Begin anew after an exception in a pass; gradients that were accumulated on this rank are lost."""
+        """Reset FSDP after an exception in a pass; gradients accumulated on this rank are lost."""
 
 
 def shard_model(
@@ -55,11 +58,21 @@ def shard_model(
     host_mesh: DeviceMesh,
     materialize: Materialize,
 ) -> ShardedModule:
-    """Shard a model with the strategy that is configured; under fsdp2 ``fill`` is called on each module before it is sharded.
+    """Shard a model with the configured strategy. Collective.
+
+    Args:
+        model: The model; its parameters may be on the meta device with fsdp2.
+        config: Engine config.
+        mesh: Mesh for tensors on the device.
+        host_mesh: Mesh for tensors in host memory.
+        materialize: With fsdp2, called on each module before it is sharded.
 
     Raises:
-        ConfigError: a class named in wrap_modules does not occur, or reshard_after_forward does not divide the shards.
+        ConfigError: If a class in wrap_modules does not occur, or reshard_after_forward does not
+            divide the number of shards.
     """
+    # Before FSDP: checkpointing and compilation must be inside the hooks that FSDP adds to each
+    # layer.
     if config.activation_checkpointing:
         checkpoint_layers(model.hf, config=config)
     if config.compile_layers:

@@ -1,6 +1,7 @@
-"""One parameter and this rank's shard of it, whichever way it is cut: by rows (FSDP2) or as a run of the flattened tensor (FSDP1).
+"""A parameter and this rank's shard of it, with the same interface for FSDP1 and FSDP2.
 
-What else is kept per entry of a parameter (a moment, say) is cut the same way: a shard is any tensor of ``local()``'s shape.
+FSDP2 shards by rows, FSDP1 shards the flattened tensor. Optimizer states are sharded like their
+parameter: every method takes any tensor with the shape of `local_shard()`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 Placements = Sequence[Placement]
-# torch 2.13 has another name for it, and warns of the old one.
+# torch 2.13 renamed the collective and deprecates the old name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -25,48 +26,51 @@ class ShardedParameter(ABC):
         self.name = name
         self.tensor = parameter
         self.shape = shape
-        """Of the whole parameter."""
+        """Shape of the full parameter."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether weight decay applies: two or more dimensions."""
+        """True if the parameter has two or more dimensions and is subject to weight decay."""
         return len(self.shape) >= 2
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the master weight."""
+        """Dtype of the master weight."""
         return self.tensor.dtype
 
     @abstractmethod
     def local_shard(self) -> Tensor:
-        """This rank's shard, sharing the parameter's memory."""
+        """Return this rank's shard; shares memory with the parameter."""
 
     @abstractmethod
     def local_gradient(self) -> Tensor | None:
-        """This rank's shard of the reduced gradient, sharing its memory; None where there is none."""
+        """Return this rank's shard of the reduced gradient, or None; shares its memory."""
 
     @abstractmethod
     def gather(self, shard: Tensor) -> Tensor:
-        """The whole of what every rank holds a shard of, in memory of its own. Collective."""
+        """Gather a full tensor from the shards of all ranks. Collective."""
 
     @abstractmethod
     def take_shard(self, full: Tensor) -> Tensor:
-        """A copy of this rank's part of a whole tensor that every rank holds, on the parameter's device. No communication."""
+        """Copy this rank's shard out of a full tensor to the parameter's device."""
 
     @abstractmethod
     def to_row_dtensor(self, shard: Tensor) -> DTensor:
-        """Cut by rows, as checkpoints hold it; shares memory where shards are rows already. Collective."""
+        """Convert a shard to a DTensor sharded by rows, the layout of checkpoints. Collective.
+
+        Shares memory if shards are rows already.
+        """
 
     @abstractmethod
     def from_row_dtensor(self, rows: DTensor) -> Tensor:
-        """The shard again, from what ``as_rows`` gave or was filled into. Collective."""
+        """Convert the result of `to_row_dtensor` back to a shard. Collective."""
 
 
 class FSDP2Parameter(ShardedParameter):
-    """Of FSDP2: a DTensor.
+    """A parameter of FSDP2, a DTensor sharded by rows.
 
-    Its own ``device_mesh`` is never asked: what torch remembers of an operation hands out the mesh it was first done on, and an equal mesh
-    of an earlier engine names groups that are gone, or are others now.
+    Uses the meshes passed in, never the `device_mesh` of the DTensor: torch caches sharding
+    results, and the cached mesh may belong to an earlier engine whose process groups are gone.
     """
 
     def __init__(
@@ -90,8 +94,9 @@ class FSDP2Parameter(ShardedParameter):
         group = mesh.get_group(mesh.ndim - 1)
         if group.size() == 1:
             return shard.clone()
-        # As `fully_shard` cuts: equal runs of rows, of which the last ones may be short or empty. One plain collective, because a
-        # DTensor's own way to its whole costs several times as much where tensors are small.
+        # fully_shard gives each rank the same number of rows, except that the last ranks may have
+        # fewer or none. DTensor.full_tensor() is several times slower for small tensors, so pad and
+        # use one collective.
         num_rows = -(-self.shape[0] // group.size())
         padded = shard.contiguous()
         if len(shard) < num_rows:
@@ -131,7 +136,7 @@ class FSDP2Parameter(ShardedParameter):
 
 
 class FSDP1Parameter(ShardedParameter):
-    """Of FSDP1: ranks hold consecutive runs of the flattened parameter, of any length, also of none."""
+    """A parameter of FSDP1: each rank holds a run of the flat tensor, possibly an empty one."""
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ class FSDP1Parameter(ShardedParameter):
         self._host_mesh = host_mesh
         self._group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
         self._shard_sizes = shard_sizes
-        """Entries of each rank of the group."""
+        """Number of entries on each rank of the group."""
         rank = dist.get_rank(self._group)
         self._local_slice = slice(sum(shard_sizes[:rank]), sum(shard_sizes[: rank + 1]))
 
@@ -157,7 +162,7 @@ class FSDP1Parameter(ShardedParameter):
         return self.tensor.detach().view(-1)
 
     def local_gradient(self) -> Tensor | None:
-        """See ShardedParameter; an empty run has an empty gradient."""
+        """See ShardedParameter. An empty shard has an empty gradient."""
         if self.tensor.grad is None:
             return (
                 self.local_shard()
@@ -170,6 +175,7 @@ class FSDP1Parameter(ShardedParameter):
         """See ShardedParameter."""
         if len(self._shard_sizes) == 1:
             return shard.view(self.shape).clone()
+        # all_gather needs equal sizes, so pad to the longest shard.
         longest = max(self._shard_sizes)
         padded = shard.new_zeros(longest)
         padded[: shard.numel()] = shard
@@ -188,7 +194,7 @@ class FSDP1Parameter(ShardedParameter):
         mesh = self._host_mesh if shard.device.type == "cpu" else self._mesh
         placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
         rows = distribute_rows(self.gather(shard), mesh=mesh, placements=placements)
-        # What is kept is the rows, not the whole tensor that they are a view of.
+        # Clone, so that the full tensor behind the view is freed.
         return DTensor.from_local(
             local_tensor(rows).clone(),
             mesh,
@@ -204,7 +210,7 @@ class FSDP1Parameter(ShardedParameter):
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing memory."""
+    """Return this rank's shard of a DTensor; shares memory."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         shard: Tensor = tensor.to_local()
@@ -212,13 +218,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def distribute_rows(full: Tensor, *, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """A whole tensor, which every rank holds, cut by rows. No communication."""
-    # Every rank holds the whole tensor, so none is the source.
+    """Shard by rows a full tensor that every rank has. No communication."""
+    # src_data_rank=None skips the broadcast from rank 0, since all ranks have the tensor.
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 ShardedParameters = Mapping[str, ShardedParameter]
-"""By Hugging Face name; tied ones once, under the name that a safetensors index holds."""
+"""Parameters by Hugging Face name; tied ones occur once, as in a safetensors index."""
 
 Buffers = Mapping[str, Tensor]
-"""Those that belong to a checkpoint, by Hugging Face name; every rank holds them whole."""
+"""Persistent buffers by Hugging Face name; not sharded."""

@@ -1,6 +1,7 @@
-"""A low-rank adapter inside the model, through peft: made or continued, switched off, merged, exchanged in the format of HF PEFT.
+"""LoRA adapters through peft: attach, disable, merge, export and load.
 
-The one module that imports peft. Outside it an adapter's tensors go by the names of an ``adapter_model.safetensors``.
+The only module that imports peft. Elsewhere, adapter tensors have the names of an
+`adapter_model.safetensors`.
 """
 
 import json
@@ -35,21 +36,21 @@ from temper_engine_fsdp.runtime.numerics import fork_rng, restart_rng
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
 _ADAPTER = "default"
-"""What peft calls the one adapter."""
+"""Name that peft gives to a single adapter."""
 _COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Fields that decide what the same tensors compute."""
+"""Config fields that change what the same tensors compute."""
 _EXPERT_TENSORS = ("gate_up_proj", "down_proj")
-"""Tensors of a module with experts, [experts, rows, columns], in which transformers joins their matrices."""
+"""Tensors [experts, rows, columns] in which transformers joins the experts of a layer."""
 
 
 class LoraAdapter:
-    """The adapter of one model; its parameters live in the model, and are asked for where they are needed, sharded or not."""
+    """The adapter of one model; its parameters are part of the model and may be sharded."""
 
     def __init__(self, hf: PreTrainedModel, *, config: LoraConfig) -> None:
         self._config = config
         self._is_off = False
         self.has_replaced_base = False
-        """Whether the model's weights are no longer those that the adapter was started on, so that checkpoints must hold them."""
+        """True if the base weights were replaced, so that checkpoints must contain them."""
         modules = dict(hf.named_modules())
         self._switchable = [
             m for m in modules.values() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)
@@ -67,12 +68,12 @@ class LoraAdapter:
 
     @property
     def targets_experts(self) -> bool:
-        """Whether it changes tensors of experts, and not linear layers alone."""
+        """True if the adapter changes expert tensors, not only linear layers."""
         return bool(self._experts)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model alone inside; nested entries are harmless."""
+        """Disable the adapter inside the context; may be nested."""
         before = self._is_off
         self._set_disabled(is_off=True)
         try:
@@ -83,11 +84,15 @@ class LoraAdapter:
     def _set_disabled(self, *, is_off: bool) -> None:
         self._is_off = is_off
         for module in self._switchable:
-            # enable_adapters() would change requires_grad too, which FSDP reads only when it first gathers a parameter.
+            # A private field: enable_adapters() would also change requires_grad, which FSDP reads
+            # only once, when it first gathers a parameter.
             module._disable_adapters = is_off
 
     def make_module_getter(self, module: nn.Module) -> Callable[[], nn.Module]:
-        """What stands for a module of the model whenever it is asked: its trained copy, if it has one and the adapter is not disabled."""
+        """Return a function that returns the module to use in place of `module`.
+
+        That is its trained copy, if it has one and the adapter is not disabled.
+        """
 
         def get_module() -> nn.Module:
             if not isinstance(module, ModulesToSaveWrapper):
@@ -100,12 +105,15 @@ class LoraAdapter:
         return get_module
 
     def merge_weight(self, name: str, weight: Tensor, *, trained: ShardedParameters) -> Tensor:
-        """A weight with what the adapter does to it, in float32 arithmetic; itself while the adapter is disabled. Collective.
+        """Merge the adapter into a full weight, in float32. Collective.
 
         Args:
             name: Hugging Face name of the weight.
-            weight: it, full.
-            trained: the adapter's parameters.
+            weight: Full weight.
+            trained: Parameters of the adapter.
+
+        Returns:
+            The merged weight; `weight` itself if the adapter is disabled or does not change it.
         """
         owner, _, kind = name.rpartition(".")
         if self._is_off:
@@ -125,14 +133,14 @@ class LoraAdapter:
         )
         magnitude = f"{PEFT_PREFIX}{owner}.lora_magnitude_vector"
         if magnitude in trained:
-            # DoRA: each row has a trained length; arXiv:2402.09353, equation 5.
+            # DoRA rescales each row to a trained norm; arXiv:2402.09353, equation 5.
             whole *= (
                 _gather_tensor(magnitude, trained).float() / torch.linalg.vector_norm(whole, dim=1)
             )[:, None]
         return whole
 
     def _merge_experts(self, name: str, weight: Tensor, *, trained: ShardedParameters) -> Tensor:
-        """Of the joined matrices of all experts: PEFT has A expert after expert, and in B the experts next to each other."""
+        """Merge into a joined expert tensor; PEFT stacks A by expert and interleaves B."""
         module_name, module = self._experts[name]
         down, up = (
             _gather_tensor(f"{PEFT_PREFIX}{module_name}.{part}.weight", trained).float()
@@ -145,11 +153,11 @@ class LoraAdapter:
         return torch.baddbmm(weight.float(), up, down, alpha=module.scaling[_ADAPTER])
 
     def export(self, trained: ShardedParameters) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """What PEFT's two files hold: the configuration, and full float32 tensors. Collective."""
+        """Return the contents of PEFT's two files: config and full float32 tensors. Collective."""
         return self.peft_config(), {name: _gather_tensor(name, trained).float() for name in trained}
 
     def peft_config(self) -> dict[str, object]:
-        """What adapter_config.json holds."""
+        """Return the contents of adapter_config.json."""
         fields = {
             key: sorted(value) if isinstance(value, set) else value
             for key, value in self._config.to_dict().items()
@@ -167,45 +175,49 @@ class LoraAdapter:
         *,
         trained: ShardedParameters,
     ) -> None:
-        """Replace the adapter's parameters by these full tensors. No communication.
+        """Replace the parameters of the adapter with full tensors. No communication.
 
         Raises:
-            ConfigError: with that configuration the same tensors would compute something else.
-            WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
+            ConfigError: If the same tensors would compute something else with that config.
+            WeightError: If a name is missing or unexpected, or a shape differs; nothing is loaded
+                then.
         """
         own_config = self.peft_config()
         for key in _COMPARED_FIELDS:
             if config.get(key, own_config[key]) != own_config[key]:
                 raise ConfigError(
                     f"the adapter to load has {key} {config[key]}, but this engine has "
-                    f"{own_config[key]}: configure lora like it."
+                    f"{own_config[key]}: set the same value in lora."
                 )
         _check_complete({name: parameter.shape for name, parameter in trained.items()}, tensors)
         for name, parameter in trained.items():
             parameter.local_shard().copy_(parameter.take_shard(tensors[name]))
 
     def check_base_weights(self, has_weights: bool, *, directory: str) -> None:
-        """Before a checkpoint is read: whether it holds the weights around the adapter too.
+        """Check before loading a checkpoint that the base weights will match the adapter.
+
+        Args:
+            has_weights: Whether the checkpoint contains base weights.
+            directory: Directory of the checkpoint.
 
         Raises:
-            CheckpointError: it does not, but those that it was made on were replaced here.
+            CheckpointError: If it does not, and the base weights were replaced in this engine.
         """
         if self.has_replaced_base and not has_weights:
             raise CheckpointError(
-                f"the checkpoint in {directory} holds an adapter alone, but load_weights() has "
-                "replaced the weights that this engine "
-                "started with: load the checkpoint in a new engine."
+                f"the checkpoint in {directory} contains only an adapter, but load_weights() has "
+                "replaced the base weights of this engine: load the checkpoint in a new engine."
             )
         self.has_replaced_base = has_weights
 
 
 def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> LoraAdapter:
-    """Put an adapter into the model, fresh or from a directory; afterwards only its parameters need a gradient.
+    """Add an adapter to the model, new or from a directory; freeze all other parameters.
 
     Raises:
-        ConfigError: no module matches, or one that packed training with a fused head can't adapt.
-        CapabilityError: the directory holds another kind of adapter.
-        WeightError: the directory's tensors are not those that its configuration asks for.
+        ConfigError: If no module matches, or one that cannot be adapted.
+        CapabilityError: If the directory has another kind of adapter.
+        WeightError: If the tensors in the directory do not match its config.
     """
     config = (
         _fresh_config(spec, model=model)
@@ -216,14 +228,14 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
     requested, expert_targets = config.target_modules, tuple(config.target_parameters or ())
     head = hf.get_output_embeddings()
     if requested == "all-linear" and config.target_parameters:
-        # PEFT would take in all tensors of experts, whichever are named, and with another rank.
+        # PEFT would otherwise adapt all expert tensors, and with another rank.
         config.target_modules = {
             name
             for name, module in hf.named_modules()
             if isinstance(module, nn.Linear) and module is not head
         }
     with fork_rng(model.seed), warnings.catch_warnings():
-        # What peft warns of (tied embeddings, modules that are not there) is refused below.
+        # peft warns of tied embeddings and missing modules; both are errors below.
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(config, hf)
@@ -234,11 +246,12 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
                 else ""
             )
             raise ConfigError(
-                f"lora.{named} can't be adapted in {type(hf).__name__}: {error}"
+                f"lora.{named} cannot be adapted in {type(hf).__name__}: {error}"
             ) from error
         _initialize(hf, seed=model.seed)
     _refuse_unsupported(hf, spec=spec, head=head)
     _check_target_parameters(hf, requested=expert_targets)
+    # Save names instead of "all-linear", which other loaders may resolve differently.
     config.target_modules = _short_target_names(hf) if requested == "all-linear" else requested
     adapter = LoraAdapter(hf, config=config)
     if spec.path is not None:
@@ -247,7 +260,10 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
 
 
 def _check_target_names(hf: PreTrainedModel, *, spec: LoraSpec) -> None:
-    """PEFT passes over a name that no module has, as long as another one is found; a pattern of targets that finds none it refuses."""
+    """Reject target names that match no module.
+
+    PEFT ignores such a name as long as another one matches.
+    """
     names = [f".{name}" for name, _ in hf.named_modules()]
     for key in ("target_modules", "exclude_modules"):
         requested: str | tuple[str, ...] = getattr(spec, key)
@@ -266,24 +282,31 @@ def _check_target_names(hf: PreTrainedModel, *, spec: LoraSpec) -> None:
             ]
         if unmatched:
             raise ConfigError(
-                f"lora.{key} names {', '.join(unmatched)}, which {type(hf).__name__} does not have."
+                f"lora.{key} names {', '.join(unmatched)}, which {type(hf).__name__} does not "
+                "have: check the module names."
             )
 
 
 def _initialize(hf: nn.Module, *, seed: int) -> None:
-    """First values, those that peft draws: it gives an adapter no memory where the layer that it is put beside has none yet."""
+    """Initialize the adapter with the numbers that peft draws.
+
+    peft leaves adapters of meta-device layers on the meta device.
+    """
     restart_rng(seed)
     for layer in _in_peft_order(hf):
         for part in (layer.lora_A, layer.lora_B):
             if any(parameter.is_meta for parameter in part.parameters()):
                 part.to_empty(device="cpu")
-            # Making them draws numbers, too.
+            # The constructor of nn.Linear draws numbers, too.
             part[_ADAPTER].reset_parameters()
         layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
 
 
 def _in_peft_order(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
-    """As peft puts them in: linear layers, then tensors of experts, of one module the one that lies inside first."""
+    """Yield layers in the order in which peft initializes them.
+
+    Linear layers first, then expert tensors; of nested wrappers the innermost first.
+    """
     yield from (module for module in hf.modules() if isinstance(module, LoraLinear))
     nests: dict[str, list[ParamWrapper]] = {}
     for name, wrapper in _expert_wrappers(hf):
@@ -293,11 +316,13 @@ def _in_peft_order(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
 
 
 def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
-    """Whether an adapter can't be put into a model whose weights come later: DoRA measures them, and modules trained whole copy them.
+    """Return True if the adapter can only be attached to a model with loaded weights.
+
+    DoRA measures the base weights, and fully trained modules copy them.
 
     Raises:
-        ConfigError: there is no adapter in the directory.
-        CapabilityError: the directory holds another kind of adapter.
+        ConfigError: If the directory has no adapter.
+        CapabilityError: If the directory has another kind of adapter.
     """
     config = (
         _fresh_config(spec, model=model)
@@ -313,7 +338,7 @@ def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
 
 def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
     is_language_model = model.model_type == "language_model"
-    # The head of a value or reward model starts from random numbers: it can only be trained whole.
+    # The head of a value or reward model is newly initialized, so it must be trained in full.
     whole = {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
     excluded = (
         spec.exclude_modules
@@ -344,13 +369,14 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     file = Path(path, ADAPTER_CONFIG)
     if not file.is_file():
         raise ConfigError(
-            f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: name a directory in the format "
-            "of Hugging Face PEFT."
+            f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: set it to a directory in PEFT "
+            "format."
         )
     kind = json.loads(file.read_text()).get("peft_type")
     if kind != "LORA":
         raise CapabilityError(
-            f"the adapter in {path} is of type {kind}; only LORA can be trained here."
+            f"the adapter in {path} has type {kind}, but only LORA is supported: choose a LoRA "
+            "adapter."
         )
     config = LoraConfig.from_pretrained(path)
     assert isinstance(config, LoraConfig)
@@ -365,10 +391,10 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
 
 
 def read_adapter_tensors(path: str) -> dict[str, Tensor]:
-    """The tensors of a directory in the format of HF PEFT, by name.
+    """Read the tensors of a PEFT adapter directory by name.
 
     Raises:
-        WeightError: it has none as safetensors.
+        WeightError: If it has no safetensors file.
     """
     file = Path(path, ADAPTER_WEIGHTS)
     if not file.is_file():
@@ -387,9 +413,9 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
             not isinstance(module, LoraLinear) or module.base_layer is head
         ):
             raise ConfigError(
-                f"lora.target_modules takes in {name}, which can't have an adapter: only linear "
-                "layers below the head can. "
-                "Name it in lora.exclude_modules, or train it whole through lora.modules_to_save."
+                f"lora.target_modules matches {name}, which cannot be adapted: only linear layers "
+                "below the head can. Name it in lora.exclude_modules, or train it in full through "
+                "lora.modules_to_save."
             )
         is_embedding = isinstance(module, ModulesToSaveWrapper) and module.original_module in (
             head,
@@ -398,7 +424,7 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
         if is_embedding and hf.config.tie_word_embeddings:
             raise ConfigError(
                 f"lora.modules_to_save names {name}, which this model ties to its other embedding: "
-                "take an untied model."
+                "choose an untied model."
             )
     module_in_use = {
         name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
@@ -416,7 +442,7 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
 
 
 def _expert_wrappers(hf: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
-    """What adapts tensors instead of modules, by its own name."""
+    """Yield the modules that adapt expert tensors, with their names."""
     for name, module in hf.named_modules():
         if isinstance(module, ParamWrapper):
             yield name, module
@@ -427,17 +453,19 @@ def _expert_weight_name(name: str, module: ParamWrapper) -> str:
 
 
 def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> None:
-    """Of tensors those of experts can be adapted, and only by their own names: other names would give them another rank."""
+    """Reject target parameters other than expert tensors given by name.
+
+    Other names would give expert tensors a different rank.
+    """
     module_in_use = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf)}
     wrong = sorted(
         name for name in module_in_use if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
     )
     if module_in_use and not requested:
         raise ConfigError(
-            "lora.target_modules takes in what lies inside this model's experts: name in it linear "
-            "layers around them, and in "
-            "lora.target_parameters the tensors of experts, such as "
-            f"{' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)}."
+            "lora.target_modules matches modules inside this model's experts: name only linear "
+            "layers outside them there, and in lora.target_parameters the tensors of experts, "
+            f"such as {' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)}."
         )
     unknown = sorted(
         name
@@ -447,14 +475,14 @@ def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> No
     if wrong or unknown:
         raise ConfigError(
             f"lora.target_parameters names {', '.join(wrong or unknown)}, but only tensors of "
-            "experts can be named, and only ones that "
-            f"this model has; {' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)} "
-            "where it is one with experts."
+            "experts can be named: use "
+            f"{' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)} if this model has "
+            "experts."
         )
 
 
 def _short_target_names(hf: PreTrainedModel) -> set[str]:
-    """What to call the layers that have an adapter: by their last part, where no other module has the same."""
+    """Return the last part of each adapted layer's name, or the full name if ambiguous."""
     is_adapted = {
         name: isinstance(module, LoraLinear)
         for name, module in hf.named_modules()

@@ -1,7 +1,7 @@
-"""Runs the micro-batches of a plan through the sharded module, and back; decides when gradients leave this rank.
+"""Run the micro-batches of a packed batch, and decide when gradients are reduced.
 
-Every pass of a training call ends in the same collectives on every rank: empty sums tie each layer and the head to the loss, so that
-a rank without trained tokens takes part with gradients of zero.
+Every training pass runs the same collectives on every rank. Empty sums connect each layer and the
+head to the loss, so a rank without trained tokens contributes gradients of zero.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from temper_engine_fsdp.sharding.sharded_module import ShardedModule
 
 
 class MicroBatchRunner:
-    """Forward and backward passes over one sharded module."""
+    """Runs forward and backward passes of one sharded module."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MicroBatchRunner:
         self._device = device
         self._needs_buckets = needs_buckets
         self.has_unreduced_gradients = False
-        """Whether gradients wait on this rank to be reduced."""
+        """True if this rank has accumulated gradients that are not reduced yet."""
 
     def run(
         self,
@@ -56,7 +56,8 @@ class MicroBatchRunner:
         forward_only: bool,
         reduce_gradients: bool,
     ) -> list[Answers]:
-        """Detached answers of each micro-batch; see ``BaseEngine._run_schedule``."""
+        """Return the detached outputs of each micro-batch; see `BaseEngine._run_schedule`."""
+        # The layout is computed on the host: reading it from the device would sync.
         micro_batches = list(batch.to("cpu").micro_batches())
         outputs = []
         with self._run_pass(trains=not forward_only):
@@ -82,21 +83,25 @@ class MicroBatchRunner:
         return outputs
 
     def prefetch_parameters(self) -> None:
-        """Gather parameters for the next pass, where that costs no memory that it would not need."""
+        """Gather parameters for the next pass if that needs no extra memory."""
         self._sharded.prefetch_parameters()
 
     def reshard(self) -> None:
-        """Before shards change, or leave the device."""
+        """Free gathered parameters; call before shards are modified or offloaded."""
         self._sharded.reshard()
 
     def reduce_gradients(self) -> None:
-        """Reduce what earlier passes left on this rank: one pass over a single token with a loss of zero, gradients leaving."""
+        """Reduce the gradients that earlier calls accumulated on this rank.
+
+        Runs a dummy pass over a single token with a loss of zero, because FSDP reduces gradients
+        only in a backward pass.
+        """
         query = self._dummy_query
         micro = from_sequences(
             [torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)]
         )
         with self._run_pass(trains=True):
-            # Nothing random may be drawn for it.
+            # eval mode: the dummy pass must not consume RNG state for dropout.
             self._sharded.root.eval()
             with self._micro_batch_context(trains=True, reduces=True, is_last=True):
                 _, zero_loss, _ = self._forward(
@@ -136,6 +141,7 @@ class MicroBatchRunner:
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
         *columns, zero_loss = self._sharded.root(on_device, request, packing)
         for column in columns:
+            # Connect every output to the graph, even if the loss ignores it.
             zero_loss = zero_loss + column[:0].sum()
         return (
             Answers(columns=dict(zip(sorted(queries), columns, strict=True))),
@@ -167,6 +173,6 @@ class MicroBatchRunner:
             self._sharded.reshard()
 
     def _reset(self) -> None:
-        """After an exception in a pass: FSDP begins anew, and what was accumulated on this rank is lost."""
+        """Reset FSDP after an exception; accumulated gradients are lost."""
         self._sharded.reset()
         self.has_unreduced_gradients = False

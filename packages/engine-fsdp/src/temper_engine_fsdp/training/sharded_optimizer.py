@@ -1,6 +1,7 @@
-"""AdamW on this rank's shards, and what every optimiser shares: the global gradient norm, the skip of non-finite updates, clipping.
+"""Optimizers for sharded parameters: AdamW, gradient norm, clipping and skipped updates.
 
-AdamW is elementwise, so it runs on the local tensors with torch's fused kernel and never through DTensor's dispatch.
+AdamW is elementwise, so it runs torch's fused kernel on the local shards, without the overhead of
+DTensor dispatch.
 """
 
 import math
@@ -22,28 +23,28 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """Optimiser state of one parameter's shard, float32, on the device where updates are computed."""
+    """AdamW state of one parameter shard, float32, on the device of the update."""
 
     first: Tensor
-    """Exponential average of the gradient, in the shape of the local shard."""
+    """Exponential average of the gradient, in the shape of the shard."""
     second: Tensor
-    """Exponential average of its square."""
+    """Exponential average of the squared gradient."""
     count: Tensor
-    """[] updates that this parameter has seen."""
+    """[] number of updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """One tensor of an optimiser's state, as a checkpoint sees it."""
+    """One tensor of the training state, as saved in checkpoints."""
 
     owner: ShardedParameter | None
-    """The parameter that it is cut like; None where every rank holds all of it."""
+    """Parameter that the tensor is sharded like; None if every rank has all of it."""
     tensor: Tensor
-    """The shard, or the whole; loading fills it in place."""
+    """Shard or full tensor; loading fills it in place."""
 
 
 class ShardedOptimizer(ABC):
-    """An optimiser of sharded parameters."""
+    """Base class of optimizers for sharded parameters."""
 
     def __init__(
         self,
@@ -60,18 +61,23 @@ class ShardedOptimizer(ABC):
     def step(
         self, *, lr: float, loss_scale: float = 1.0, after_launch: Callable[[], None] | None = None
     ) -> float:
-        """Global norm over all shards in float32 before clipping; clips and updates only where it is finite.
+        """Clip gradients and update parameters; skip the update if the norm is not finite.
 
         Args:
-            lr: the rate of this update.
-            loss_scale: what gradients are divided by first.
-            then: called once the update is under way; on a device that the host need not wait for, before the norm is known.
+            lr: Learning rate of this update.
+            loss_scale: Gradients are divided by this first.
+            after_launch: Called once the update is launched. On CUDA that may be before the norm is
+                known on the host.
+
+        Returns:
+            Global gradient norm over all shards before clipping, computed in float32.
         """
         named_gradients = (
             (name, parameter.local_gradient()) for name, parameter in self._parameters.items()
         )
         gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
         if loss_scale != 1.0:
+            # Before the norm: the clip limit refers to unscaled gradients.
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
         async_norm = AsyncScalar(norm)
@@ -92,46 +98,48 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def _update(self, gradients: Gradients, *, lr: float) -> None:
-        """Change the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
 
     @abstractmethod
     def offloadable_tensors(self) -> Iterator[Tensor]:
-        """State tensors that may leave the device between updates."""
+        """Yield the state tensors that may be offloaded between updates."""
 
     @abstractmethod
     def state_tensors(self) -> dict[str, StateTensor]:
-        """The state for a checkpoint, by a name of its own."""
+        """Return the state for a checkpoint by name."""
 
     @abstractmethod
     def allocate_state(self, names: list[str]) -> None:
-        """Make room for a state that holds these pieces, and no other. Collective."""
+        """Allocate the state for exactly these names. Collective."""
 
     def _decays(self, name: str) -> bool:
         return self._parameters[name].is_matrix or self._spec.decays_vectors
 
     def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
-        """Clip and update in kernels that change nothing where the norm [] is not finite, so that the host need not know it.
+        """Launch kernels that clip and update, or do nothing if the norm [] is not finite.
+
+        The host does not need to know the norm.
 
         Returns:
-            Whether that was done; else nothing has changed.
+            False if not supported; nothing has changed then.
         """
         return False
 
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
-        """[] float32, on the device."""
+        """Return the [] float32 norm on the device."""
         device = next(iter(self._parameters.values())).local_shard().device
         norms = (
             torch._foreach_norm(gradients, 2, dtype=torch.float32)
             if gradients
             else [torch.zeros((), device=device)]
         )
-        # float64 holds the square of every float32 norm.
+        # float64: the square of a float32 norm may overflow float32.
         square = torch.stack(norms).double().square().sum()
         return self._sum_over_shards(square).sqrt().float()
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """Decoupled weight decay on parameters of two or more dimensions; moments are float32 whatever the parameters are."""
+    """AdamW with float32 state; weight decay applies to parameters of two or more dimensions."""
 
     def __init__(
         self,
@@ -146,7 +154,7 @@ class ShardedAdamW(ShardedOptimizer):
         self.is_async = not on_cpu and any(
             parameter.local_shard().is_cuda for parameter in parameters.values()
         )
-        """Whether updates run on a device that the host does not wait for."""
+        """True if updates run on CUDA, where the host does not wait for them."""
         devices = {
             name: torch.device("cpu") if on_cpu else parameter.local_shard().device
             for name, parameter in parameters.items()
@@ -161,6 +169,7 @@ class ShardedAdamW(ShardedOptimizer):
             return False
         is_finite, limit = torch.isfinite(norm), self._spec.clip_grad_norm
         if limit is not None:
+            # The same float64 division as on the host, so that both paths give the same bits.
             factor = torch.where(norm > limit, limit / norm.double(), 1.0).float()
             torch._foreach_mul_(list(gradients.values()), torch.where(is_finite, factor, 1.0))
         skip = (~is_finite).float()
@@ -180,7 +189,7 @@ class ShardedAdamW(ShardedOptimizer):
         return True
 
     def _decay_groups(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
-        """Parameters of which this rank holds something, with their weight decay."""
+        """Yield names of non-empty shards with their weight decay."""
         for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
             yield (
                 [
@@ -194,7 +203,7 @@ class ShardedAdamW(ShardedOptimizer):
     def _update(self, gradients: Gradients, *, lr: float) -> None:
         for name in gradients:
             if gradients[name].numel() == 0:
-                # This rank holds none of it; the count goes on for checkpoints at another world size.
+                # Empty shard: still count the update, for checkpoints at another world size.
                 self.adam_states[name].count.add_(1)
         for names, weight_decay in self._decay_groups(gradients):
             weights = [self._parameters[name].local_shard() for name in names]
@@ -241,7 +250,7 @@ class ShardedAdamW(ShardedOptimizer):
         weight_decay: float,
         skip: Tensor | None = None,
     ) -> None:
-        """Torch's kernel; ``skips`` [] float32 is 1 where it shall change nothing."""
+        """Call torch's kernel. It changes nothing if `skip` [] float32 is 1."""
         if not names:
             return
         beta1, beta2 = self._spec.betas
@@ -279,7 +288,7 @@ class ShardedAdamW(ShardedOptimizer):
         return named_gradients
 
     def allocate_state(self, names: list[str]) -> None:
-        """See ShardedOptimizer: moments are there from the beginning."""
+        """See ShardedOptimizer. No-op: the state always exists."""
 
 
 def _zero_state(shard: Tensor, *, device: torch.device) -> AdamState:
@@ -292,7 +301,7 @@ def _zero_state(shard: Tensor, *, device: torch.device) -> AdamState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HostCopies:
-    """A weight and its gradient on their way down."""
+    """Host copies of a weight and its gradient, possibly in flight."""
 
     weight: Tensor
     gradient: Tensor
@@ -304,12 +313,14 @@ def update_on_cpu(
     gradients: Sequence[Tensor],
     update: Callable[[int, Tensor, Tensor], None],
 ) -> None:
-    """Run ``update(i, weight, gradient)`` on float32 host copies, one weight after the other, while others are still copied.
+    """Run `update(i, weight, gradient)` on float32 host copies of CUDA tensors.
+
+    The copies of later weights overlap with the updates of earlier ones.
 
     Args:
-        weights: on CUDA; they hold the result once this returns and the current stream has come so far.
-        gradients: of them.
-        update: changes the weight that it is given in place.
+        weights: CUDA tensors; they have the result once the current stream has reached this point.
+        gradients: One per weight.
+        update: Changes the given weight in place.
     """
     current, down = torch.cuda.current_stream(), torch.cuda.Stream()
     down.wait_stream(current)

@@ -1,4 +1,4 @@
-"""Any torch.optim.Optimizer by its dotted path, on sharded parameters."""
+"""Any torch.optim.Optimizer on sharded parameters, chosen by its dotted path."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +33,12 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-"""Of torch.optim: a run of a flattened parameter is updated as it is in the whole one."""
-ALTERNATIVES = "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train sharded parameters."
-"""What to choose instead."""
+"""Classes of torch.optim that give the same update on a slice of a flat parameter."""
+ALTERNATIVES = (
+    "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train "
+    "sharded parameters."
+)
+"""Advice that ends the error messages."""
 STATE_PREFIX = "optimizer_state"
 """First part of the names in a checkpoint."""
 
@@ -43,7 +46,7 @@ _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default
 
 
 class TorchOptimizer(ShardedOptimizer):
-    """An instance of the class that a configuration names, with two groups: matrices, which decay, and norms and biases, which don't."""
+    """Wraps an optimizer class with two groups: matrices with weight decay, vectors without."""
 
     def __init__(
         self,
@@ -59,18 +62,16 @@ class TorchOptimizer(ShardedOptimizer):
             cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
         ):
             raise CapabilityError(
-                f"optimizer.name {spec.name} may look at whole parameters, but strategy fsdp1 "
-                "holds them in pieces: use strategy fsdp2 "
-                f"where it updates DTensors. {ALTERNATIVES}"
+                f"optimizer.name {spec.name} may need full parameters, but strategy fsdp1 shards "
+                f"flat tensors: use strategy fsdp2 if it supports DTensors. {ALTERNATIVES}"
             )
         if (
             inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
             is inspect.Parameter.empty
         ):
             raise CapabilityError(
-                f"optimizer.name {spec.name} asks for the loss again in every step (a closure), "
-                "which a plan of micro-batches gives once. "
-                f"{ALTERNATIVES}"
+                f"optimizer.name {spec.name} needs a closure that recomputes the loss, which this "
+                f"engine does not provide. {ALTERNATIVES}"
             )
         takes_decay = _accepts(cls, "weight_decay")
         groups = [
@@ -92,16 +93,17 @@ class TorchOptimizer(ShardedOptimizer):
                 lr=spec.lr,
                 **spec.arguments,
             )
+            # Unsupported shapes and layouts fail in step() only, so try one before training.
             self._check_update()
             self._optimizer = build(groups, lr=spec.lr, **spec.arguments)
         except (TypeError, ValueError) as error:
             raise CapabilityError(
-                f"optimizer.name {spec.name} does not take this model's parameters: {error}. "
+                f"optimizer.name {spec.name} does not accept this model's parameters: {error}. "
                 f"{ALTERNATIVES}"
             ) from error
 
     def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
-        """The group with its smallest parameter alone, the same one on every rank."""
+        """Return the group with its smallest parameter only, the same one on all ranks."""
         members = {id(parameter) for parameter in cast(list[nn.Parameter], group["params"])}
         owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
         return {
@@ -111,10 +113,12 @@ class TorchOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _check_update(self) -> None:
-        """One update of the few parameters that it has yet, which is undone. Collective where the class communicates.
+        """Try one update on the current parameters and undo it. Collective if the class
+        communicates.
 
         Raises:
-            CapabilityError: it does not update shards, or keeps a state that checkpoints can't hold.
+            CapabilityError: If the class cannot update shards, or keeps a state that cannot be
+                saved.
         """
         members = {
             id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
@@ -129,8 +133,8 @@ class TorchOptimizer(ShardedOptimizer):
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             strategy = "fsdp1" if isinstance(owners[0], FSDP1Parameter) else "fsdp2"
             raise CapabilityError(
-                f"optimizer.name {self._spec.name} can't update parameters that strategy "
-                f"{strategy} shards: {error} {ALTERNATIVES}"
+                f"optimizer.name {self._spec.name} cannot update parameters sharded with strategy "
+                f"{strategy}: {error} {ALTERNATIVES}"
             ) from error
         for owner, weight in zip(owners, before, strict=True):
             owner.tensor.grad = None
@@ -140,7 +144,7 @@ class TorchOptimizer(ShardedOptimizer):
         for name, gradient in gradients.items():
             parameter = self._parameters[name].tensor
             if parameter.grad is None:
-                # A run of no entries: its state must exist on every rank all the same.
+                # Empty shard: its state must exist on every rank nevertheless.
                 parameter.grad = gradient.clone().view_as(parameter)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -154,7 +158,7 @@ class TorchOptimizer(ShardedOptimizer):
                     yield local_tensor(value) if isinstance(value, DTensor) else value
 
     def state_tensors(self) -> dict[str, StateTensor]:
-        """See ShardedOptimizer. Numbers become tensors."""
+        """See ShardedOptimizer. Converts numbers in the state to tensors."""
         tensors = {}
         for name, owner in self._parameters.items():
             state = self._optimizer.state.get(owner.tensor, {})
@@ -164,8 +168,8 @@ class TorchOptimizer(ShardedOptimizer):
                 is_like_owner = value.ndim > 0 and value.shape == owner.tensor.shape
                 if isinstance(value, DTensor) and not is_like_owner:
                     raise CapabilityError(
-                        f"{self._spec.name} keeps a {key} that is cut in its own way, which "
-                        "checkpoints can't hold."
+                        f"{self._spec.name} keeps a {key} that is not sharded like its parameter, "
+                        "which checkpoints cannot save: use another optimizer."
                     )
                 shard = (
                     local_tensor(value)
@@ -181,7 +185,10 @@ class TorchOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def allocate_state(self, names: list[str]) -> None:
-        """See ShardedOptimizer: an update with gradients of zero makes the states; the weights are put back."""
+        """See ShardedOptimizer.
+
+        An update with gradients of zero creates the state; the weights are restored after it.
+        """
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return
@@ -203,12 +210,13 @@ def _import_optimizer(path: str) -> type[torch.optim.Optimizer]:
         candidate: object = vars(import_module(module)).get(name)
     except ImportError as error:
         raise ConfigError(
-            f"optimizer.name is {path}, but {module} can't be imported: {error}."
+            f"optimizer.name is {path}, but {module} cannot be imported: {error}. Check the dotted "
+            "path."
         ) from error
     if not (isinstance(candidate, type) and issubclass(candidate, torch.optim.Optimizer)):
         raise ConfigError(
-            f"optimizer.name is {path}, but there is no torch.optim.Optimizer of that name in "
-            f"{module}."
+            f"optimizer.name is {path}, but {module} has no torch.optim.Optimizer of that name: "
+            "check the dotted path."
         )
     return candidate
 
@@ -219,7 +227,7 @@ def _accepts(cls: type[torch.optim.Optimizer], name: str) -> bool:
 
 
 def _has_type_of(value: object, default: object) -> bool:
-    """Whether a value is of its default's kind: numbers count as one, and None or no default tells nothing."""
+    """Return True if a value matches the type of a default; a default of None matches anything."""
     if default is None or default is inspect.Parameter.empty or value is None:
         return True
     if isinstance(default, tuple):
@@ -247,18 +255,18 @@ def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> N
     for name, value in spec.arguments.items():
         if not _accepts(cls, name):
             raise ConfigError(
-                f"optimizer.arguments.{name} is no argument of {spec.name}; it takes "
+                f"optimizer.arguments.{name} is not an argument of {spec.name}: use "
                 f"{', '.join(accepted)}."
             )
         if name in accepted and not _has_type_of(value, accepted[name].default):
             raise ConfigError(
-                f"optimizer.arguments.{name} is {value!r}, but {spec.name} takes something like "
-                f"{accepted[name].default!r} there."
+                f"optimizer.arguments.{name} is {value!r}, but {spec.name} expects a value like "
+                f"{accepted[name].default!r}."
             )
     if spec.weight_decay and not _accepts(cls, "weight_decay"):
         raise ConfigError(
-            f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} has no weight decay: "
-            "set it to 0."
+            f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} takes no weight "
+            "decay: set it to 0."
         )
     required = [
         name
@@ -268,5 +276,5 @@ def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> N
     if missing := [name for name in required if name not in spec.arguments]:
         raise ConfigError(
             f"optimizer.name {spec.name} needs optimizer.arguments.{missing[0]}, which has no "
-            "default."
+            "default: set it."
         )
