@@ -151,7 +151,7 @@ def test_what_makes_no_sense_is_refused(
         ),
         (
             "Muon",
-            r"Muon does not accept this model's parameters: Muon only supports 2D parameters",
+            r"torch\.optim\.Muon does not accept this model's parameters: Muon only supports 2D",
         ),
     ],
 )
