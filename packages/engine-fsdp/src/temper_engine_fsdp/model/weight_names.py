@@ -6,13 +6,15 @@ above up.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
-from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
+
+ParameterT = TypeVar("ParameterT")
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -123,8 +125,8 @@ def peft_name(name: str) -> str:
 
 
 def split_adapter_parameters(
-    parameters: ShardedParameters,
-) -> tuple[ShardedParameters, ShardedParameters]:
+    parameters: Mapping[str, ParameterT],
+) -> tuple[dict[str, ParameterT], dict[str, ParameterT]]:
     """Split parameters into base weights by Hugging Face name and adapter by PEFT name."""
     weights = {
         hf_name(name): parameter
