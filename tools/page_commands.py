@@ -56,6 +56,8 @@ INPUTS = {
     **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "train.parquet", "test.parquet"), ""),
     **{f"{folder}/config.json": "{}" for folder in ("DIR", "student", "teacher_of_maths", "teacher_of_code")},
     **{f"{run}/huggingface/config.json": "{}" for run in ("runs/gsm8k_sft", "runs/judge", "warm/warm_start")},
+    # The same page makes these runs and uses their models: without the marker, the command that makes one would be refused.
+    **{f"{run}/.untrained": "" for run in ("runs/gsm8k_sft", "runs/judge", "warm")},
     "warm/tokenizer/tokenizer.json": "{}",
     **dict.fromkeys(("old/run_grpo.sh", "run_grpo.sh", "examples/other.sh"), _OLD_SCRIPT),
     **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
