@@ -9,18 +9,13 @@ import torch
 from hypothesis import settings
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 # Shared machines make wall time noise, and a pull request's result must depend on its code alone.
 settings.register_profile("engine-fsdp", deadline=None, derandomize=True)
 settings.load_profile("engine-fsdp")
-
-# Beside a released engine-api that does not know adapters inside experts there is nothing to test.
-collect_ignore = (
-    [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_lora_experts.py"]
-)
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {

@@ -88,8 +88,8 @@ class FSDPConfig(EngineConfig):
     """Also write a CUDA memory history of these updates."""
 
     def __post_init__(self) -> None:
-        # engine-api 0.1.1 and those before check nothing there.
-        getattr(EngineConfig, "__post_init__", lambda _: None)(self)
+        # Not super(): with slots=True the dataclass decorator replaces the class that it refers to.
+        EngineConfig.__post_init__(self)
         if self.sequence_parallel < 1:
             raise ConfigError(
                 f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves "

@@ -51,8 +51,7 @@ class FSDPEngine(BaseEngine):
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
             Capability.ADAPTER,
-            # By its value: engine-api 0.1.1 and those before do not have the name.
-            *(each for each in Capability if each.value == "adapter_on_experts"),
+            Capability.ADAPTER_ON_EXPERTS,
             Capability.OFFLOAD,
             Capability.ANY_OPTIMIZER,
             Capability.FP16,

@@ -357,8 +357,7 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
         if isinstance(spec.target_modules, str)
         else list(spec.target_modules),
         exclude_modules=excluded or None,
-        # engine-api 0.1.1 and those before do not have the field.
-        target_parameters=list(getattr(spec, "target_parameters", ())) or None,
+        target_parameters=list(spec.target_parameters) or None,
         modules_to_save=sorted(whole) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
