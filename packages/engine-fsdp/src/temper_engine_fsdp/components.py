@@ -74,9 +74,9 @@ class EngineComponents:
     trainable: ShardedParameters
     """Parameters the optimizer updates: the weights, or the adapter by PEFT name."""
     adapter: "LoraAdapter | None"
-    """None without LoRA."""
+    """The LoRA adapter, or None."""
     buffers: Buffers
-    """Persistent buffers of the model."""
+    """Persistent buffers by Hugging Face name."""
     optimizer: ShardedOptimizer | None
     """None if the config has no optimizer."""
     runner: MicroBatchRunner
@@ -87,7 +87,7 @@ class EngineComponents:
     offloader: Offloader
     """Moves parameters, gradients and optimizer states to and from host memory."""
     offload_policy: OffloadPolicy
-    """Decides when they move."""
+    """Decides when these tensors are moved."""
     uses_fast_matmul: bool
     """True if float32 matmuls use the fast CPU kernels inside the engine."""
     throughput: ThroughputMeter
@@ -126,6 +126,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     kernel = packed_attention.choose_kernel(
         config.attention, device=device, compute=config.precision.compute
     )
+    # The model looks the kernel up by name when it is built.
     packed_attention.register_kernels()
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     if device.type == "cpu" and membership.rank == 0:
@@ -135,6 +136,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
         membership, sequence_parallel=config.sequence_parallel
     )
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
+    # Not in FSDPConfig: only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter: LoraAdapter | None = (
         _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model)
@@ -175,6 +177,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
         host_mesh=host_mesh,
         materialize=_already_materialized if streamer is None else streamer.materialize,
     )
+    # Frees the full modules that were loaded for sharding.
     if streamer is not None:
         streamer.release()
     parameters, adapter_parameters = split_adapter_parameters(sharded.parameters)
@@ -274,6 +277,7 @@ def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
     ):
         for tensor in tensors:
             if tensor.is_floating_point():
+                # Assign to `data`, so that tied parameters stay one object.
                 tensor.data = tensor.data.to(torch_dtype(dtype_name))
     return {
         hf_name(name.removeprefix(PREFIX)): buffer
@@ -321,6 +325,7 @@ def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
     def total(value: Tensor) -> Tensor:
         if group.size() > 1:
+            # Over the shards of one copy only: replicas have the same gradients.
             dist.all_reduce(value, group=group)
         return value
 
@@ -328,5 +333,6 @@ def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 
 def _use_fast_matmul(config: FSDPConfig, *, device: torch.device) -> bool:
+    # The setting only affects float32 matmuls, and only on a CPU.
     is_plain = device.type == "cpu" and config.precision.compute == "fp32"
     return is_plain and config.fast_float32_matmul and numerics.is_fast_matmul_exact()

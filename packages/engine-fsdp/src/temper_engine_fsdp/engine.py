@@ -70,6 +70,7 @@ class FSDPEngine(BaseEngine):
 
     def _build(self) -> Topology:
         self._built = build_components(self.config, loss_scale=self.loss_scale)
+        # Sequence-parallel ranks are consecutive and count as one data-parallel rank.
         size, rank, shared = (
             self._built.membership.world_size,
             self._built.membership.rank,
@@ -161,6 +162,7 @@ class FSDPEngine(BaseEngine):
                 forward_only=forward_only,
                 reduce_gradients=reduce_gradients,
             )
+        # Sequence-parallel ranks have the same outputs; the first one returns them.
         return answers if self.topology.returns_outputs else None
 
     def _telemetry(self) -> Mapping[str, Metric]:
@@ -221,6 +223,7 @@ class FSDPEngine(BaseEngine):
                 self._components.parameters, self._components.buffers, stream
             )
         if self._components.adapter is not None:
+            # Checkpoints must now contain the base weights, which the adapter was not started on.
             self._components.adapter.has_replaced_base = True
 
     def _adapter_off(self) -> AbstractContextManager[None]:
@@ -285,6 +288,7 @@ class FSDPEngine(BaseEngine):
 
     def _read_state(self, directory: str) -> None:
         components, membership = self._components, self._components.membership
+        # An engine of another backend may have saved this part of the checkpoint.
         if holds_files(directory):
             self._load_portable_state(open_portable_state(directory))
         else:
@@ -326,6 +330,7 @@ class FSDPEngine(BaseEngine):
             self._load_state(saved.iterate_state())
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        # A copy on the device, since NCCL cannot reduce host tensors and all_reduce is in place.
         total = value.detach().to(self._components.membership.device, copy=True)
         if self._components.membership.world_size > 1:
             with self._components.tracer.stage("a sum over ranks"):
@@ -336,6 +341,7 @@ class FSDPEngine(BaseEngine):
         world_size = self._components.membership.world_size
         if world_size == 1:
             return [item]
+        # all_gather_object replaces the elements of a list of the right length.
         gathered = [item] * world_size
         with self._components.tracer.stage("an exchange of objects"):
             dist.all_gather_object(gathered, item)

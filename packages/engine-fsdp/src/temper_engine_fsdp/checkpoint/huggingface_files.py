@@ -222,5 +222,6 @@ def _header(entries: Sequence[WeightEntry]) -> bytes:
         }
         start = end
     text = json.dumps(fields, separators=(",", ":")).encode()
+    # Pad the header with spaces so that the data starts at a multiple of 8 bytes.
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -35,9 +35,9 @@ from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParame
 from temper_engine_fsdp.training.sharded_optimizer import ShardedOptimizer, StateTensor
 
 STATE_FOLDER = "dcp"
-"""Folder of the DCP files."""
+"""Folder of the DCP files, relative to the engine's part of a checkpoint."""
 RNG_FOLDER = "random"
-"""Folder of the RNG states."""
+"""Folder of the RNG states, one file per rank."""
 
 StateTensors = Mapping[str, StateTensor]
 """Contents of a checkpoint, by kind and Hugging Face name."""
@@ -144,6 +144,7 @@ def load_training_state(
         WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype)
         for name, piece in state_tensors.items()
     ]
+    # Without an optimizer its states may stay unread, but parameters and buffers may not.
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
     # DCP ignores extra tensors in the files: a shallower model would load the first layers of a
     # deeper one.
@@ -214,6 +215,7 @@ def load_rng_state(*, directory: str, rank: int, device: torch.device) -> bool:
     path = Path(directory, RNG_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return False
+    # weights_only: a checkpoint may come from others and must not run code.
     states: dict[str, Tensor] = torch.load(path, weights_only=True)
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
@@ -294,6 +296,7 @@ def stage_checkpoint(
     state_tensors = collect_state_tensors(
         components.checkpoint_parameters, components.buffers, components.optimizer
     )
+    # Copy first: rows may share memory with the tensors that they are converted from.
     copies, wait = copy_to_host(state_tensors, device=components.membership.device)
     if config.strategy == "fsdp1":
         wait()  # converting to rows reads the copies

@@ -87,6 +87,7 @@ def load_weights(
     for part, tensor in stream:
         received.append(WeightEntry(name=part, shape=tuple(tensor.shape), dtype=tensor.dtype))
         if part in buffers and buffers[part].shape == tensor.shape:
+            # The sender may reuse its buffer for the next tensor.
             shards[part] = tensor.clone()
         elif (tensor_by_name := joiners.add(part, tensor)) is not None:
             name, full = tensor_by_name
@@ -142,6 +143,7 @@ def load_state(
                 f"{sorted(shapes)}, but must have the same: nothing was loaded."
             )
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
+        # Each kind has its own joiner: experts of one tensor arrive part by part.
         tensors = (state.master, state.first_moment, state.second_moment)
         joined = [
             joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)

@@ -71,6 +71,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     is_language_model = spec.model_type == "language_model"
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
     if not is_language_model:
+        # One output per token: a value or a score.
         config.num_labels = 1
         # Dropout before the value head would make values random during training.
         config.classifier_dropout = 0.0
@@ -97,6 +98,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
         )
     _check_output_head(model, is_language_model=is_language_model)
     _check_no_convolution(model)
+    # Exported config.json must name the class that was built, not the one that was loaded.
     model.config.architectures = [type(model).__name__]
     return model
 

@@ -34,7 +34,7 @@ class HeadRequest:
     """Requested outputs for one micro-batch, built on the host to avoid a device sync."""
 
     queries: frozenset[Query]
-    """Requested columns."""
+    """Columns to compute for this micro-batch."""
     with_gradient: frozenset[Query]
     """Columns that the loss differentiates."""
     positions: Tensor
@@ -74,6 +74,7 @@ def build_head_request(
     first, end = (0, batch.num_tokens) if bounds is None else bounds
     positions, last = torch.nonzero(is_needed)[:, 0], batch.sequence_starts[1:].long() - 1
     if bounds is not None:
+        # The output of a token belongs to the rank with the hidden state before it.
         positions = positions[(positions > first) & (positions <= end)]
     return HeadRequest(
         queries=frozenset(queries),

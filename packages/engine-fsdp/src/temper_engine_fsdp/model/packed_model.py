@@ -41,6 +41,7 @@ class PackedModel(nn.Module):
         is_compiled: bool = False,
     ) -> None:
         super().__init__()
+        # Compiled layers do not count attention calls.
         self._attention_is_checked = is_compiled
         self._window = (
             None if is_compiled else _sliding_window(hf.config.get_text_config(decoder=True))
@@ -210,4 +211,5 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     Only the forward is compiled: FSDP hooks, checkpointing and parameter names stay the same.
     """
     for layer in layers:
+        # Assign forward instead of wrapping the module, which would add a prefix to every name.
         layer.forward = torch.compile(layer.forward)

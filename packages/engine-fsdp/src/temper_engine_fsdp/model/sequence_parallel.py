@@ -151,6 +151,7 @@ def parallelize_attention(
                 "attention, which carry the bounds of packed sequences: choose a model that does."
             )
         if not torch.compiler.is_compiling():  # the count would become a constant
+            # PackedModel checks this after the first pass.
             packing.num_attention_calls += 1
             packing.has_window |= options.get("sliding_window") is not None
         sequence_group = packing.sequence_group

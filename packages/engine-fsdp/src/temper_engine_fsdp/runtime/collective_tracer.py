@@ -106,6 +106,7 @@ class CollectiveTracer:
             if self._depth == 0:
                 if self._membership.device.type == "cuda":
                     event = torch.cuda.Event()
+                    # The stage stays open until the device reaches this event.
                     event.record()
                     self.track_on_device(event.query)
                 self.detail = ""

@@ -170,6 +170,7 @@ class ThroughputMeter:
         stopwatch.stop()
 
         def read_metrics() -> Mapping[str, Metric]:
+            # Weighted by time, so that the mean over calls is total tokens over total time.
             seconds = stopwatch.seconds()
             return {
                 "speed/tokens_per_s": Metric(value=tokens, weight=seconds, reduction="mean"),

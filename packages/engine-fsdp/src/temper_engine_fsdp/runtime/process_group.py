@@ -25,7 +25,7 @@ class Membership:
     """Rank, world size and device of this process."""
 
     rank: int
-    """In [0, world_size)."""
+    """Global rank in [0, world_size)."""
     world_size: int
     device: torch.device
     """Device on which this rank computes."""

@@ -127,6 +127,7 @@ def _make_wrapper(
     mixed_precision = MixedPrecision(
         param_dtype=torch_dtype(precision.compute),
         reduce_dtype=torch_dtype(precision.reduce),
+        # Temperatures and rotary tables must stay float32.
         cast_forward_inputs=False,
         cast_root_forward_inputs=False,
     )
@@ -150,6 +151,7 @@ def _make_wrapper(
                 mixed_precision=mixed_precision,
                 device_id=device,
                 forward_prefetch=config.forward_prefetch > 0,
+                # Keeps parameters apart, so that some of them can be frozen for LoRA.
                 use_orig_params=True,
             )
 

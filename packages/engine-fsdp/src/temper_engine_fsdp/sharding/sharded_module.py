@@ -18,7 +18,7 @@ class ShardedModule(Protocol):
     """A module with sharded parameters, and the hooks around its passes."""
 
     root: nn.Module
-    """Module to call."""
+    """Module to call in a forward pass."""
     parameters: ShardedParameters
     """Sharded master weights by Hugging Face name."""
     loss_factor: float

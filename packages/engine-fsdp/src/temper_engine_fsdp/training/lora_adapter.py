@@ -234,6 +234,7 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
             for name, module in hf.named_modules()
             if isinstance(module, nn.Linear) and module is not head
         }
+    # Every rank draws the same values; the streams of the process stay as they were.
     with fork_rng(model.seed), warnings.catch_warnings():
         # peft warns of tied embeddings and missing modules; both are errors below.
         warnings.simplefilter("ignore")
@@ -384,6 +385,7 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
             f"lora.dropout is {dropout}, but the adapter in {path} has target_parameters, for "
             "which PEFT has no dropout: set it to 0."
         )
+    # Saved adapters have it set, and peft would freeze them.
     config.inference_mode = False
     config.lora_dropout = dropout
     return config

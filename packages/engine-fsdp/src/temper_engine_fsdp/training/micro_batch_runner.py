@@ -77,6 +77,7 @@ class MicroBatchRunner:
                     if micro_loss is not None:
                         loss = micro_loss(columns, on_device)
                         if not forward_only:
+                            # The factor includes the loss scale of fp16 and FSDP1's averaging.
                             (loss * self._factor + zero_loss).backward()
                             self.has_unreduced_gradients = not reduces
                 outputs.append(columns.detach())
@@ -121,6 +122,7 @@ class MicroBatchRunner:
         with_gradient: frozenset[Query],
         trained_only: bool,
     ) -> tuple[Answers, Tensor, SequenceBatch]:
+        # Built from the CPU batch, so that no index is read back from the device.
         request = build_head_request(
             micro,
             queries=queries,

@@ -80,6 +80,7 @@ class ShardedOptimizer(ABC):
             # Before the norm: the clip limit refers to unscaled gradients.
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
+        # Start the copy before the update is launched, so that the host waits for the norm only.
         async_norm = AsyncScalar(norm)
         if self._launch_update(gradients, norm=norm, lr=lr):
             if after_launch is not None:
@@ -227,6 +228,7 @@ class ShardedAdamW(ShardedOptimizer):
                 self._adamw([names[i]], [weight], [gradient], lr=lr, weight_decay=weight_decay)
 
             gradient_list = [gradients[name] for name in names]
+            # Weights in 16 bits or on another device are updated through float32 copies.
             if self._on_cpu and weights[0].is_cuda:
                 update_on_cpu(weights, gradient_list, update)
                 continue
@@ -261,6 +263,7 @@ class ShardedAdamW(ShardedOptimizer):
             [self.adam_states[name].second for name in names],
             [],
             [self.adam_states[name].count for name in names],
+            # One kernel for all parameters. It also skips on the device through found_inf.
             fused=True,
             found_inf=skip,
             amsgrad=False,

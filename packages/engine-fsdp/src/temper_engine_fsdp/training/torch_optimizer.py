@@ -126,6 +126,7 @@ class TorchOptimizer(ShardedOptimizer):
         owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
         before = [owner.local_shard().clone() for owner in owners]
         for owner in owners:
+            # A zero gradient still creates the state and runs all operators.
             owner.tensor.grad = torch.zeros_like(owner.tensor)
         try:
             self._optimizer.step()
