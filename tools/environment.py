@@ -25,7 +25,7 @@ EXTRAS = {
     "engine-api": "[conformance]",
     "engine-fsdp": "[lora]",
     "legacy-shim": "[checkpoint,workers,workers-megatron]",
-    "trainer": "[fsdp,lora,megatron,ray,math,datasets]",
+    "trainer": "[fsdp,lora,megatron,ray,math,datasets,prometheus]",
 }
 
 TOOLS = (

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -272,6 +273,25 @@ def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(tm
     with open_log(tmp_path, "", port=port, resume_step=2) as log:
         log_steps(log, [3])
         assert 'temper_step{phase="rl"} 3.0\n' in scrape(port, token=token_in(tmp_path))
+
+
+@PROMETHEUS
+def test_prometheus_gives_the_time_of_the_last_step_so_that_a_run_that_hangs_is_noticed(tmp_path: Path, port: int) -> None:
+    def time_of(phase: str) -> float:
+        (line,) = (
+            row
+            for row in scrape(port, token=token_in(tmp_path)).splitlines()
+            if row.startswith(f'temper_step_timestamp_seconds{{phase="{phase}"}}')
+        )
+        return float(line.split()[-1])
+
+    before = time.time()
+    with open_log(tmp_path, "", port=port) as log:
+        assert before <= time_of("start") <= time.time()
+        log_steps(log, [1])
+        first = time_of("rl")
+        log_steps(log, [2])
+        assert before <= first < time_of("rl") <= time.time()
 
 
 @PROMETHEUS

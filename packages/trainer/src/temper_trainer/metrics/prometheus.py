@@ -26,10 +26,16 @@ class _Gauge(Protocol):
 
 
 class PrometheusTracker:
-    """Serves the newest value of every metric at ``http://ADDRESS:PORT/metrics`` while the run lasts.
+    """Serves the newest value of every metric at ``http://ADDRESS:PORT/metrics`` during the run.
 
-    ``actor/loss`` of phase ``rl`` is the gauge ``temper_actor_loss{metric="actor/loss",phase="rl"}``; the step that it was logged at is
-    ``temper_step{phase="rl"}``. A scrape needs the bearer token that the token file holds.
+    A scrape needs the bearer token in the token file.
+
+    Example:
+        ``actor/loss`` of phase ``rl``, logged at step 7, becomes three gauges::
+
+            temper_actor_loss{metric="actor/loss",phase="rl"} 0.31
+            temper_step{phase="rl"} 7.0
+            temper_step_timestamp_seconds{phase="rl"} 1.7638e+09
     """
 
     def __init__(self, address: str, port: int, *, token_file: Path) -> None:
@@ -53,7 +59,18 @@ class PrometheusTracker:
         self._make_gauge = prometheus_client.Gauge
         self._registry = prometheus_client.CollectorRegistry()
         self._step = prometheus_client.Gauge("temper_step", "Step that was logged last.", ["phase"], registry=self._registry)
-        self._gauges: dict[str, _Gauge] = {"temper_step": self._step}
+        # A time, not an age: an age would stand still together with a driver that hangs.
+        self._step_time = prometheus_client.Gauge(
+            "temper_step_timestamp_seconds",
+            "Unix time at which the last step was logged; before the first one, of the start.",
+            ["phase"],
+            registry=self._registry,
+        )
+        self._step_time.labels(phase="start").set_to_current_time()
+        self._gauges: dict[str, _Gauge] = {
+            "temper_step": self._step,
+            "temper_step_timestamp_seconds": self._step_time,
+        }
         # Not the run's token itself: a scraper has no business in the run's other listeners.
         token = hmac.digest(run_token().encode(), b"prometheus", "sha256").hex()
         app = _guarded(prometheus_client.make_wsgi_app(self._registry), token=token)
@@ -70,10 +87,11 @@ class PrometheusTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
-        """Set every gauge, then the step."""
+        """Set every gauge, then the step and its time."""
         for name, value in metrics.items():
             self._gauge(name).labels(metric=name, phase=phase).set(value)
         self._step.labels(phase=phase).set(step)
+        self._step_time.labels(phase=phase).set_to_current_time()
 
     def begin_anew(self) -> None:
         """Nothing earlier is held."""
