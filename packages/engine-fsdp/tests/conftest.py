@@ -1,4 +1,4 @@
-"""A tiny seeded model, engines that are closed after their test, and batches."""
+"""Fixtures: a tiny seeded model config, engines that are closed after each test, and a batch."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,7 @@ def config() -> FSDPConfig:
 
 @pytest.fixture
 def start(config: FSDPConfig) -> Iterator[Callable[..., FSDPEngine]]:
-    """Start an engine with some settings replaced; all are closed in reverse order."""
+    """Start an engine with changed settings; engines are closed in reverse order."""
     started: list[FSDPEngine] = []
 
     def _start(**changes: object) -> FSDPEngine:

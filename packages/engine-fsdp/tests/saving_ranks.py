@@ -1,8 +1,9 @@
-"""Kills ranks while they save, and says what the last complete step then holds: python
-saving_ranks.py FOLDER foreground|background SEED...
+"""Kill ranks while they save, and report the last complete step.
 
-Processes fork from one that has everything imported, so that a trial takes seconds. One line of
-JSON for each seed.
+Usage: python saving_ranks.py FOLDER foreground|background SEED...
+
+Prints one line of JSON per seed. Processes fork from one that has everything imported, so a trial
+takes seconds.
 """
 
 import hashlib
@@ -45,16 +46,16 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Of one rank."""
+    """Settings of one rank."""
 
     rank: int
     world_size: int
     rendezvous: str
-    """Path of the file through which the ranks meet."""
+    """File used for the rendezvous of the ranks."""
     folder: Path
-    """Of the step directories; digests lie beside them."""
+    """Folder of the step directories and their digests."""
     in_background: bool
-    """How it saves."""
+    """Save in the foreground or background."""
 
 
 def started(job: Job) -> FSDPEngine:
@@ -98,7 +99,7 @@ def digest_of(engine: FSDPEngine) -> str:
 
 
 def save_without_end(job: Job, connection: Connection) -> None:
-    """Sends how many seconds the first save took, and then a word before each of the others."""
+    """Send the duration of the first save in seconds, then a message before each other save."""
     engine = started(job)
     for step in range(1, 10_000):
         update(engine, step)
@@ -119,7 +120,7 @@ def save_without_end(job: Job, connection: Connection) -> None:
 
 
 def load_and_report(job: Job, connection: Connection) -> None:
-    """Sends (updates, digest) of the last complete step, after one more update."""
+    """Send (updates, digest) of the last complete step, after one more update."""
     engine = started(job)
     engine.load_checkpoint(str(job.folder))
     found = (engine.num_updates, digest_of(engine))
@@ -155,7 +156,7 @@ def answers(ends: list[Connection]) -> list[tuple[int, str]]:
 def kill_once(
     context: ForkServerContext, folder: Path, *, seed: int, in_background: bool
 ) -> dict[str, object]:
-    """What was found after a kill."""
+    """Result of one kill."""
     folder.mkdir(parents=True)
     draw = random.Random(f"kill {seed}")
     job = Job(

@@ -1,5 +1,4 @@
-"""Computing layers again, keeping some products, and parking inputs in host memory: all without
-changing a bit."""
+"""Test that recomputing layers and offloading their inputs does not change a bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +48,7 @@ def test_checkpointing_changes_no_bit(
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products that are really computed."""
+    """Count the matmuls that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ def test_selective_checkpointing_computes_fewer_products_again_than_full(
     assert selective - none == 3 * 2 * 3
 
 
-def test_the_inputs_of_all_layers_are_parked(
+def test_inputs_of_all_layers_are_offloaded(
     start: Start, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ActivationOffloader] = []

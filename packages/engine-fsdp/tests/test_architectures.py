@@ -1,6 +1,7 @@
-"""Architectures beyond those of the conformance kit: the same log-probs and gradients as
-transformers' own attention, one sequence at a
-time, and the same update after loading."""
+"""Test architectures beyond the conformance kit against transformers' own attention.
+
+Log-probs and gradients of each sequence alone, and the update after loading weights.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -37,7 +38,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
 
 
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
-    """The same weights in transformers' own model."""
+    """Load the same weights with transformers."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         deepcopy(engine._components.hf_config), attn_implementation="eager"
     ).eval()
@@ -51,7 +52,7 @@ def twin_of(engine: FSDPEngine) -> PreTrainedModel:
 
 
 def logprobs_of(model: PreTrainedModel, batch: SequenceBatch, b: int) -> Tensor:
-    """Of the tokens of one sequence but the first."""
+    """Return the log-probs of one sequence, without its first token."""
     tokens = batch.tokens[int(batch.sequence_starts[b]) : int(batch.sequence_starts[b + 1])]
     logits = model(tokens[None]).logits[0] / batch.temperature[b]
     return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
@@ -190,7 +191,7 @@ def test_an_expert_that_lacks_is_named_and_nothing_is_loaded(
         )
 
 
-def test_a_mixture_whose_files_name_experts_otherwise_is_refused_where_names_matter(
+def test_unknown_expert_names_are_rejected_on_export_and_load(
     start: Callable[..., FSDPEngine], config: FSDPConfig
 ) -> None:
     mixtral = {

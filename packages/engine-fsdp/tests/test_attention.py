@@ -1,5 +1,4 @@
-"""Packed attention inside real models against the same models, one sequence at a time, with
-transformers' own eager attention."""
+"""Test packed attention in real models against eager attention, one sequence at a time."""
 
 from collections.abc import Mapping
 
@@ -173,7 +172,7 @@ def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
 
 
 class ReadsBack(TorchDispatchMode):
-    """Counts the operations that would make the host wait for a device."""
+    """Count the operations that would sync the host with a device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fused head against its definition, in float64 and with all logits held."""
+"""Test chunked log-probs against their definition, in float64 with all logits."""
 
 import math
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def make_case(*, positions: int = 37, vocabulary: int = 101, scale: float = 1.0)
 
 
 def mixed_loss(columns: TokenLogprobs) -> Tensor:
-    """Every column with its own weight per position, so that no error cancels."""
+    """Weight every column and position differently, so that errors cannot cancel."""
     at = torch.arange(1.0, columns.logprob.shape[0] + 1, dtype=columns.logprob.dtype).sin()
     loss = (
         (columns.logprob * at).sum()

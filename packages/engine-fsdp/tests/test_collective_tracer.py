@@ -1,5 +1,4 @@
-"""A collective that one rank never joins is told with rank, stage and collective; other errors pass
-as they are."""
+"""Test that a collective timeout names rank, stage and collective; other errors stay the same."""
 
 import os
 import re

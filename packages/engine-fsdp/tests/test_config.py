@@ -1,4 +1,4 @@
-"""Settings that can't work are refused with a sentence, before torch is imported."""
+"""Test that invalid settings are rejected with a message, without importing torch."""
 
 import re
 import subprocess

@@ -1,5 +1,7 @@
-"""The engine as a whole, at one rank: the RFC's loop, residency, export, and what it refuses. The
-laws are the kit's."""
+"""Test the engine on one rank: the RFC's loop, offloading, export and rejected settings.
+
+The conformance kit tests the contract.
+"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -33,7 +35,7 @@ def mean_nll(
 
 
 def train(engine: FSDPEngine, train_loader: list[SequenceBatch]) -> list[float]:
-    """The training loop of the RFC, as it stands there."""
+    """Run the training loop of the RFC."""
     losses = []
     ctx: Context = {}
     engine.set_loss_fn(mean_nll)
@@ -69,9 +71,7 @@ def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: Seque
 
 
 @pytest.mark.bitwise
-def test_the_loop_gives_the_same_bits_with_everything_offloaded(
-    start: Start, batch: SequenceBatch
-) -> None:
+def test_offloading_everything_does_not_change_a_bit(start: Start, batch: SequenceBatch) -> None:
     here, away = start(), start(residency=EVERYTHING_OFFLOADED)
     assert train(here, [batch] * 3) == train(away, [batch] * 3)
     theirs = weights_of(away)
@@ -240,7 +240,7 @@ def test_an_unknown_architecture_is_named(start: Start) -> None:
         start(model=ModelSpec(architecture={"model_type": "qwen99"}))
 
 
-def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(
+def test_a_layer_with_its_own_attention_is_rejected_in_the_first_pass(
     start: Start, batch: SequenceBatch
 ) -> None:
     engine = start()
@@ -261,7 +261,7 @@ def test_a_layer_that_attends_by_itself_is_refused_in_the_first_pass(
 
 
 @pytest.mark.parametrize(("window", "is_refused"), [(13, True), (14, False)])
-def test_a_window_that_layers_do_not_tell_is_refused_where_a_sequence_is_longer(
+def test_a_window_not_passed_to_attention_is_rejected_for_longer_sequences(
     start: Start, config: FSDPConfig, batch: SequenceBatch, window: int, is_refused: bool
 ) -> None:
     fields = {
@@ -299,7 +299,7 @@ def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
         start(wrap_modules=("Qwen9Layer",))
 
 
-def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> None:
+def test_nested_modules_cannot_be_wrapped_together(start: Start) -> None:
     with pytest.raises(
         ConfigError,
         match=r"wrap_modules names Qwen2DecoderLayer, which contains a Qwen2MLP",
@@ -307,7 +307,7 @@ def test_modules_inside_each_other_are_not_wrapped_together(start: Start) -> Non
         start(wrap_modules=("Qwen2DecoderLayer", "Qwen2MLP"), wrap_together=2)
 
 
-def test_an_adapter_without_peft_says_what_to_install(
+def test_lora_without_peft_names_the_extra_to_install(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "temper_engine_fsdp.training.lora_adapter", raising=False)

@@ -1,5 +1,4 @@
-"""A disk that is full while a checkpoint is written: one sentence on every rank, the step before
-untouched, and nobody left waiting."""
+"""Test a full disk during a save: one message on every rank, and the previous step is intact."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from temper_engine_fsdp.engine import FSDPEngine
 
 @contextmanager
 def full_disk(*, at: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """Limit the size of files that this process writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
     try:
@@ -72,7 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.mark.parametrize(
     ("full", "optimizer", "sentence"),
     [
-        (0, None, "rank 0: could not write the model to"),
+        (0, None, "rank 0: could not write the weights to"),
         (1, TRAINS, "could not write the checkpoint to"),
     ],
 )

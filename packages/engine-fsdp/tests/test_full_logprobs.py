@@ -1,4 +1,4 @@
-"""The head that keeps its logits answers as the chunked one does, compiled or not."""
+"""Test that full log-probs equal chunked ones, compiled or not."""
 
 import pytest
 import torch

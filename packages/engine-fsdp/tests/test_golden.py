@@ -1,5 +1,4 @@
-"""A checkpoint that a released version wrote is still read, bit for bit, and training goes on from
-it."""
+"""Test that checkpoints of released versions load bit for bit and training continues."""
 
 import hashlib
 import json

@@ -1,5 +1,7 @@
-"""What only a CUDA device can show: variable-length flash attention, bf16, and memory that is
-really freed. NCCL is tools/gpu's."""
+"""Test what needs a CUDA device: flash attention, bf16, and freed device memory.
+
+tools/gpu tests NCCL.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture
 def config(config: FSDPConfig) -> FSDPConfig:
-    """The usual one, on CUDA in bf16."""
+    """Return the usual config on CUDA in bf16."""
     return replace(config, device="cuda", precision=PrecisionSpec(compute="bf16"))
 
 
@@ -163,7 +165,7 @@ def test_a_save_in_the_background_holds_what_was_there(
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Inside it each wait of the host for the device is an error."""
+    """Raise an error whenever the host waits for the device."""
     with warnings.catch_warnings():
         # Torch warns of every use.
         warnings.filterwarnings(

@@ -1,4 +1,4 @@
-"""The ``huggingface/`` folder: shards, index, config and tokenizer files."""
+"""Test the `huggingface/` folder: shards, index, config and tokenizer files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Models from a spec: seeded, strict about weights, and refused where a head would be wrong."""
+"""Test building models from a spec: seeds, strict weights and rejected models."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def test_building_draws_nothing_from_the_processs_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("path", ["no/such/folder", "/no/such/folder", "owner/name-0.5B"])
-def test_a_path_that_is_no_directory_is_refused_before_anything_is_downloaded(path: str) -> None:
+def test_a_path_that_is_not_a_directory_is_rejected_before_any_download(path: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^model.path is '{path}', which is not a local directory"
     ):
@@ -158,7 +158,7 @@ def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 
 
-def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
+def test_a_value_model_without_a_classifier_is_rejected() -> None:
     with pytest.raises(
         CapabilityError,
         match="transformers cannot build a value_model with packed attention from this olmo model",
@@ -169,7 +169,7 @@ def test_a_value_model_of_what_has_no_classifier_is_refused() -> None:
         )
 
 
-def test_an_architecture_with_impossible_fields_is_told() -> None:
+def test_an_architecture_with_invalid_fields_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture is not valid for model type bamba"):
         build_model(ModelSpec(architecture={**TINY, "model_type": "bamba"}), attention="eager")
 
@@ -189,7 +189,7 @@ class ForeignForCausalLM(Qwen2ForCausalLM):
 
 @pytest.fixture
 def foreign(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose directory brings its own Python files."""
+    """Return a model directory with its own Python files."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(saved / "modules")
     )
@@ -206,7 +206,7 @@ def foreign(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return saved
 
 
-def test_code_that_came_with_a_model_runs_only_where_it_is_trusted(foreign: Path) -> None:
+def test_code_of_a_model_runs_only_if_trusted(foreign: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"If you trust the Python files in it, set model\.trust_remote_code",

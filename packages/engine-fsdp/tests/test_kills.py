@@ -1,5 +1,4 @@
-"""A rank is killed at a random moment while steps are saved one after the other: the last complete
-step loads, and is what was saved."""
+"""Test that the last complete step loads after a rank is killed while saving."""
 
 import json
 import os
@@ -14,7 +13,7 @@ SCRIPT = Path(__file__).with_name("saving_ranks.py")
 
 
 class Trial(TypedDict):
-    """What was found after a kill."""
+    """Result of one kill."""
 
     was_saving: bool
     before: int

@@ -1,5 +1,7 @@
-"""Liger's kernels without a GPU: when they are refused, and that the layers they replace keep their
-numbers. Themselves: test_gpu.py."""
+"""Test Liger's kernels without a GPU: when they are rejected, and replaced layers.
+
+test_gpu.py tests the kernels themselves.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,7 @@ CPU = torch.device("cpu")
 SIZES = {"norm": 32, "gate": 48}
 
 
-def test_on_a_cpu_they_are_refused(config: FSDPConfig) -> None:
+def test_liger_on_a_cpu_is_rejected(config: FSDPConfig) -> None:
     with pytest.raises(
         ConfigError, match="liger_layers needs CUDA, but device is cpu: set it to false"
     ):
@@ -26,14 +28,14 @@ def test_on_a_cpu_they_are_refused(config: FSDPConfig) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA would run it")
-def test_an_engine_that_finds_no_gpu_refuses_them(start: Callable[..., object]) -> None:
+def test_liger_without_a_gpu_is_rejected(start: Callable[..., object]) -> None:
     with pytest.raises(
         ConfigError, match="Liger's kernels need CUDA and this engine runs on the CPU"
     ):
         start(liger_layers=True, device="auto")
 
 
-def test_they_are_refused_beside_compiled_layers(config: FSDPConfig) -> None:
+def test_liger_and_compiled_layers_are_rejected_together(config: FSDPConfig) -> None:
     with pytest.raises(ConfigError, match="compile_layers already fuses these layers"):
         replace(config, device="auto", liger_layers=True, compile_layers=True)
 
@@ -44,7 +46,7 @@ def test_the_plain_formulas_are_as_exact_as_themselves(compute: torch.dtype) -> 
 
 
 def shifted_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gemma's: one more than the weight."""
+    """Norm of Gemma: multiplies by 1 + weight."""
     return PLAIN.norm(x, weight + 1, eps)
 
 
@@ -53,7 +55,7 @@ def gate_of_other_order(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def detached_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Right in its values, wrong in its gradient."""
+    """Return correct values with a wrong gradient."""
     return PLAIN.gate(gate, up) + 0 * gate + (up - up.detach())
 
 
@@ -102,7 +104,7 @@ def test_every_known_layer_is_replaced_and_keeps_its_numbers(
     assert called.count("norm") == 2 * (4 if family == "qwen3" else 2) + 1
 
 
-def test_a_model_of_other_layers_is_refused(config: FSDPConfig) -> None:
+def test_a_model_without_supported_layers_is_rejected(config: FSDPConfig) -> None:
     model = build_model(
         ModelSpec(architecture={**config.model.architecture, "model_type": "gemma"}),
         attention="eager",

@@ -1,5 +1,7 @@
-"""The adapter at one rank: what is adapted, what is refused, and what a checkpoint holds. The laws
-are the kit's."""
+"""Test LoRA on one rank: targets, rejected settings and checkpoints.
+
+The conformance kit tests the contract.
+"""
 
 import json
 from collections.abc import Callable, Mapping

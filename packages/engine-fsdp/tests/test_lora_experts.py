@@ -1,9 +1,4 @@
-"""Adapters inside experts at one rank: what is adapted, what is refused, and weights that are
-streamed beside them. The laws are the kit's.
-
-An engine-api that does not know them has no such field: conftest.py leaves this file out beside
-one.
-"""
+"""Test LoRA inside experts on one rank: targets, rejected settings and streamed weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -97,7 +92,7 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConf
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
-def test_it_begins_beside_streamed_weights(
+def test_adapter_of_streamed_weights_has_the_same_initial_values(
     start: Start, config: FSDPConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network_of(mixture(config)).save_pretrained(tmp_path, max_shard_size="20KB")

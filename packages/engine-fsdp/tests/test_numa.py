@@ -1,4 +1,4 @@
-"""Cores near a device, from a tree laid out like Linux's sysfs."""
+"""Test finding cores near a device in a copy of Linux's sysfs."""
 
 import logging
 import os
@@ -46,7 +46,9 @@ def test_a_machine_that_tells_no_node_gives_no_cores(tmp_path: Path) -> None:
     )
 
 
-def test_on_a_cpu_nothing_changes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_numa_affinity_on_a_cpu_logs_that_it_has_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     before = os.sched_getaffinity(0)
     with caplog.at_level(logging.INFO):
         bind_to_near_cores(torch.device("cpu"))

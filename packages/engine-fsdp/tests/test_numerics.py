@@ -1,4 +1,4 @@
-"""Process-wide settings are scoped, and the fast matmul is taken only where it is exact."""
+"""Test that process-wide settings are scoped, and the fast matmul is used only if exact."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ def test_deterministic_cuda_without_the_cublas_workspace_is_refused(
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_16_bits_on_a_cpu_without_kernels_for_them_are_warned_of_once(
+def test_16_bits_on_a_cpu_without_kernels_warn_once(
     has_kernels: bool,
     start: Callable[..., FSDPEngine],
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""Parking tensors in host memory and filling them again."""
+"""Test offloading tensors to host memory and loading them again."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def residency(weight: Tensor) -> Offloader:
     return Offloader({"model": tensors}, device=torch.device("cpu"))
 
 
-def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(
+def test_offloaded_tensor_has_no_device_memory_and_loads_completely(
     residency: Offloader, weight: Tensor
 ) -> None:
     view = weight[2:4]
@@ -43,7 +43,7 @@ def test_a_parked_tensor_holds_no_memory_and_comes_back_whole(
     assert view.tolist() == [2.0, 3.0]
 
 
-def test_changes_inside_a_context_survive_parking(residency: Offloader, weight: Tensor) -> None:
+def test_changes_inside_a_context_survive_offloading(residency: Offloader, weight: Tensor) -> None:
     residency.offload("model")
     with residency.loaded("model"):
         weight.add_(1.0)
@@ -52,7 +52,7 @@ def test_changes_inside_a_context_survive_parking(residency: Offloader, weight: 
     assert weight.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
-def test_nested_contexts_move_nothing_and_the_outer_one_parks(
+def test_nested_contexts_move_nothing_and_the_outer_one_offloads(
     residency: Offloader, weight: Tensor
 ) -> None:
     residency.offload("model")

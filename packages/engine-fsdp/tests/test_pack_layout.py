@@ -1,4 +1,4 @@
-"""Buckets and padding maps of a micro-batch."""
+"""Test buckets and padding maps of a micro-batch."""
 
 from itertools import combinations, pairwise
 
@@ -38,7 +38,7 @@ def test_many_short_sequences_are_few_calls_with_little_padding() -> None:
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=8))
-def test_no_other_cut_is_cheaper(lengths: list[int]) -> None:
+def test_no_other_buckets_are_cheaper(lengths: list[int]) -> None:
     def cost(buckets: list[tuple[int, int]]) -> int:
         return sum(CALL_COST["cpu"] + number * length**2 for number, length in buckets)
 
@@ -70,7 +70,7 @@ def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_spread_then_collect_gives_every_token_back(lengths: list[int]) -> None:
+def test_padding_then_unpadding_returns_every_token(lengths: list[int]) -> None:
     layout = PackLayout(lengths, device=CPU)
     tokens = torch.arange(float(sum(lengths))).reshape(-1, 1, 1)
     rows, _, _ = pad_input(tokens, tokens, tokens, layout)
@@ -86,14 +86,14 @@ def test_each_row_of_a_bucket_holds_one_sequence_in_order() -> None:
     assert rows.flatten().tolist() == [20.0, 21.0, 22.0, 10.0, 11.0, 11.0]
 
 
-def test_a_band_lets_each_position_see_the_last_window() -> None:
+def test_sliding_window_mask_allows_the_last_positions() -> None:
     band = PackLayout([4], device=CPU).sliding_window_mask(4, window=2)
     assert band is not None
     assert band.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("window", [None, 4, 9])
-def test_a_window_that_holds_the_whole_sequence_needs_no_band(window: int | None) -> None:
+def test_a_window_over_the_full_sequence_needs_no_mask(window: int | None) -> None:
     assert PackLayout([4], device=CPU).sliding_window_mask(4, window=window) is None
 
 

@@ -1,5 +1,7 @@
-"""fp16 with its loss scale, and master weights, reductions and buffers in bf16. That a scale is
-resumed is a law of the kit."""
+"""Test fp16 with its loss scale, and parameters, reductions and buffers in bf16.
+
+The conformance kit tests that the loss scale is saved.
+"""
 
 from collections.abc import Callable
 

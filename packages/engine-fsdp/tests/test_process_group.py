@@ -1,5 +1,4 @@
-"""Joining and leaving: engines that follow each other in the same processes, over the environment's
-rendezvous."""
+"""Test engines that follow each other in the same processes and share a rendezvous."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The profiler covers the updates that it is asked for, and overwrites nothing."""
+"""Test that the profiler covers the configured updates and overwrites nothing."""
 
 import json
 from collections.abc import Callable

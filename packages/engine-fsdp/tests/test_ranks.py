@@ -1,5 +1,7 @@
-"""Two processes against one: full sharding and hybrid sharding. Everything else about ranks is the
-conformance kit's."""
+"""Test full and hybrid sharding on two ranks against one.
+
+The conformance kit tests everything else about ranks.
+"""
 
 import os
 import socket
@@ -16,12 +18,12 @@ SCRIPT = Path(__file__).with_name("train_as_rank.py")
 
 
 class Outcome(TypedDict):
-    """What a rank leaves behind."""
+    """Results of one rank."""
 
     norms: list[float]
     weights: dict[str, Tensor]
     reductions: list[int]
-    """During a call with one micro-batch, and with several."""
+    """Collectives in a call with one micro-batch, and with several."""
 
 
 def run_ranks(

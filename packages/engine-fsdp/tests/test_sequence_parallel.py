@@ -1,5 +1,7 @@
-"""What can be said of sequence parallel on one process; the kit says of the layouts sp2 and sp4
-that gradients are those of one rank."""
+"""Test the parts of sequence parallelism that need one process.
+
+The layouts sp2 and sp4 of the conformance kit test its gradients.
+"""
 
 from collections.abc import Callable
 
@@ -32,7 +34,7 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
     )
 
 
-def test_each_answer_is_given_by_the_rank_that_holds_the_token_before() -> None:
+def test_each_output_is_computed_by_the_rank_with_the_previous_token() -> None:
     # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a
     # sequence: nobody predicts it.
     first, second = ask(bounds=(0, 4)), ask(bounds=(4, 8))

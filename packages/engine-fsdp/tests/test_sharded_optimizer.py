@@ -1,4 +1,4 @@
-"""AdamW on shards, on one rank, against the update worked by hand."""
+"""Test AdamW on shards of one rank against updates worked by hand."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def parameters() -> Iterator[dict[str, FSDP2Parameter]]:
 
 @pytest.fixture(params=[False, True], ids=["host decides", "device decides"])
 def is_async(request: pytest.FixtureRequest) -> bool:
-    """Whether the update is launched before the norm is known, as on CUDA."""
+    """True if the update is launched before the norm is known, as on CUDA."""
     assert isinstance(request.param, bool)
     return request.param
 

@@ -1,4 +1,4 @@
-"""Models whose weights are read module by module while they are sharded."""
+"""Test models whose weights are loaded module by module while they are sharded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from temper_engine_fsdp.model.streaming_load import WeightStreamer
 def folder(
     start: Callable[..., FSDPEngine], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """A model directory, of the usual tied model."""
+    """Return a model directory with tied embeddings."""
     engine = start(save_huggingface_weights=True, huggingface_shard_bytes=request.param)
     return Path(
         engine.save_checkpoint(str(tmp_path), global_step=0), "engine", huggingface_files.FOLDER
@@ -111,7 +111,7 @@ def test_first_values_leave_random_numbers_of_gpus_and_cpu_alone(
     ],
     ids=str,
 )
-def test_around_an_adapter_weights_are_streamed_unless_it_must_see_them(
+def test_base_weights_are_streamed_unless_the_adapter_needs_them(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec
 ) -> None:
     loaded = []
@@ -158,7 +158,7 @@ def test_a_value_model_is_streamed_from_a_language_model(
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Path:
-    """A model directory, of a mixture of experts in many files."""
+    """Return a model directory of an MoE model in many files."""
     architecture = {
         "model_type": "qwen3_moe",
         "hidden_size": 32,

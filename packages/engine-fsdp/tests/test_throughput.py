@@ -1,4 +1,4 @@
-"""Floating-point operations against numbers worked by hand, and the speed that an engine tells."""
+"""Test FLOPs against numbers worked by hand, and the reported throughput."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,4 @@
-"""Any torch optimizer by its path: arguments that are checked, two groups, and states that come
-back from a checkpoint."""
+"""Test any torch optimizer by path: arguments, parameter groups and saved states."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -168,7 +167,7 @@ def test_an_optimizer_that_can_not_update_is_refused_before_training(
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps one number per row, as memory-saving optimisers do."""
+    """Keep one number per row, as memory-saving optimizers do."""
 
     def __init__(self, params: Iterable[dict[str, object]], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -179,7 +178,7 @@ class Factored(torch.optim.Optimizer):
                 self.state[parameter]["rows"] = parameter.grad.square().sum(-1)
 
 
-def test_a_state_that_a_checkpoint_can_not_hold_is_told_before_training(
+def test_a_state_that_cannot_be_saved_is_rejected_before_training(
     start: Callable[..., FSDPEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "of_a_user", sys.modules[__name__])
@@ -257,7 +256,7 @@ def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
     assert all(torch.equal(resumed[key], weight) for key, weight in whole.items())
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused_where_they_are_in_pieces(
+def test_an_optimizer_that_needs_full_parameters_is_rejected_with_fsdp1(
     start: Callable[..., FSDPEngine],
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Training state through DCP, and random-number states by rank."""
+"""Test training state through DCP, and RNG states by rank."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One rank of a small training run, started by test_ranks.py with RANK and WORLD_SIZE set.
+"""Run one rank of a small training run; test_ranks.py starts it with RANK and WORLD_SIZE.
 
 train_as_rank.py STRATEGY FSDP_SIZE KEEPING FOLDER
 """
@@ -34,7 +34,7 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NegativeLogprob(Objective):
-    """Maximum likelihood."""
+    """Return the mean negative log-likelihood."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
 
@@ -56,7 +56,7 @@ def make_batch() -> SequenceBatch:
 
 
 def count_reductions(engine: FSDPEngine, *, max_tokens: int) -> int:
-    """Of gradients during one training call, as torch's flight recorder saw them."""
+    """Return the gradient reductions of one training call from torch's flight recorder."""
     packed = engine.shard_data(make_batch(), max_tokens=max_tokens)
     before = len(_recorded())
     with engine.train_mode():
@@ -66,7 +66,7 @@ def count_reductions(engine: FSDPEngine, *, max_tokens: int) -> int:
 
 
 def _recorded() -> list[str]:
-    """Names of all collectives so far."""
+    """Return the names of all collectives so far."""
     entries = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False)).get(
         "entries", []
     )
