@@ -56,7 +56,7 @@ def make_batch() -> SequenceBatch:
 
 
 def count_reductions(engine: FSDPEngine, *, max_tokens: int) -> int:
-    """Return the gradient reductions of one training call from torch's flight recorder."""
+    """Count gradient reductions of one training call in torch's flight recorder."""
     packed = engine.shard_data(make_batch(), max_tokens=max_tokens)
     before = len(_recorded())
     with engine.train_mode():
