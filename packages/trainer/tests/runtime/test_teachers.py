@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -81,6 +82,7 @@ def test_servers_that_hang_as_a_teacher_are_ended_and_not_started_again() -> Non
         """A server that answers nothing until it is ended."""
 
         name = "teacher t replica 0"
+        versions = MappingProxyType({"vllm": "0.32.0"})
 
         def __init__(self) -> None:
             self.num_starts = 0
@@ -113,6 +115,7 @@ def test_rows_of_a_servers_head_that_stand_for_no_token_are_named_by_nobody() ->
         """Its head has more rows than there are tokens, and token 41 is none."""
 
         name = "teacher t replica 0"
+        versions = MappingProxyType({"vllm": "0.32.0"})
 
         def start(self) -> None: ...
 
