@@ -22,7 +22,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
         for room in ("checkpoints", "data_proto", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
     ),
     "trainer": (
-        *(f"temper_trainer.runtime.{room}" for room in ("ray_replica", "ray_runtime", "ray_workers")),
+        *(f"temper_trainer.runtime.{module}" for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_workers")),
         *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
     ),
 }

@@ -58,7 +58,9 @@ def _lowest(dependent: str) -> Trial:
     """A sibling as it is here with the first engine-api that its bounds let in."""
     bounds = [each.specifier for each in sibling_requirements(ROOT / "packages" / dependent) if each.name == "temper-engine-api"]
     records = [each for each in read_records(ROOT) if each.package == "engine-api"]
-    first = next(each for each in records if all(each.version in each_bound for each_bound in bounds))
+    first = next((each for each in records if all(each.version in each_bound for each_bound in bounds)), None)
+    if first is None:
+        pytest.skip(f"{dependent} asks for a later engine-api than the last release: the next one runs this")
     if first == records[-1]:
         pytest.skip(f"{dependent} accepts no earlier engine-api than the last one, with which nox -s compat tries it")
     if not has_object(ROOT, first.commit):

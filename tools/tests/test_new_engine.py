@@ -58,8 +58,8 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_template_is_built_for_the_contract_that_is_here() -> None:
-    assert (TEMPLATE / "pyproject.toml").read_text().count("temper-engine-api>=0.1,<0.2") == 1
-    assert 'version = "0.1.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
+    assert (TEMPLATE / "pyproject.toml").read_text().count("temper-engine-api>=0.2.0.dev0,<0.3") == 1
+    assert 'version = "0.2.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
 
 
 def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> None:

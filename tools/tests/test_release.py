@@ -28,9 +28,8 @@ def _repository(root: Path) -> Path:
         sources = folder / "src" / ("temper_" + name.replace("-", "_"))
         sources.mkdir(parents=True)
         declared = (ROOT / "packages" / name / "pyproject.toml").read_text()
-        declared = re.sub(r'(?m)^version = ".*"$', 'version = "0.3.0"', declared).replace(
-            "temper-engine-api>=0.1,<0.2", "temper-engine-api>=0.3,<0.4"
-        )
+        declared = re.sub(r'(?m)^version = ".*"$', 'version = "0.3.0"', declared)
+        declared = re.sub(r"temper-engine-api>=[\w.]+,<[\d.]+", "temper-engine-api>=0.3,<0.4", declared)
         (folder / "pyproject.toml").write_text(declared)
         (folder / "CHANGELOG.md").write_text("# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n")
         (folder / "README.md").write_text(f"# temper-{name}\n")
