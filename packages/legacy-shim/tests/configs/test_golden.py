@@ -13,9 +13,12 @@ from temper_trainer.config_loading.schema import leaves_of
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.yaml"))
 
 
-CHANGED_DEFAULTS = {"run.max_ckpt_to_keep": (None, 2)}
-"""Defaults of the trainer that were changed on purpose, old and new. A translation of release 0.1.0 leaves
-out what was the default; later ones write these keys, so that the old meaning is kept."""
+CHANGED_DEFAULTS = {
+    "run.max_ckpt_to_keep": (None, 2),  # translations of later releases write it, which keeps the old meaning
+    "rollout.vllm.stall_timeout_s": (600.0, 120.0),  # the old system has no such setting
+}
+"""Defaults of the trainer that were changed on purpose since release 0.1.0, old and new. Its translations
+leave out what was the default then."""
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parent.name}-{file.stem}")
