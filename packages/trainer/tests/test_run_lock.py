@@ -95,6 +95,30 @@ def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(tmp
     assert "is held by process 4711 on host node17: waiting up to 1 s" in caplog.text
 
 
+# filelock itself takes over a file that is no record of any of its versions, after 2 s.
+@pytest.mark.parametrize(("content", "silence_s"), [("", 3.0), ("\0" * 64, 2.0)], ids=["empty", "zeros"])
+def test_a_lock_without_an_owner_as_a_power_failure_leaves_it_is_replaced_after_a_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, silence_s: float
+) -> None:
+    (tmp_path / LOCK_FILE).write_text(content)
+    begin = time.monotonic()
+    with RunLock(tmp_path, lease_s=3.0) as lock:
+        assert silence_s <= time.monotonic() - begin < 30
+        lock.check()
+        assert f"pid={os.getpid()}" in (tmp_path / LOCK_FILE).read_text()
+    assert "names no owner: waiting up to 3 s to see whether it is being written" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_names_its_owner_late_is_kept(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("")
+    timer = threading.Timer(0.5, write_lock, args=(tmp_path,), kwargs={"host": "node17", "pid": 4711})
+    timer.start()
+    with pytest.raises(ConfigError, match="in use by process 4711 on host node17"), RunLock(tmp_path):
+        pass
+    timer.join()
+
+
 def test_a_process_that_lost_the_lock_says_to_whom(tmp_path: Path) -> None:
     with RunLock(tmp_path, lease_s=0.3) as lock:
         lock.check()

@@ -5,7 +5,9 @@ and process start time, and a heartbeat. It needs no `flock`, which many shared 
 on one node only. Imports nothing heavy, so that a second process is refused before torch loads.
 """
 
+import contextlib
 import logging
+import os
 import socket
 import time
 from pathlib import Path
@@ -32,7 +34,8 @@ class RunLock:
 
     A holder on this host that no longer exists is replaced at once; it is identified by process id,
     boot id and start time, so a reused process id is not mistaken for it. A holder on another host
-    cannot be looked up: its heartbeat is watched, for at most `LEASE_S` seconds.
+    cannot be looked up: its heartbeat is watched, for at most `LEASE_S` seconds. So is a lock file
+    that names no owner, as a power failure leaves it.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
@@ -97,23 +100,43 @@ class RunLock:
             )
 
     def _watch_holder(self) -> None:
-        """Take over from a holder on another host once its heartbeat has stopped."""
+        """Take over from a holder that cannot be looked up once its heartbeat has stopped."""
         owner, last_sign = self._lease.owner, self._last_sign()
-        if owner is None or _is_local(owner):
+        if owner is not None and _is_local(owner):
             raise self._refusal(owner)
+        lease_s = self._lease.lease_duration
         logger.warning(
-            "%s is held by %s: waiting up to %.0f s to see whether it is alive",
+            "%s %s: waiting up to %.0f s to see whether it is %s",
             self._folder / LOCK_FILE,
-            describe_owner(owner),
-            self._lease.lease_duration,
+            "names no owner" if owner is None else f"is held by {describe_owner(owner)}",
+            lease_s,
+            "being written" if owner is None else "alive",
         )
+        deadline = time.monotonic() + lease_s
         while self._last_sign() == last_sign:
+            # filelock never takes over an empty file, whose writer could be an old version of it;
+            # this package has never written one.
+            if owner is None and time.monotonic() >= deadline:
+                self._remove_ownerless(last_sign)
             try:
                 self._lease.acquire(blocking=False)
                 return
             except Timeout:
-                time.sleep(min(0.5, self._lease.lease_duration / 10))
+                time.sleep(min(0.5, lease_s / 10))
         raise self._refusal(self._lease.owner)
+
+    def _remove_ownerless(self, last_sign: int | None) -> None:
+        """Remove a lock file without an owner, unless another process has replaced it by its own."""
+        path = self._folder / LOCK_FILE
+        aside = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
+        # Renamed before it is looked at: two processes may come to the same conclusion, and what
+        # the slower one takes is the lock of the faster one, which it puts back.
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(aside)
+            if aside.stat().st_mtime_ns != last_sign:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, path)
+            aside.unlink()
 
     def _last_sign(self) -> int | None:
         """Return the time of the holder's last heartbeat, or None if it has released the lock."""
