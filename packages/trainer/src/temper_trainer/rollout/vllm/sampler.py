@@ -238,9 +238,11 @@ class VllmSampler:
             if self._is_closed:
                 raise cause
             if self._is_sent_once:
-                raise ReplicaError(f"{cause}\nIts weights were sent once and are gone: go on with run.resume=auto.") from cause
+                raise ReplicaError(f"{cause}\nIt cannot be started again: its weights were sent once and are not kept.") from cause
             if self._restarts_left == 0:
-                raise ReplicaError(f"{cause}\nrollout.vllm.max_restarts is used up: mend the cause above, then run.resume=auto.") from cause
+                raise ReplicaError(
+                    f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or set a higher number."
+                ) from cause
             self._restarts_left -= 1
             self.num_restarts += 1
             self._lives[number] += 1
