@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> floa
             return "one"  # type: ignore[return-value]
         case "die":
             os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
     return 1.0 if completion_text == "seize" else float(completion_text) + bonus
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -82,9 +83,57 @@ def test_a_worker_killed_between_batches_is_replaced() -> None:
         assert first.reward is not None
         assert first.reward != os.getpid()
         os.kill(int(first.reward), signal.SIGKILL)
-        killed, other = scorer.score(items("1", "2"))
-        assert killed.failure == "raised: the worker process died with exit code -9 (prompt 0, file:0)"
-        assert other.reward not in (None, first.reward)
+        again, other = scorer.score(items("1", "2"))
+        assert again.reward == other.reward
+        assert again.reward not in (None, first.reward)
+        assert not any(scorer.metrics().values())
+
+
+def test_a_call_whose_process_is_killed_twice_is_counted() -> None:
+    with Scorer(replace(PATIENT, num_workers=1)) as scorer:
+        scores = scorer.score(items("1", "kill", "2"))
+    assert [score.reward for score in scores] == [1.0, None, 2.0]
+    assert scores[1].failure == "raised: the worker process died with exit code -9 (prompt 1, file:1)"
+
+
+DRIVER = """
+import pathlib, sys
+sys.path[:0] = sys.argv[1:]
+from temper_trainer.config.data import RewardConfig
+from temper_trainer.reward.scoring import Scorer
+from temper_trainer.types import Prompt
+prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", source="")
+if __name__ == "__main__":
+    with Scorer(RewardConfig(function="functions_for_tests:by_text", num_workers=1)) as scorer:
+        scorer.score([(prompt, "1")])
+        print("ready", flush=True)
+        scorer.score([(prompt, "hang")])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "stopped"])
+def test_a_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopped: bool) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py"), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        workers = [pid for pid in children(driver.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(workers) == 1
+        if is_stopped:
+            os.kill(workers[0], signal.SIGSTOP)
+        driver.kill()
+    deadline = time.monotonic() + 10
+    while (is_left := Path(f"/proc/{workers[0]}/exe").exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if is_left:
+        os.kill(workers[0], signal.SIGKILL)
+    assert not is_left
+
+
+def children(process: int) -> list[int]:
+    return [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
 
 
 def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> None:

@@ -1,11 +1,16 @@
 """Scoring in worker processes, which are killed and replaced when a call takes too long or takes them down."""
 
 import contextlib
+import ctypes
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
@@ -16,6 +21,10 @@ _SHARE = 16
 """Items a worker is given at once: few enough that none idles at the end of a batch."""
 _START_TIMEOUT_S = 120.0
 """Longest wait for a new process: it imports this package first, which is no part of the time of a call."""
+
+_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that the kernel, short of memory, or a person has ended."""
+_PR_SET_PDEATHSIG = 1
 
 Task = tuple[int, Item]
 
@@ -43,13 +52,19 @@ class ProcessScoring:
             ) from error
         self._call = call
         self._timeout_s = timeout_s
-        self._workers = [_Worker(call) for _ in range(num_workers)]
+        # Workers die with the thread that started them: one that lives as long as they should.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="temper-reward-starter")
+        self._workers = [self._start_worker() for _ in range(num_workers)]
         for worker in self._workers:
             worker.wait_until_ready()
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Return one outcome per item, in order.
+
+        A call whose process is killed from outside is made once more.
+        """
         waiting = deque(enumerate(items))
+        repeated: set[int] = set()
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(items):
             for worker in self._workers:
@@ -60,7 +75,7 @@ class ProcessScoring:
             ready = wait([worker.connection for worker in busy], timeout=max(0.0, patience))
             for worker in busy:
                 if worker.connection in ready:
-                    self._collect(worker, outcomes)
+                    self._collect(worker, outcomes, repeated)
                 elif time.monotonic() - worker.since >= self._timeout_s:
                     index, item = worker.tasks.popleft()
                     outcomes[index] = timed_out(item, timeout_s=self._timeout_s)
@@ -71,9 +86,16 @@ class ProcessScoring:
         """Kill the workers."""
         for worker in self._workers:
             worker.kill()
+        self._starter.shutdown()
 
-    def _collect(self, worker: "_Worker", outcomes: dict[int, Outcome]) -> None:
-        """Every result that has arrived; a closed connection means that the process died in its current call."""
+    def _start_worker(self) -> "_Worker":
+        return self._starter.submit(_Worker, self._call).result()
+
+    def _collect(self, worker: "_Worker", outcomes: dict[int, Outcome], repeated: set[int]) -> None:
+        """Take every result that has arrived.
+
+        A closed connection means that the process died in its current call.
+        """
         try:
             while worker.tasks and worker.connection.poll():
                 outcome = worker.connection.recv()
@@ -83,8 +105,14 @@ class ProcessScoring:
                 advance("rewards")
                 worker.since = time.monotonic()
         except (EOFError, ConnectionError):
+            worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended
             worker.kill()
-            index, (prompt, _) = worker.tasks.popleft()
+            index, (prompt, _) = worker.tasks[0]
+            if worker.process.exitcode in _KILLED_FROM_OUTSIDE and index not in repeated:
+                repeated.add(index)
+                self._replace(worker)
+                return
+            worker.tasks.popleft()
             message = f"the worker process died with exit code {worker.process.exitcode} (prompt {prompt.prompt_id}, {prompt.source})"
             outcomes[index] = Outcome(kind=FailureKind.RAISED, message=message)
             self._replace(worker)
@@ -92,7 +120,7 @@ class ProcessScoring:
     def _replace(self, worker: "_Worker") -> None:
         """A new process in place of this one, with what it had not come to."""
         worker.kill()
-        successor = _Worker(self._call)
+        successor = self._start_worker()
         self._workers[self._workers.index(worker)] = successor
         successor.wait_until_ready()
         if worker.tasks:
@@ -140,11 +168,26 @@ class _Worker:
 
 
 def _serve(connection: Connection, call: Call) -> None:
-    """A worker's life: lists of items in, one outcome after the other out, until the other side is gone."""
+    """Run a worker: lists of items in, one outcome after the other out, until the driver is gone."""
     try:
+        _die_with_driver()
         connection.send("ready")
         while True:
             for item in connection.recv():
                 connection.send(call(item))
     except (EOFError, ConnectionError, KeyboardInterrupt):
         return
+
+
+def _die_with_driver() -> None:
+    """Have the kernel kill this process when its driver dies.
+
+    A function that hangs, or a process that is stopped, does not notice the closed connection.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() != parent.pid:  # it died before the request
+        os._exit(0)
