@@ -305,11 +305,19 @@ def bitwise(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Training runs under random faults, 100 of them; arguments after -- go to tools/fault_campaign.py."""
+    python = str(ensure_environment(ROOT))
+    session.run(python, "-m", "tools.fault_campaign", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """What takes too long for a pull request: nightly tests, every layout of both engines, the site, every session about an environment."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
+    session.notify("faults")
     session.notify("bitwise")
     session.notify("docs")
     session.notify("build")

@@ -86,3 +86,12 @@ def judged(prompt: Prompt, completion: str, *, api_key: str) -> float:
     """A judge that needs a key."""
     assert api_key
     return share_of_digits(prompt, completion)
+
+
+def hangs_when_told(prompt: Prompt, completion: str) -> float:
+    """Hang once, if the file that TEMPER_TEST_HANG names exists."""
+    marker = os.environ["TEMPER_TEST_HANG"]
+    if os.path.exists(marker):
+        os.unlink(marker)
+        time.sleep(3600)
+    return share_of_digits(prompt, completion)

@@ -9,6 +9,8 @@ import pytest
 
 from temper_trainer.loops import RunResult
 
+from .faults_for_tests import damage
+
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 NUM_STEPS = 3
@@ -26,28 +28,6 @@ SETTINGS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder that the first test of this module trains in."""
     return tmp_path_factory.mktemp("uninterrupted") / "run"
-
-
-def damage(checkpoint: Path, draw: random.Random) -> None:
-    """Do to a checkpoint one of the things that disks, kills and people do."""
-    victim = draw.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
-    content = victim.read_bytes()
-    match draw.choice(["flip", "cut", "empty", "delete", "garbage", "no manifest", "nothing"]):
-        case "flip":
-            position = draw.randrange(len(content))
-            victim.write_bytes(content[:position] + bytes([content[position] ^ 1 << draw.randrange(8)]) + content[position + 1 :])
-        case "cut":
-            victim.write_bytes(content[: draw.randrange(len(content))])
-        case "empty":
-            victim.write_bytes(b"")
-        case "delete":
-            victim.unlink()
-        case "garbage":
-            victim.write_bytes(draw.randbytes(len(content)))
-        case "no manifest":
-            (checkpoint / "manifest.json").unlink()
-        case "nothing":
-            shutil.rmtree(checkpoint)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])

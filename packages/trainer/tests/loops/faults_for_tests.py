@@ -1,0 +1,581 @@
+"""Runs of `temper-train` that are disturbed at random, and what each of them leaves. Linux only.
+
+    python faults_for_tests.py --folder FOLDER --seeds 0,1,2
+
+One line of JSON per case. This process imports torch once and forks a driver for every start, so
+that a start costs a second; every fifth case starts the program as a user does. Faults are real
+signals, real full file systems and real damage.
+"""
+
+import argparse
+import atexit
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STEPS = 5
+SETTINGS = (
+    "warm_start=null",
+    "data.eval=null",
+    "data.train.max_rows=16",
+    "sampling.max_tokens=4",
+    "batching.prompts_per_step=2",
+    "run.save_model=false",
+    "run.progress=false",
+    "run.stop_grace_s=6",
+    f"run.total_steps={STEPS}",
+    "run.trackers=[jsonl]",
+    "reward.function=temper_trainer_test_rewards:hangs_when_told",
+    "reward.timeout_s=1000",
+    "run.resume=auto",
+)
+START_LIMIT_S = 400.0
+"""A start that takes longer hangs; far above its time on a busy machine."""
+LEFTOVERS_AFTER_S = 10.0
+SILENCE_S = 1.0
+"""Time without progress after which a supervisor ends a run in which something hangs."""
+
+KINDS = (
+    "SIGKILL",
+    "SIGTERM",
+    "damaged checkpoint",
+    "full disk",
+    "reward function hangs",
+    "two processes",
+    "reward process killed",
+    "Ctrl-C",
+    "driver stopped",
+    "reward process stopped",
+)
+"""The everyday tests run the first case of each kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One disturbance of one start."""
+
+    kind: str
+    moment: str
+    """start, step or save."""
+    step: int
+    """Step that has been logged, or that is being saved, when the fault begins."""
+    delay_s: float
+    """Added to the moment."""
+
+    @property
+    def when(self) -> str:
+        """The moment in words."""
+        if self.kind == "full disk":
+            return "when the disk is full"
+        if self.kind == "two processes":
+            return f"{self.delay_s:.2f} s after the first"
+        place = {"start": "start", "step": f"step {self.step}", "save": f"save of step {self.step}"}[self.moment]
+        return f"{place} + {self.delay_s:.2f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Settings and faults drawn from a seed."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    save_every: int
+    in_background: bool
+    num_workers: int
+    is_cold: bool
+    """Whether each start is a new interpreter."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """Settings of this case alone."""
+        return [
+            f"run.save_every={self.save_every}",
+            f"run.save_in_background={str(self.in_background).lower()}",
+            f"reward.num_workers={self.num_workers}",
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """Result of one case."""
+
+    seed: int
+    fault: str
+    when: str
+    starts: int = 0
+    repeated: int = 0
+    """Logged steps that were computed again, over all restarts."""
+    equal: bool = False
+    leftovers: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why the case failed; empty if it passed."""
+    seconds: float = 0.0
+
+
+def draw_case(seed: int) -> Case:
+    """Return the case of a seed; ten consecutive seeds contain every kind once."""
+    draw = random.Random(seed)
+    kinds = [KINDS[seed % len(KINDS)]]
+    if seed >= len(KINDS) and draw.random() < 0.4:
+        kinds.append(draw.choice(KINDS))
+    return Case(
+        seed=seed,
+        faults=tuple(_draw_fault(kind, draw) for kind in kinds),
+        save_every=draw.choice([1, 1, 1, 2]),
+        in_background=draw.random() < 0.3,
+        num_workers=int(any(kind.startswith("reward process") for kind in kinds)),
+        is_cold=seed >= len(KINDS) and (seed // len(KINDS) + seed) % 5 == 0,
+    )
+
+
+def _draw_fault(kind: str, draw: random.Random) -> Fault:
+    moment = draw.choice(["start", "step", "step", "save", "save"])
+    if kind == "damaged checkpoint" or kind.startswith("reward"):
+        moment = "step"
+    delay_s = draw.uniform(0, 2) if moment == "start" else draw.uniform(0, 0.4) if moment == "step" else draw.uniform(0, 0.05)
+    if kind == "two processes":
+        delay_s = draw.uniform(0, 1)
+    # What is done to rewards needs a step that follows.
+    last = STEPS - 2 if kind.startswith("reward") else STEPS - 1
+    return Fault(kind=kind, moment=moment, step=draw.randint(1, last), delay_s=delay_s)
+
+
+def damage(checkpoint: Path, draw: random.Random) -> None:
+    """Do to a checkpoint one of the things that disks, kills and people do."""
+    victim = draw.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    content = victim.read_bytes()
+    match draw.choice(["flip", "cut", "empty", "delete", "garbage", "no manifest", "nothing"]):
+        case "flip":
+            position = draw.randrange(len(content))
+            flipped = content[position] ^ 1 << draw.randrange(8)
+            victim.write_bytes(content[:position] + bytes([flipped]) + content[position + 1 :])
+        case "cut":
+            victim.write_bytes(content[: draw.randrange(len(content))])
+        case "empty":
+            victim.write_bytes(b"")
+        case "delete":
+            victim.unlink()
+        case "garbage":
+            victim.write_bytes(draw.randbytes(len(content)))
+        case "no manifest":
+            (checkpoint / "manifest.json").unlink()
+        case "nothing":
+            shutil.rmtree(checkpoint)
+
+
+class Start:
+    """One start of the program: a process that leads a session of its own."""
+
+    def __init__(self, folder: Path, case: Case | None, *, log: Path, max_file_bytes: int | None = None) -> None:
+        self.log = log
+        self._begin = log.stat().st_size if log.exists() else 0
+        self._case_folder = folder
+        overrides = [] if case is None else case.overrides
+        arguments = [*_base_settings(), *SETTINGS, f"run.dir={folder / 'disk' / 'run'}", *overrides]
+        # Everything the run makes is below folders of the case: nothing of other programs is
+        # mistaken for a leftover.
+        environment = {
+            "TMPDIR": str(folder / "tmp"),
+            "TEMPER_TEST_HANG": str(folder / "hang"),
+            "PYTHONPATH": str(HERE),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._popen: subprocess.Popen[bytes] | None = None
+        if case is not None and case.is_cold:
+            with log.open("ab") as output:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "temper_trainer", *arguments],
+                    env=os.environ | environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=folder,
+                    preexec_fn=lambda: _become_driver(max_file_bytes),  # noqa: PLW1509  no threads here
+                )
+            self.pid = self._popen.pid
+        else:
+            context = multiprocessing.get_context("fork")
+            self._fork = context.Process(target=_drive, args=(arguments, environment, folder, log, max_file_bytes))
+            self._fork.start()
+            self.pid = self._fork.pid or 0
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process lives."""
+        return self._popen.poll() if self._popen is not None else self._fork.exitcode
+
+    def wait(self, limit_s: float) -> int | None:
+        """Return the exit code, or None if the process lives on after the limit."""
+        deadline = time.monotonic() + limit_s
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the driver, if it lives."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def output(self) -> str:
+        """Return what this start has printed."""
+        return self.log.read_bytes()[self._begin :].decode(errors="replace") if self.log.exists() else ""
+
+    def children(self) -> list[int]:
+        """Return the other processes of the session, or that have the case's temporary folder."""
+        mark = f"TMPDIR={self._case_folder / 'tmp'}\0".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            pid = int(process.name)
+            try:
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                is_of_case = int(fields[3]) == self.pid or mark in (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if is_of_case and fields[0] not in "ZX" and pid != self.pid:
+                found.append(pid)
+        return found
+
+    def reward_processes(self) -> list[int]:
+        """Return the children that score, which are the spawned ones."""
+        return [pid for pid in self.children() if "spawn_main" in _command_line(pid)]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _base_settings() -> tuple[str, ...]:
+    from conftest import SMALL  # imports torch, which a spawned reward process must not wait for
+
+    return SMALL
+
+
+def _become_driver(max_file_bytes: int | None) -> None:
+    os.setsid()
+    if max_file_bytes is not None:
+        # A write beyond it fails with EFBIG, where a file system of this size would say ENOSPC.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+
+def _drive(arguments: list[str], environment: dict[str, str], folder: Path, log: Path, max_file_bytes: int | None) -> None:
+    """Be `temper-train` in a forked process."""
+    _become_driver(max_file_bytes)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    os.chdir(folder)
+    from temper_trainer.__main__ import main
+
+    code = 1
+    try:
+        code = main(arguments)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+    sys.exit(code)
+
+
+def logged_steps(run: Path) -> int:
+    """Return the last step that metrics.jsonl has a complete line of; 0 without one."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+
+
+def logged_numbers(run: Path) -> list[dict[str, float]]:
+    """Return the logged rows without what a clock or a meter measured."""
+    from conftest import CLOCKS, METERS
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCKS) and not any(meter in name for meter in METERS)}
+        for row in rows
+    ]
+
+
+def complete_steps(run: Path) -> list[int]:
+    """Return the steps of the committed checkpoints, the newest first."""
+    found = (path.parent.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*/manifest.json"))
+    return sorted((int(step) for step in found if step.isdigit()), reverse=True)
+
+
+class CaseRunner:
+    """Runs one case and collects its row."""
+
+    def __init__(self, case: Case, *, folder: Path, expected: list[dict[str, float]]) -> None:
+        self.case, self.folder, self.expected = case, folder, expected
+        self.run = folder / "disk" / "run"
+        self.draw = random.Random(f"run {case.seed}")
+        self.pids: list[int] = []
+        self.may_repeat = 0
+        words = "; ".join(fault.when for fault in case.faults)
+        settings = f"every {case.save_every}" + (", in background" if case.in_background else "") + (", cold" if case.is_cold else "")
+        kinds = " and ".join(fault.kind for fault in case.faults)
+        self.row = Row(seed=case.seed, fault=f"{kinds} (saves {settings})", when=words)
+
+    def result(self) -> Row:
+        """Run until the command ends by itself, and compare."""
+        begin = time.monotonic()
+        for name in ("disk", "tmp"):
+            (self.folder / name).mkdir(parents=True)
+        faults = list(self.case.faults)
+        has_disk = any(fault.kind == "full disk" for fault in faults)
+        with small_disk(self.folder / "disk", is_wanted=has_disk) as resize:
+            code: int | None = None
+            while code != 0 and self.row.starts <= len(self.case.faults):
+                code = self._start(faults.pop(0) if faults else None, resize=resize)
+                if code is None:
+                    self.row.problems.append(f"a start did not end within {START_LIMIT_S:.0f} s")
+                    break
+                if code == 2:
+                    self.row.problems.append("a start was refused")
+                    break
+            if code != 0:
+                self.row.problems.append(f"the last start ended with exit code {code}")
+            else:
+                self._compare()
+            if self.row.problems:
+                shutil.copytree(self.folder / "disk", self.folder / "copy", dirs_exist_ok=True)
+        self.row.seconds = round(time.monotonic() - begin, 1)
+        return self.row
+
+    def _new(self, **more: int | None) -> Start:
+        self.row.starts += 1
+        start = Start(self.folder, self.case, log=self.folder / f"start-{self.row.starts}.log", **more)
+        self.pids.append(start.pid)
+        return start
+
+    def _start(self, fault: Fault | None, *, resize: Callable[[int | None], bool]) -> int | None:
+        before, may_repeat = logged_steps(self.run), self.may_repeat
+        self.may_repeat = self.case.save_every + int(self.case.in_background)
+        max_file_bytes = None
+        if fault is not None and fault.kind == "full disk":
+            # Between one small file and all that a run writes.
+            size = self.draw.randint(4, 90) * 4096
+            if not resize(size):
+                max_file_bytes = size
+        else:
+            resize(None)
+        start = self._new(max_file_bytes=max_file_bytes)
+        code = self._second_process(start, fault) if fault and fault.kind == "two processes" else self._disturb(start, fault)
+        if code is None:
+            for pid in [start.pid, *start.children()]:
+                os.kill(pid, signal.SIGKILL)
+            return None
+        self._count_repeated(start, before=before, may_repeat=may_repeat)
+        self._wait_for_children(start)
+        if fault is not None and fault.kind == "damaged checkpoint":
+            self._damage()
+        return code
+
+    def _disturb(self, start: Start, fault: Fault | None) -> int | None:
+        if fault is not None and fault.kind != "full disk":
+            self._wait_for_moment(start, fault)
+            time.sleep(fault.delay_s)
+            if start.poll() is None:
+                self._act(start, fault)
+            else:
+                self.row.when += " (the run had ended)"
+        return start.wait(START_LIMIT_S)
+
+    def _act(self, start: Start, fault: Fault) -> None:
+        match fault.kind:
+            case "SIGKILL" | "damaged checkpoint":
+                start.send(signal.SIGKILL)
+            case "SIGTERM":
+                start.send(signal.SIGTERM)
+                if self.draw.random() < 0.3:  # a scheduler without patience
+                    time.sleep(self.draw.uniform(0, 1))
+                    start.send(signal.SIGKILL)
+            case "Ctrl-C":
+                start.send(signal.SIGINT)
+                if self.draw.random() < 0.3:
+                    time.sleep(self.draw.uniform(0, 0.5))
+                    start.send(signal.SIGINT)
+            case "driver stopped":
+                start.send(signal.SIGSTOP)
+                time.sleep(SILENCE_S)
+                start.send(self.draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGCONT]))
+            case "reward process killed":
+                self._signal_reward_process(start, signal.SIGKILL)
+            case "reward process stopped":
+                self._signal_reward_process(start, signal.SIGSTOP)
+                self._end_silent_run(start)
+            case "reward function hangs":
+                mark = self.folder / "hang"
+                mark.touch()
+                while start.poll() is None and mark.exists():
+                    time.sleep(0.02)
+                if mark.exists():
+                    mark.unlink()
+                    self.row.when += " (no call followed)"
+                    return
+                self._end_silent_run(start)
+
+    def _signal_reward_process(self, start: Start, number: signal.Signals) -> None:
+        for pid in start.reward_processes():
+            os.kill(pid, number)
+
+    def _end_silent_run(self, start: Start) -> None:
+        time.sleep(SILENCE_S)
+        start.send(self.draw.choice([signal.SIGKILL, signal.SIGTERM]))
+
+    def _second_process(self, first: Start, fault: Fault) -> int | None:
+        """Start the command a second time; one of the two must train, and the other one must not disturb it."""
+        time.sleep(fault.delay_s)
+        second = self._new()
+        self.row.starts -= 1  # the second one was not needed
+        codes = [first.wait(START_LIMIT_S), second.wait(START_LIMIT_S)]
+        # The second one is refused, or finds the work done.
+        if sorted(codes, key=str) not in ([0, 2], [0, 0]):
+            self.row.problems.append(f"two processes ended with exit codes {codes}")
+        self._wait_for_children(second)
+        return min((code for code in codes if code is not None), default=None)
+
+    def _wait_for_moment(self, start: Start, fault: Fault) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while start.poll() is None and time.monotonic() < deadline:
+            if fault.moment == "start":
+                return
+            steps = logged_steps(self.run)
+            if steps > fault.step or (fault.moment == "step" and steps == fault.step):
+                return
+            if fault.moment == "save" and any(f"{fault.step:08d}" in path.name for path in (self.run / "checkpoints").glob("*")):
+                return
+            time.sleep(0.01)
+
+    def _count_repeated(self, start: Start, *, before: int, may_repeat: int) -> None:
+        output = start.output()
+        if "going on from step " in output:
+            resumed = int(output.split("going on from step ")[1].split()[0])
+        elif "rl 1/" in output:
+            resumed = 0
+        else:
+            return
+        repeated = max(0, before - resumed)
+        self.row.repeated += repeated
+        if repeated > may_repeat:
+            self.row.problems.append(f"{repeated} steps were repeated, expected at most {may_repeat}")
+
+    def _damage(self) -> None:
+        steps = complete_steps(self.run)
+        num_damaged = self.draw.randint(1, 2)
+        for step in steps[:num_damaged]:
+            damage(self.run / "checkpoints" / f"step_{step:08d}", self.draw)
+        good = max(steps[num_damaged:], default=0)
+        self.may_repeat = max(self.may_repeat, logged_steps(self.run) - good)
+
+    def _wait_for_children(self, start: Start) -> None:
+        deadline = time.monotonic() + LEFTOVERS_AFTER_S
+        while (children := start.children()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in children:
+            self.row.leftovers.append(f"process {_command_line(pid)[:120]}")
+            os.kill(pid, signal.SIGKILL)
+
+    def _compare(self) -> None:
+        self.row.equal = logged_numbers(self.run) == self.expected
+        if not self.row.equal:
+            self.row.problems.append("metrics.jsonl differs from that of the undisturbed run")
+        self.row.leftovers += [f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()]
+        shared = [path.name for path in Path("/dev/shm").glob("temper-*")]
+        self.row.leftovers += [name for name in shared if any(f"-{pid}-" in name for pid in self.pids)]
+        if (self.run / "run.lock").exists():
+            self.row.leftovers.append("run.lock")
+        if self.row.leftovers:
+            self.row.problems.append("something was left over")
+
+
+@contextmanager
+def small_disk(mount_point: Path, *, is_wanted: bool) -> Iterator[Callable[[int | None], bool]]:
+    """Mount a file system whose size the body can change; yields a function that says if it did.
+
+    Root alone can mount. The size None is one that no run fills.
+    """
+    if not is_wanted or not _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount_point)):
+        yield lambda size: False
+        return
+    try:
+        yield lambda size: _mount("-o", f"remount,size={size or 1 << 26}", str(mount_point))
+    finally:
+        kept = mount_point.parent / "kept"
+        shutil.copytree(mount_point, kept)
+        subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
+        mount_point.rmdir()
+        kept.rename(mount_point)
+
+
+def _mount(*arguments: str) -> bool:
+    return os.geteuid() == 0 and subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+
+
+def import_once() -> None:
+    """Import what a driver imports, so that forks need not."""
+    for name in (
+        "hydra.core.plugins",
+        "matplotlib.pyplot",
+        "temper_engine_fsdp.engine",
+        "temper_trainer.__main__",
+        "temper_trainer.loops",
+        "torch.distributed.checkpoint",
+        "transformers.models.qwen2.modeling_qwen2",
+    ):
+        importlib.import_module(name)
+
+
+def undisturbed(folder: Path) -> list[dict[str, float]]:
+    """Run once without a fault, and return its numbers.
+
+    Raises:
+        RuntimeError: If it fails.
+    """
+    for name in ("disk", "tmp"):
+        (folder / name).mkdir(parents=True)
+    start = Start(folder, None, log=folder / "start.log")
+    if start.wait(START_LIMIT_S) != 0:
+        raise RuntimeError(f"the undisturbed run failed: {start.output()[-3000:]}")
+    return logged_numbers(folder / "disk" / "run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases one after another; returns 1 if any failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs are made; what passed is deleted")
+    parser.add_argument("--seeds", required=True, help="comma-separated")
+    chosen = parser.parse_args(arguments)
+    sys.path.insert(0, str(HERE))
+    import_once()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=chosen.folder))
+    expected = undisturbed(folder / "undisturbed")
+    has_failed = False
+    for seed in map(int, chosen.seeds.split(",")):
+        own = folder / f"case-{seed}"
+        row = CaseRunner(draw_case(seed), folder=own, expected=expected).result()
+        if row.problems:
+            has_failed = True
+        else:
+            shutil.rmtree(own)
+        print(json.dumps(asdict(row)), flush=True)  # noqa: T201  read by the test and the campaign
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Disturb training runs at random, continue them, and keep a table of what became of each.
+
+    python -m tools.fault_campaign [--cases 100] [--seed 0] [--jobs 2] [--restart]
+
+A case is a seed: `packages/trainer/tests/loops/faults_for_tests.py` draws its faults and settings
+and runs it. Results are stored in .temper/fault_campaign.json after each case, and later calls at
+the same commit run the cases that are missing. The table is docs/records/fault_campaign.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / ".temper" / "fault_campaign.json"
+RUNS = ROOT / ".temper" / "fault_campaign"
+REPORT = ROOT / "docs" / "records" / "fault_campaign.md"
+PROGRAM = ROOT / "packages" / "trainer" / "tests" / "loops" / "faults_for_tests.py"
+
+Row = Mapping[str, object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Rows at one commit, by seed."""
+
+    commit: str
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path, *, commit: str) -> "Record":
+        """Return the stored record of this commit, or an empty one."""
+        if not path.exists():
+            return cls(commit=commit)
+        stored = json.loads(path.read_text())
+        if stored["commit"] != commit:
+            return cls(commit=commit)
+        return cls(commit=commit, rows={int(seed): row for seed, row in stored["rows"].items()})
+
+    def save(self, path: Path) -> None:
+        """Replace the file in one step, so that a killed campaign leaves the previous one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1))
+        partial.replace(path)
+
+    def table(self) -> str:
+        """Return the report as Markdown."""
+        rows = [row for _, row in sorted(self.rows.items())]
+        num_failed = sum(bool(row["problems"]) for row in rows)
+        lines = [
+            "# Training runs under random faults",
+            "",
+            "Written by `nox -s faults`. Each case starts `temper-train` with `run.resume=auto` on a small model,",
+            "disturbs it, and repeats the same command until it ends by itself. Fault, moment and settings are",
+            "drawn from the seed. A case passes if",
+            "",
+            "* each restart computes at most the logged steps since the last save again (one with `save_every=1`,",
+            "  one more with saves in the background, and those of checkpoints that the case itself damaged),",
+            "* every logged number equals that of an undisturbed run bit for bit, except times, rates and memory,",
+            "* no process is left 10 s after a start has ended, and no file in shared memory, in the temporary",
+            "  folder, or of the lock after the last one,",
+            "* no other command was needed.",
+            "",
+            "A cold case starts a new interpreter each time; the others fork one that has imported torch.",
+            "",
+            f"{len(rows)} cases, {num_failed} failed. Last: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores.",
+            "",
+            "| case | seed | fault | when | starts | steps repeated | equal | leftovers | result |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for number, row in enumerate(rows, start=1):
+            cells = [
+                number,
+                row["seed"],
+                row["fault"],
+                row["when"],
+                row["starts"],
+                row["repeated"],
+                "yes" if row["equal"] else "no",
+                _listed(row["leftovers"]) or "none",
+                _listed(row["problems"]) or "passed",
+            ]
+            lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+        return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing cases; returns 1 if any case failed at this commit, else 0."""
+    parser = argparse.ArgumentParser(prog="tools.fault_campaign", description=__doc__)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--restart", action="store_true", help="forget earlier cases of this commit")
+    chosen = parser.parse_args(arguments)
+    commit = _commit()
+    record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
+    missing = [seed for seed in range(chosen.seed, chosen.seed + chosen.cases) if seed not in record.rows]
+    guard = threading.Lock()
+    exit_codes: list[int] = []
+
+    def run(seeds: Sequence[int]) -> None:
+        listed = ",".join(map(str, seeds))
+        command = [sys.executable, str(PROGRAM), "--folder", str(RUNS), "--seeds", listed]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                row: Row = json.loads(line)
+                with guard:
+                    record.rows[int(str(row["seed"]))] = row
+                    record.save(STATE)
+                    REPORT.parent.mkdir(parents=True, exist_ok=True)
+                    REPORT.write_text(record.table())
+                print(f"{row['seed']}: {row['fault']}, {row['when']}: {_listed(row['problems']) or 'passed'}", flush=True)
+        exit_codes.append(process.returncode)
+
+    # Every job takes each n-th case, so that all of them see every kind of fault.
+    shares = [share for job in range(chosen.jobs) if (share := missing[job :: chosen.jobs])]
+    threads = [threading.Thread(target=run, args=(share,)) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = sorted(seed for seed, row in record.rows.items() if row["problems"])
+    print(f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}")
+    return 1 if failed or any(exit_codes) else 0
+
+
+def _listed(values: object) -> str:
+    assert isinstance(values, list)
+    return "; ".join(str(value) for value in values)
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Cases of the fault campaign are stored, continued at the same commit, and shown in a table."""
+
+from pathlib import Path
+
+from tools.fault_campaign import Record, Row
+
+PASSED: Row = {
+    "seed": 3,
+    "fault": "SIGKILL",
+    "when": "step 1 + 0.20 s",
+    "starts": 2,
+    "repeated": 1,
+    "equal": True,
+    "leftovers": [],
+    "problems": [],
+}
+FAILED: Row = {**PASSED, "seed": 1, "equal": False, "leftovers": ["run.lock"], "problems": ["the numbers differ"]}
+
+
+def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> None:
+    record = Record(commit="abc", rows={3: PASSED, 1: FAILED})
+    record.save(tmp_path / "state.json")
+    assert Record.load(tmp_path / "state.json", commit="abc") == record
+    assert Record.load(tmp_path / "state.json", commit="def") == Record(commit="def")
+
+
+def test_table_lists_cases_by_seed_and_counts_failures() -> None:
+    lines = Record(commit="abc", rows={3: PASSED, 1: FAILED}).table().splitlines()
+    assert any(line.startswith("2 cases, 1 failed.") for line in lines)
+    assert lines[-2:] == [
+        "| 1 | 1 | SIGKILL | step 1 + 0.20 s | 2 | 1 | no | run.lock | the numbers differ |",
+        "| 2 | 3 | SIGKILL | step 1 + 0.20 s | 2 | 1 | yes | none | passed |",
+    ]
