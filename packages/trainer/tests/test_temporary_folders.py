@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from temper_trainer.temporary_folders import make_temporary_folder, name_folder, remove_orphans
+from temper_trainer.temporary_folders import announced_session, make_temporary_folder, name_folder, remove_claimed, remove_orphans
 
 MAKE = """
 import sys
@@ -66,3 +66,36 @@ def test_temporary_folder_is_closed_to_others() -> None:
     assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+ANNOUNCE = """
+import os, sys, time
+from datetime import datetime
+from pathlib import Path
+from temper_trainer.temporary_folders import announced_session
+root = Path(sys.argv[1])
+with announced_session(root):
+    name = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
+    (root / name / "logs").mkdir(parents=True)
+    (root / f"session_2020-01-01_00-00-00_000000_{os.getpid()}").mkdir()
+    print(name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", ANNOUNCE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with owner:
+        assert owner.stdout is not None
+        name = owner.stdout.readline().strip()
+        assert remove_claimed(tmp_path) == []
+        owner.kill()
+    assert remove_claimed(tmp_path) == [tmp_path / name]
+    earlier = [f"session_2020-01-01_00-00-00_000000_{owner.pid}"]
+    assert [path.name for path in tmp_path.iterdir()] == earlier, "a session of an earlier process with this id is another's"
+
+
+def test_a_start_of_ray_that_is_completed_leaves_no_note(tmp_path: Path) -> None:
+    with announced_session(tmp_path):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []

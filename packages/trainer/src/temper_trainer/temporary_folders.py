@@ -11,12 +11,18 @@ import re
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 _CLAIM = ".temper-owner"
+_SESSION = re.compile(r"session_(?P<time>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6})_(?P<process>\d+)")
+"""How Ray names the folder of a cluster: by the local time and the driver's process id."""
+_SESSION_STARTS_WITHIN_S = 120.0
 _NAME = re.compile(r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}")
 
 
@@ -68,20 +74,54 @@ def remove_orphans(root: Path) -> list[Path]:
     return removed
 
 
+def remove_leftovers() -> list[Path]:
+    """Remove what dead processes of this user left in shared memory and the temporary directory."""
+    roots = {shared_memory_root(), Path(tempfile.gettempdir())}
+    return [folder for root in sorted(roots) for folder in remove_orphans(root)]
+
+
 def claim_folder(folder: Path) -> None:
     """Note that a folder of another program belongs to this process; see `remove_claimed`."""
     (folder / _CLAIM).write_text(name_folder("claim", root=folder).name)
 
 
+@contextmanager
+def announced_session(root: Path) -> Iterator[None]:
+    """Note, while the body starts Ray, that a session folder in `root` will be this process's.
+
+    A process that is killed in the body cannot claim the folder; `remove_claimed` finds it by the note.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    note = name_folder("session", root=root)
+    note.mkdir()
+    try:
+        yield
+    finally:
+        note.rmdir()
+
+
 def remove_claimed(root: Path) -> list[Path]:
-    """Remove folders in `root` that a process claimed which is dead; returns them."""
-    removed = []
-    for claim in root.glob(f"*/{_CLAIM}"):
-        if _is_orphan(claim.read_text()):
-            shutil.rmtree(claim.parent, ignore_errors=True)
-            logger.info("removed %s, which a process that is dead had left", claim.parent)
-            removed.append(claim.parent)
+    """Remove folders in `root` that a process claimed or announced which is dead; returns them."""
+    removed = [claim.parent for claim in root.glob(f"*/{_CLAIM}") if _is_orphan(claim.read_text())]
+    notes = [note for note in root.glob("temper-session-*") if _is_orphan(note.name)]
+    for note in notes:
+        removed += [folder for folder in root.glob("session_*") if _is_announced(folder, note=note)]
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed %s, which a process that is dead had left", folder)
+    for note in notes:
+        shutil.rmtree(note, ignore_errors=True)
     return removed
+
+
+def _is_announced(folder: Path, *, note: Path) -> bool:
+    """Return whether a session folder is the one that a dead process was about to make."""
+    session, owner = _SESSION.fullmatch(folder.name), _NAME.fullmatch(note.name)
+    if session is None or owner is None or session["process"] != owner["process"] or folder.is_symlink():
+        return False
+    # The id may be another process's by now, which may have a cluster of its own.
+    begin = datetime.strptime(session["time"], "%Y-%m-%d_%H-%M-%S_%f").timestamp()
+    return -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S and folder.stat().st_uid == os.getuid()
 
 
 def _is_orphan(name: str) -> bool:

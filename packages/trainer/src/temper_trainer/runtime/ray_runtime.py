@@ -28,7 +28,7 @@ from temper_trainer.runtime.ray_guard import RayGuard
 from temper_trainer.runtime.ray_replica import CALLS_AT_ONCE, RayReplica, ReplicaActor, ReplicaHandle
 from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
 from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teacher_plans
-from temper_trainer.temporary_folders import claim_folder, remove_claimed
+from temper_trainer.temporary_folders import announced_session, claim_folder, remove_claimed
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,11 @@ def _begin(address: str | None, bind_address: str) -> None:
     with ExitStack() as stack:
         if starts_here:
             remove_claimed(_SESSIONS)
+            stack.enter_context(announced_session(_SESSIONS))
             _guards.append(stack.enter_context(RayGuard()))
         _init(address="local" if starts_here else address, bind_address=bind_address if starts_here else None)
-    if starts_here:
-        claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
+        if starts_here:
+            claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
 
 
 def _init(*, address: str | None, bind_address: str | None) -> None:
