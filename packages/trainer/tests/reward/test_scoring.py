@@ -89,11 +89,15 @@ def test_a_worker_killed_between_batches_is_replaced() -> None:
         assert not any(scorer.metrics().values())
 
 
-def test_a_call_whose_process_is_killed_twice_is_counted() -> None:
+def test_a_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "kill", "2"))
     assert [score.reward for score in scores] == [1.0, None, 2.0]
     assert scores[1].failure == "raised: the worker process died with exit code -9 (prompt 1, file:1)"
+    first, second = caplog.messages
+    assert first.startswith("replaced reward process ")
+    assert first.endswith(": prompt 1 (file:1) died with exit code -9 and is called again")
+    assert second.endswith(": prompt 1 (file:1) died with exit code -9, which counts as failed")
 
 
 DRIVER = """

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.progress import advance
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timed_out
+
+logger = logging.getLogger(__name__)
 
 _SHARE = 16
 """Items a worker is given at once: few enough that none idles at the end of a batch."""
@@ -79,7 +82,8 @@ class ProcessScoring:
                 elif time.monotonic() - worker.since >= self._timeout_s:
                     index, item = worker.tasks.popleft()
                     outcomes[index] = timed_out(item, timeout_s=self._timeout_s)
-                    self._replace(worker)
+                    limit = f"took longer than reward.timeout_s = {self._timeout_s:g} s"
+                    self._replace(worker, item=item, reason=f"{limit}, which counts as failed")
         return [outcomes[index] for index in range(len(items))]
 
     def close(self) -> None:
@@ -107,18 +111,23 @@ class ProcessScoring:
         except (EOFError, ConnectionError):
             worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended
             worker.kill()
-            index, (prompt, _) = worker.tasks[0]
+            index, item = worker.tasks[0]
+            prompt, _ = item
+            reason = f"died with exit code {worker.process.exitcode}"
             if worker.process.exitcode in _KILLED_FROM_OUTSIDE and index not in repeated:
                 repeated.add(index)
-                self._replace(worker)
+                self._replace(worker, item=item, reason=f"{reason} and is called again")
                 return
             worker.tasks.popleft()
-            message = f"the worker process died with exit code {worker.process.exitcode} (prompt {prompt.prompt_id}, {prompt.source})"
+            message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.source})"
             outcomes[index] = Outcome(kind=FailureKind.RAISED, message=message)
-            self._replace(worker)
+            self._replace(worker, item=item, reason=f"{reason}, which counts as failed")
 
-    def _replace(self, worker: "_Worker") -> None:
-        """A new process in place of this one, with what it had not come to."""
+    def _replace(self, worker: "_Worker", *, item: Item, reason: str) -> None:
+        """Start a process in place of this one and give it the tasks that this one had left."""
+        prompt, _ = item
+        process = worker.process.pid
+        logger.warning("replaced reward process %s: prompt %s (%s) %s", process, prompt.prompt_id, prompt.source, reason)
         worker.kill()
         successor = self._start_worker()
         self._workers[self._workers.index(worker)] = successor
