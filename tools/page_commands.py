@@ -7,6 +7,7 @@ with what the reader is told to bring (INPUTS). A command that nothing here know
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import parquet
 
 from tools.command_rules import OWN_RUN, kit, migrate, nox_sessions, pip_install, python, ray_job, train
 
@@ -52,10 +56,19 @@ trainer: {nnodes: 1, n_gpus_per_node: 1, logger: console}
 actor_rollout_ref: {model: {path: DIR}, rollout: {name: vllm, n: 4}}
 """
 
+_TEXTS = ("question", "answer", "problem", "solution", "prompt", "chosen", "kind")
+_MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
+_MORE = {"rejected": "2", "subject": "maths", "messages": _MESSAGES, "reward_model": {"ground_truth": "1"}}
+_ROW = json.dumps(dict.fromkeys(_TEXTS, "1") | _MORE)
+_MODEL = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", "model.safetensors": "\2" + 7 * "\0" + "{}"}
+"""As much of a model directory as `temper-train --check` reads."""
+_MODELS = ("DIR", "student", "teacher_of_maths", "teacher_of_code")
+_RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
+
 INPUTS = {
-    **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "train.parquet", "test.parquet"), ""),
-    **{f"{folder}/config.json": "{}" for folder in ("DIR", "student", "teacher_of_maths", "teacher_of_code")},
-    **{f"{run}/huggingface/config.json": "{}" for run in ("runs/gsm8k_sft", "runs/judge", "warm/warm_start")},
+    **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl"), _ROW),
+    **dict.fromkeys(("train.parquet", "test.parquet"), _ROW),
+    **{f"{folder}/{name}": text for folder in (*_MODELS, *_RESULTS) for name, text in _MODEL.items()},
     # The same page makes these runs and uses their models: without the marker, the command that makes one would be refused.
     **{f"{run}/.untrained": "" for run in ("runs/gsm8k_sft", "runs/judge", "warm")},
     "warm/tokenizer/tokenizer.json": "{}",
@@ -63,7 +76,7 @@ INPUTS = {
     **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
     "my_run.yaml": _OLD_CONFIG,
 }
-"""What pages tell their reader to have: data, models (as far as their config.json), and the project of an older system."""
+"""What pages tell their reader to have: data, models as far as a check reads them, and the project of an older system."""
 
 MODULES = {
     f"docs/how-to/{page}.md": f"my_{module}.py"
@@ -125,7 +138,10 @@ def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     """Write these files below a folder."""
     for name, text in inputs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        if name.endswith(".parquet"):
+            parquet.write_table(pa.Table.from_pylist([json.loads(text)]), folder / name)
+        else:
+            (folder / name).write_text(text)
 
 
 @cache

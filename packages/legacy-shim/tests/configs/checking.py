@@ -1,16 +1,19 @@
 """``temper-train --check`` on a translated file, where the files and models that it names are made to lie below one folder.
 
 It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys that are given beside it say where, below
-the folder, the data and the models lie. What they hold is not looked at by a check.
+the folder, the data and the models lie. They hold as much as a check reads.
 """
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import yaml
+from pyarrow import parquet
 
 from temper_legacy_shim.configs import Translation
 from temper_legacy_shim.configs.values import Plain, flatten, hydra_text
@@ -18,6 +21,9 @@ from temper_legacy_shim.configs.written import yaml_of
 
 REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
 TOOLS = "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: finds, parameters: {type: object}}\n"
+MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
+MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"", "model.safetensors": b"\2" + bytes(7) + b"{}"}
+"""As much of a model directory as a check reads."""
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
@@ -40,18 +46,47 @@ def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
 def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]]:
     for key, value in values.items():
         if key.endswith(".paths") and isinstance(value, list):
-            yield key, [_put(str(item), folder, content="") for item in value]
+            kind = values.get(key.removesuffix("paths") + "kind", "jsonl")
+            yield key, [_put(str(item), folder, content=_data(values, is_parquet=kind == "parquet")) for item in value]
         elif key.endswith(".engine.model.path") and isinstance(value, str):
-            yield key, _put(value, folder, content="{}", below="config.json")
+            for name, content in MODEL.items():
+                place = _put(value, folder, content=content, below=name)
+            yield key, place
         elif key == "data.tokenizer.path" and isinstance(value, str):
-            yield key, _put(value, folder, content="{}", below="tokenizer.json")
+            yield key, _put(value, folder, content=b"{}", below="tokenizer.json")
         elif key == "data.tools_path" and isinstance(value, str):
-            yield key, _put(value, folder, content=TOOLS)
+            yield key, _put(value, folder, content=TOOLS.encode())
         elif key == "reward.arguments.path" and isinstance(value, str) and value.endswith(".py"):
-            yield key, _put(value, folder, content=REWARD.format(name=values.get("reward.arguments.name") or "compute_score"))
+            program = REWARD.format(name=values.get("reward.arguments.name") or "compute_score")
+            yield key, _put(value, folder, content=program.encode())
 
 
-def _put(path: str, folder: Path, *, content: str, below: str = "") -> str:
+def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
+    """Return a file of one row with every field that any source of the configuration names."""
+    row: dict[str, object] = {"question": "1", "answer": "1", "chosen": "1", "rejected": "2"}
+    routes = [key.split(".")[1] for key in values if key.startswith("teachers.")]
+    for key, field in values.items():
+        if not isinstance(field, str) or not re.fullmatch(r"(data|warm_start)\..*_key", key):
+            continue
+        texts: dict[str, object] = {"messages_key": MESSAGES, "rejected_key": "2", "route_key": next(iter(routes), "1")}
+        _set(row, field, texts.get(key.rpartition(".")[2], "1"))
+    if not is_parquet:
+        return json.dumps(row).encode()
+    sink = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist([row]), sink)
+    return sink.getvalue()
+
+
+def _set(row: dict[str, object], field: str, value: object) -> None:
+    outer, dot, inner = field.partition(".")
+    below = row.setdefault(outer, {}) if dot else None
+    if isinstance(below, dict):
+        _set(below, inner, value)
+    else:
+        row[field] = value
+
+
+def _put(path: str, folder: Path, *, content: bytes, below: str = "") -> str:
     """A place below the folder for a path, with something there."""
     if "://" in path:
         return path
@@ -59,7 +94,7 @@ def _put(path: str, folder: Path, *, content: str, below: str = "") -> str:
     place += "/file" * (not below and (folder / place).is_dir())
     target = folder / place / below
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(content)
+    target.write_bytes(content)
     return place
 
 

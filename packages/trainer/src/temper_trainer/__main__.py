@@ -87,11 +87,20 @@ def _act(asked: argparse.Namespace) -> int:
     if asked.check:
         placement = [f"  {line}" for line in planned(loaded.config)]
         print("\n  ".join(["OK", *derived_sizes(loaded.config), "placement:", *placement, f"digest: {loaded.digest}"]))
+        _say_what_is_missing(loaded)
         return 0
     check_libraries(loaded.config)
     # Taken before torch is imported: a second process is refused within a second and touches nothing.
     with RunLock(Path(loaded.config.run.dir)) as lock:
         return _train(loaded, asked, lock=lock)
+
+
+def _say_what_is_missing(loaded: LoadedConfig) -> None:
+    """Print what this machine lacks; a configuration may be checked on another one than it runs on."""
+    try:
+        check_libraries(loaded.config)
+    except ConfigError as error:
+        print(f"  not on this machine: {error}")
 
 
 def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) -> int:

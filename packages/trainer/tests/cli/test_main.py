@@ -100,7 +100,7 @@ def test_a_run_folder_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("num_good", "status", "sentence"),
     [
-        (1, 2, "{file}:2 is not a line of JSON"),
+        (1, 2, "{file}:2: not a JSON object"),
         (200, 1, "DataError: {file}:201: not a JSON object"),
     ],
     ids=["found before the start", "found by the run"],

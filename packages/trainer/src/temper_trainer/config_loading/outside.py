@@ -1,29 +1,37 @@
-"""What a configuration refers to outside itself: files, folders, model directories, libraries, the reward function; without torch."""
+"""Check what a configuration refers to: files, folders, libraries, functions; without torch.
+
+docs/how-to/check.md lists what is checked when.
+"""
 
 import importlib.util
+import inspect
 import json
-import re
+import logging
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.data import SourceConfig
-from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.environment import BUILT_IN, environment_class
+from temper_trainer.config.environment import BUILT_IN, EnvironmentConfig, environment_class
 from temper_trainer.config.folder import holds_run
-from temper_trainer.config.images import image_part
 from temper_trainer.config.importing import is_import_path
-from temper_trainer.config.reward_model import REWARD_MODEL, RewardModelConfig
-from temper_trainer.config.run import RoleConfig, RunConfig, TrainerConfig
+from temper_trainer.config.reward_model import REWARD_MODEL
+from temper_trainer.config.run import RunConfig, TrainerConfig
+from temper_trainer.config_loading.data_files import data_problems
+from temper_trainer.config_loading.model_folders import model_problems
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, reward_parts
+from temper_trainer.rollout.vllm import versions
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_NUM_CHECKED_ROWS = 100
+logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S = 10.0
+"""For another interpreter to list its packages, which takes 0.2 s on a local disk."""
 _NEED_PEFT = ("fsdp", "megatron")
 """Engines whose adapters are PEFT's."""
 
@@ -34,14 +42,14 @@ def check_outside(config: TrainerConfig) -> None:
     Raises:
         ConfigError: one line per file, directory or library that is missing, or in the way; or the reward's own sentence.
     """
-    if problems := [*_missing_data(config), *_missing_models(config), *_problems_of_run(config.run)]:
+    if problems := [*data_problems(config), *model_problems(config), *_problems_of_run(config.run)]:
         raise ConfigError("\n".join(problems))
     if config.samples:
         for part in reward_parts(config.reward):
             if part.function != REWARD_MODEL:
                 resolve_reward(part)
     if config.environment is not None and config.environment.name not in BUILT_IN:
-        environment_class(config.environment)
+        _check_own_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
         open_sandbox(config.environment.sandbox)
     if config.task == "rl":
@@ -49,11 +57,14 @@ def check_outside(config: TrainerConfig) -> None:
 
 
 def check_libraries(config: TrainerConfig) -> None:
-    """Refuse a run that would ask for an extra late, after its warm start; a check may be made on a machine without it.
+    """Refuse a run that this machine lacks libraries for, which it would miss only after its warm start.
 
     Raises:
-        ConfigError: Ray, peft or vLLM is not installed, or the interpreter that should have the last is not there.
+        ConfigError: If Ray, peft, datasets or vLLM is not installed, or is a vLLM that cannot work.
     """
+    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is not None and source.kind == "datasets" and not _is_installed("datasets"):
+            raise ConfigError(f"{name}.kind is datasets, but datasets is not installed: pip install 'temper-trainer[datasets]'.")
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
             raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.")
@@ -61,19 +72,78 @@ def check_libraries(config: TrainerConfig) -> None:
     adapted = [name for name, role in (("actor", config.actor), ("critic", config.critic)) if role is not None and role.engine.lora.is_on]
     if adapted and config.model_engine in _NEED_PEFT and not _is_installed("peft"):
         raise ConfigError(f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.")
-    serves = config.samples and config.rollout.sampler == "vllm"
-    python = config.runtime.rollout_python
-    # What another interpreter has installed is asked when its servers start.
-    if python is not None and shutil.which(python) is None and (serves or any(t.backend == "vllm" for t in config.teachers.values())):
+    taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
+    if config.samples and config.rollout.sampler == "vllm":
+        _check_vllm("rollout.sampler is vllm", python=config.runtime.rollout_python)
+    elif taught:
+        _check_vllm(f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python)
+
+
+def _check_vllm(reason: str, *, python: str | None) -> None:
+    """Refuse an interpreter whose packages cannot serve.
+
+    Packages are listed, not imported, which takes minutes: whether torchvision fits to torch is
+    found when a server starts.
+    """
+    if python is None:
+        if not _is_installed("vllm"):
+            raise ConfigError(
+                f"{reason}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
+                "environment that has it in runtime.rollout_python."
+            )
+        found = versions.installed_versions()
+    else:
+        if shutil.which(python) is None:
+            raise ConfigError(
+                f"runtime.rollout_python is {python}, but there is no such program: give the interpreter of an environment with "
+                "vLLM, such as rollout-env/bin/python."
+            )
+        found = _versions_of(python)
+        for module in ("temper_trainer", "temper_engine_api"):
+            if found and module not in found:
+                name = module.replace("_", "-")
+                raise ConfigError(f"runtime.rollout_python is {python}, which has no {name}: run {python} -m pip install --no-deps {name}.")
+    if found and (problem := versions.version_problem(found, python=python or sys.executable)):
+        raise ConfigError(f"{reason}: {problem}")
+
+
+def _versions_of(python: str) -> dict[str, str]:
+    """Return the versions of the packages of another interpreter; empty if it does not answer in time.
+
+    Raises:
+        ConfigError: If it is no Python that can run servers.
+    """
+    # -P: this file's own folder is not searched for packages, as it would not be by `python -m`.
+    command = [python, "-P", versions.__file__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        logger.warning("%s did not list its packages within %g s: its vLLM is checked when a server starts.", python, _ASK_TIMEOUT_S)
+        return {}
+    except OSError as error:
+        raise ConfigError(f"runtime.rollout_python is {python}, which can't be run: {error.strerror}.") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(
-            f"runtime.rollout_python is {python}, but nothing that can be run lies there: give the interpreter of an environment with "
-            "vLLM, such as rollout-env/bin/python."
+            f"runtime.rollout_python is {python}, which could not list its packages ({last}): give a Python from 3.11 on that works."
         )
-    if serves and python is None and not _is_installed("vllm"):
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
+
+
+def _check_own_environment(config: EnvironmentConfig) -> None:
+    found = environment_class(config)
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # a class in C need not say what it takes; making the first one does
+        return
+    try:
+        signature.bind(config=config, tokenizer=None, **config.arguments)
+    except TypeError as error:
         raise ConfigError(
-            "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
-            "environment that has it in runtime.rollout_python."
-        )
+            f"environment.name {config.name} can't be made with config, tokenizer and environment.arguments "
+            f"{dict(config.arguments)}: {error}."
+        ) from error
 
 
 def _check_own_algorithm(config: AlgorithmConfig) -> None:
@@ -88,120 +158,11 @@ def _check_own_algorithm(config: AlgorithmConfig) -> None:
         own_policy_loss(config)
 
 
-def _missing_data(config: TrainerConfig) -> Iterator[str]:
-    warm_start = None if config.warm_start is None else config.warm_start.data
-    sources: dict[str, SourceConfig | None] = {
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
-        "warm_start.data": warm_start,
-    }
-    for name, source in sources.items():
-        if source is None or source.kind not in ("jsonl", "parquet"):
-            continue
-        for path in source.paths:
-            if _is_local(path) and not Path(path).is_file():
-                yield f"{name}.paths names {path}, which is no file here ({Path.cwd()}): mend the path."
-            elif _is_local(path) and path.endswith(".jsonl"):
-                key = source.prompt_key if config.task == "rl" and name != "warm_start.data" else None
-                if problem := _broken_row(Path(path), prompt_key=key):
-                    yield f"{name}.{problem}"
-    tools = config.data.tools_path
-    if tools is not None and not Path(tools).is_file():
-        yield f"data.tools_path is {tools}, which is no file here ({Path.cwd()}): mend the path."
-
-
-def _broken_row(path: Path, *, prompt_key: str | None) -> str | None:
-    """Return what is wrong with the first row, of the first `_NUM_CHECKED_ROWS`, that is unusable.
-
-    The run reads every row; this finds a wrong key or another format within milliseconds.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(islice(file, _NUM_CHECKED_ROWS), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                return f"paths: {path}:{number} is not a line of JSON ({error}): correct that line."
-            if not isinstance(row, dict):
-                kind = type(row).__name__
-                return f"paths: {path}:{number} is a {kind}, but each line must be a JSON object."
-            if prompt_key is not None and prompt_key not in row:
-                return (
-                    f"prompt_key is {prompt_key}, but {path}:{number} has only "
-                    f"{', '.join(sorted(row)) or 'no keys'}: set it to one of them."
-                )
-    return None
-
-
-def _missing_models(config: TrainerConfig) -> Iterator[str]:
-    roles: dict[str, RoleConfig | TeacherConfig | RewardModelConfig | None] = {
-        "actor": config.actor,
-        "critic": config.critic,
-        "ref": config.ref,
-        "reward.model": config.reward.model,
-    }
-    roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    for name, role in roles.items():
-        path = None if role is None else role.engine.model.path
-        if path is not None and not (Path(path) / "config.json").is_file():
-            remedy = "correct the path, or put the model there first."
-            if _HUB_NAME.fullmatch(path) and not Path(path).exists():
-                remedy = (
-                    "if it is the name of a model on the Hugging Face Hub, run hf download "
-                    f"{path} --local-dir models/{path.rpartition('/')[2]} and give that folder."
-                )
-            yield (f"{name}.engine.model.path is {path}, but there is no Hugging Face model in that folder (no config.json): {remedy}")
-        elif path is not None and (damage := _damaged_weights(Path(path))):
-            yield f"{name}.engine.model.path: {damage}"
-        elif path is not None and not name.startswith("teachers.") and (part := image_part(Path(path))):  # a server answers text alone
-            yield (
-                f"{name}.engine.model.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
-                "trains. Give the folder of a text model."
-            )
-    actor = config.actor.engine.model.path
-    if config.weight_sync.content == "adapter" and actor is None:
-        yield (
-            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have "
-            "no base to put the adapter on: set weight_sync.content=full, or save the base as a "
-            "Hugging Face directory first."
-        )
-    path = config.data.tokenizer.path
-    if path is not None and not Path(path).is_dir():
-        yield f"data.tokenizer.path is {path}, which is no directory: give the folder of a tokenizer."
-    if config.data.tokenizer.kind == "pretrained" and path is None and config.actor.engine.model.path is None:
-        yield (
-            "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
-            "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
-        )
-
-
-def _damaged_weights(folder: Path) -> str | None:
-    """Return what is wrong with the first file of weights whose header does not fit its size.
-
-    A safetensors file begins with the length of its header in 8 bytes; the header says where each
-    tensor ends. Only the headers are read.
-    """
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or 8 + length > size:
-                return f"{path} has {size} bytes and is cut off: copy or download it again."
-            try:
-                header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
-            except ValueError:
-                return f"{path} has a header that is not JSON: copy or download it again."
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if end != size:
-            return f"{path} has {size} bytes, but its header asks for {end}: copy it again."
-    return None
-
-
 def _problems_of_run(run: RunConfig) -> Iterator[str]:
     if run.resume == "never" and holds_run(Path(run.dir)):
         yield f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
+    if problem := _unwritable(Path(run.dir)):
+        yield f"run.dir is {run.dir}, but {problem}: choose another run.dir."
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield f"run.resume is {run.resume}, but must be never, auto, or the path of a step directory, and no directory lies there."
     for name in ("wandb", "mlflow", "trackio"):
@@ -233,5 +194,10 @@ def _is_installed(module: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _is_local(path: str) -> bool:
-    return "://" not in path and "::" not in path
+def _unwritable(folder: Path) -> str | None:
+    """Return why no files can be made in a folder that may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"

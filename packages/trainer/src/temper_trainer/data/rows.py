@@ -1,7 +1,7 @@
 """A problem as its source gives it, before tokenisation, and the check that makes one from a raw record."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
@@ -47,6 +47,16 @@ class Row:
         return (*asked, self.answer, self.solution)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """One preference before tokenisation."""
+
+    chosen: Row
+    """Prompt with the preferred completion as its solution."""
+    rejected: Row
+    """The same prompt with the other one."""
+
+
 def row_from_record(record: object, *, config: SourceConfig, row_id: int, source: str) -> Row:
     """The row in one raw record.
 
@@ -65,9 +75,8 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
         )
     if config.messages_key is not None:
         return _conversation_row(record, key=config.messages_key, row_id=row_id, source=source)
-    for key, setting in ((config.prompt_key, "prompt_key"), (config.answer_key, "answer_key")):
-        if value_at(record, key) is ABSENT:
-            raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set {setting}.")
+    _check_field(record, config.prompt_key, setting="prompt_key", source=source)
+    _check_field(record, config.answer_key, setting="answer_key", source=source)
     answer = value_at(record, config.answer_key)
     if not isinstance(answer, str):
         raise DataError(f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}.")
@@ -75,6 +84,29 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
     extra = {key: None if (value := value_at(record, key)) is ABSENT else value for key in config.extra_keys}
     route = "" if config.route_key is None else _route(record, key=config.route_key, source=source)
     return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source, route=route, extra=extra)
+
+
+def pair_from_record(record: object, *, config: SourceConfig, row_id: int, source: str) -> PairRow:
+    """Return the pair in one raw record; arguments and errors as of `row_from_record`."""
+    found = {}
+    for key, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
+        if isinstance(record, Mapping):
+            _check_field(record, key, setting=setting, source=source)
+        row = row_from_record(record, config=replace(config, answer_key=key), row_id=row_id, source=source)
+        if not row.answer.strip():
+            raise DataError(f"{source}: field {key!r} is empty: a pair needs two completions. Remove the row.")
+        found[key] = row
+    if found[config.chosen_key].answer == found[config.rejected_key].answer:
+        raise DataError(
+            f"{source}: fields {config.chosen_key!r} and {config.rejected_key!r} are equal, which says nothing: remove the row."
+        )
+    return PairRow(chosen=found[config.chosen_key], rejected=found[config.rejected_key])
+
+
+def _check_field(record: Mapping[object, object], key: str, *, setting: str, source: str) -> None:
+    if value_at(record, key) is ABSENT:
+        fields = sorted(map(str, record))
+        raise DataError(f"{source}: there is no field {key!r} among {fields}: correct the row, or set {setting}.")
 
 
 class _Absent:
@@ -97,7 +129,7 @@ def _conversation_row(record: Mapping[object, object], *, key: str, row_id: int,
     """A whole conversation as the prompt; what of it is trained is decided where it is tokenised."""
     value = value_at(record, key)
     if value is ABSENT:
-        raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: mend the row, or set messages_key.")
+        raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: correct the row, or set messages_key.")
     messages = _prompt(value, where=f"{source}: field {key!r}")
     if isinstance(messages, str) or not any(message.role == "assistant" for message in messages):
         raise DataError(f"{source}: field {key!r} must be a list of chat messages with one of role assistant: there is nothing to imitate.")

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.data.arithmetic import arithmetic_rows
-from temper_trainer.data.rows import DataError, Row, row_from_record
+from temper_trainer.data.rows import DataError, PairRow, Row, pair_from_record, row_from_record
 
 _PARQUET_BATCH = 4096
 
@@ -43,6 +43,22 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
     fields += () if source.route_key is None else (source.route_key,)
     for i, (where, record) in enumerate(load_records(source, fields=fields, base_dir=base_dir)):
         yield row_from_record(record, config=source, row_id=i, source=where)
+
+
+def load_pairs(source: SourceConfig) -> list[PairRow]:
+    """Return every pair of a source.
+
+    Raises:
+        DataError: If a record lacks a field, or a completion is empty.
+    """
+    return list(iterate_pairs(source))
+
+
+def iterate_pairs(source: SourceConfig) -> Iterator[PairRow]:
+    """Yield the pairs of a source one at a time; see `load_pairs`."""
+    fields = (source.prompt_key, source.chosen_key, source.rejected_key)
+    for i, (where, record) in enumerate(load_records(source, fields=fields)):
+        yield pair_from_record(record, config=source, row_id=i, source=where)
 
 
 def load_records(source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None) -> Iterator[tuple[str, object]]:

@@ -72,6 +72,12 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+    # Without its files, transformers makes a tokenizer that knows special tokens alone.
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise ConfigError(
+            f"the tokenizer in {path!r} has no vocabulary: copy its files (such as tokenizer.json) there, "
+            "or set data.tokenizer.path to the folder that has them."
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {path!r} has no end token, so no completion could end: set eos_token in its config.")
     if tokenizer.pad_token_id is None:

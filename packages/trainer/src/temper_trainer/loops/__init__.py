@@ -14,10 +14,10 @@ from temper_trainer.checkpoint.save import Checkpointer, describe_last_save
 from temper_trainer.config.resuming import describe_changes
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
-from temper_trainer.data.pairs import PairRow, encode_pairs, load_pairs
+from temper_trainer.data.pairs import encode_pairs
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_prompts
-from temper_trainer.data.rows import Row
-from temper_trainer.data.sources import iterate_rows
+from temper_trainer.data.rows import PairRow, Row
+from temper_trainer.data.sources import iterate_rows, load_pairs
 from temper_trainer.data.streaming import StreamedItems
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.evaluation import evaluate_all, trained_among
@@ -32,6 +32,7 @@ from temper_trainer.metrics.log import RunLog
 from temper_trainer.metrics.settings import read_settings
 from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.opening import Runtime, open_runtime
+from temper_trainer.temporary_folders import remove_leftovers
 from temper_trainer.types import DataCursor, Demonstration
 
 
@@ -60,6 +61,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     if lock is None:
         with RunLock(Path(config.run.dir)) as lock:
             return train(config, digest=digest, write_config=write_config, lock=lock)
+    remove_leftovers()
     with StopRequest(grace_s=config.run.stop_grace_s) as stop:
         found, done = None, 0
         try:

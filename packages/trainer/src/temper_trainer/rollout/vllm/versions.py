@@ -7,6 +7,7 @@ only, so that `--check` can run it in another interpreter.
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -122,3 +123,13 @@ def _version(*distributions: str) -> str:
 def _minor(version: str) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", version)
     return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _answer() -> dict[str, str]:
+    """Return what `--check` asks of another interpreter: its packages, and whether it has Temper's."""
+    own = {name: "" for name in ("temper_trainer", "temper_engine_api") if importlib.util.find_spec(name)}
+    return {**installed_versions(), **own}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_answer()))
