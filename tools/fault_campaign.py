@@ -70,6 +70,8 @@ class Record:
             "* no other command was needed.",
             "",
             "A cold case starts a new interpreter each time; the others fork one that has imported torch.",
+            "The second fault of a case belongs to its second start: where one start was enough, because the",
+            "run outlived the first fault or had ended before it, the second one did not happen.",
             "",
             f"{len(rows)} cases, {num_failed} failed. Last: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores.",
             "",
