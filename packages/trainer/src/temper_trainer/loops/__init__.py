@@ -72,6 +72,11 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             evaluation = _train(config, digest, write_config, lock, stop=stop, folder=folder, found=found, done=done)
         except RunStopped:  # before the run was opened, or while it was closed
             raise RunInterrupted(step=done, checkpoint=found, stop=stop) from None
+        except SystemExit:
+            # While Ray starts, its own handler of SIGTERM is set, which exits with status 15.
+            if not stop.is_set:
+                raise
+            raise RunInterrupted(step=done, checkpoint=found, stop=stop) from None
     folder.mark_trained()
     return RunResult(directory=folder.root, evaluation=evaluation)
 

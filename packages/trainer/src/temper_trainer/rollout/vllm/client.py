@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,7 @@ class ServerProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(other_end.fileno(),),
+                    env=_environment(self._directory),
                 )
             except OSError as error:
                 self.close()
@@ -275,6 +277,16 @@ class ServerProcess:
             file.seek(max(0, self._log_file.stat().st_size - 32768))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (empty)"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return a server's environment, in which its temporary files go to a folder that outlives no run.
+
+    vLLM leaves a file `vllm_dist_*` in the temporary directory at every start.
+    """
+    # Sockets stay where they are, because their paths may have 107 characters.
+    sockets = os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+    return os.environ | {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": sockets}
 
 
 def _settle(future: "Future[object] | None", *, value: object = None, error: Exception | None = None) -> None:

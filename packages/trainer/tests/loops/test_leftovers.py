@@ -1,0 +1,258 @@
+"""What is left of a run that was killed, stopped, or ended by itself: processes after 10 s, and files after the next start."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from .conftest import SMALL
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc shows processes and whose /dev/shm shows files"),
+]
+
+LEAN = (
+    *SMALL,
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.progress=false",
+    "sampling.max_tokens=12",
+    "actor.engine.model.architecture.hidden_size=128",  # heads of 32: vLLM's attention on CPUs has no smaller ones
+)
+ON_RAY = ("runtime.kind=ray", "runtime.cpus_per_worker=0.5")
+ENDLESS = ("run.total_steps=100000",)
+LIMIT_S = 10.0
+"""For the last process to end."""
+
+RAY = pytest.param("ray", marks=pytest.mark.ray)
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+RAY_AND_VLLM = pytest.param("ray and vllm", marks=[pytest.mark.ray, pytest.mark.vllm])
+
+
+def overrides_of(kind: str) -> tuple[str, ...]:
+    """Return the settings of a run on Ray, on a vLLM server, or on both."""
+    found: tuple[str, ...] = ()
+    if "ray" in kind:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+        found += ON_RAY
+    if "vllm" in kind:
+        named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
+        if named is None and importlib.util.find_spec("vllm") is None:
+            pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm runs this")
+        found += (
+            "rollout=vllm",
+            f"runtime.rollout_python={named or sys.executable}",
+            "rollout.vllm.kv_cache_bytes=67108864",
+            "rollout.vllm.enforce_eager=true",
+            "rollout.max_concurrent=16",
+        )
+    return found
+
+
+def start_time(process: int) -> str | None:
+    """Return when a process started; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in ("Z", "X") else fields[18]
+
+
+@dataclass
+class Site:
+    """A temporary directory of its own, and everything that was started with it."""
+
+    folder: Path
+    shared_before: frozenset[str]
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seen: dict[int, str] = field(default_factory=dict)
+    runs: int = 0
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.parent.glob("*.log")))
+
+    def start(self, run: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+        """Start a run in a process of its own."""
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder), "TEMPER_TEST_SITE": self.token, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "temper_trainer", *LEAN, f"run.dir={run}", *overrides]
+        self.runs += 1
+        with (self.folder.parent / f"{self.runs}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def finish(self, run: Path, *overrides: str) -> None:
+        """Run to the end."""
+        process = self.start(run, *overrides)
+        assert process.wait(timeout=600) == 0, self.log[-5000:]
+
+    def wait_for(self, process: "subprocess.Popen[bytes]", condition: Callable[[], bool]) -> None:
+        """Wait for a condition, noting all processes on the way."""
+        deadline = time.monotonic() + 600
+        while not condition():
+            assert process.poll() is None, self.log[-5000:]
+            assert time.monotonic() < deadline, self.log[-5000:]
+            self.look()
+            time.sleep(0.05)
+        self.look()
+
+    def look(self) -> None:
+        """Note which processes there are, also those that will hide their environment later."""
+        entry = f"TEMPER_TEST_SITE={self.token}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if entry in (folder / "environ").read_bytes().split(b"\0") and (start := start_time(int(folder.name))):
+                    self.seen[int(folder.name)] = start
+
+    def alive(self) -> list[str]:
+        """Return the command lines of processes that are still there."""
+        self.look()
+        names = []
+        for process, start in self.seen.items():
+            if start_time(process) == start:
+                with contextlib.suppress(OSError):
+                    names.append(f"{process} {Path(f'/proc/{process}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}")
+        return names
+
+    def process(self, word: str) -> int:
+        """Return the id of the newest process whose command line has a word; 0 if there is none."""
+        found = [entry for entry in self.alive() if word in entry.partition(" ")[2]]
+        return int(found[-1].split()[0]) if found else 0
+
+    def check_processes(self) -> float:
+        """Wait until no process is left; returns how long that took."""
+        begin = time.monotonic()
+        while (left := self.alive()) and time.monotonic() - begin < LIMIT_S:
+            time.sleep(0.1)
+        assert left == [], "\n".join(left)
+        return time.monotonic() - begin
+
+    def files(self) -> list[str]:
+        """Return files of runs in the temporary directory and shared memory, but for those of live processes."""
+        shared = frozenset(os.listdir("/dev/shm")) - self.shared_before
+        found = [str(path.relative_to(self.folder)) for path in self.folder.glob("*") if path.name != "ray"]
+        sessions = (path for path in self.folder.glob("ray/*") if path.is_dir() and not path.is_symlink())
+        return sorted([*found, *(f"/dev/shm/{name}" for name in shared), *(str(path.relative_to(self.folder)) for path in sessions)])
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    # Short, because the names of Ray's sockets may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
+    (folder / "t").mkdir()
+    made = Site(folder=folder / "t", shared_before=frozenset(os.listdir("/dev/shm")))
+    yield made
+    for entry in made.alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(entry.split()[0]), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_step(run: Path, step: int) -> Callable[[], bool]:
+    """Return a function that says whether a step was logged."""
+
+    def reached() -> bool:
+        file = run / "metrics.jsonl"
+        return file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines()[:-1])
+
+    return reached
+
+
+@pytest.mark.parametrize("kind", ["", RAY, VLLM, RAY_AND_VLLM])
+def test_killed_driver_leaves_no_process_and_the_next_start_no_file(site: Site, tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    driver = site.start(run, *overrides_of(kind), *ENDLESS)
+    site.wait_for(driver, has_step(run, 2))
+    driver.kill()
+    driver.wait()
+    site.check_processes()
+    next_start = ON_RAY if "ray" in kind else ()
+    another = tmp_path / "next"
+    again = site.start(another, *next_start, *ENDLESS)
+    # While the next run is on its way, everything there is must be its own.
+    site.wait_for(again, has_step(another, 1))
+    own = [name for name in site.files() if f"-{again.pid}-" in name or f"_{again.pid}" in name]
+    others = [name for name in site.files() if name not in own]
+    assert others == []
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(timeout=120) == 143, site.log[-5000:]
+    site.check_processes()
+
+
+@pytest.mark.ray
+def test_driver_killed_while_it_starts_ray_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    driver = site.start(run, *overrides_of("ray"), *ENDLESS)
+    site.wait_for(driver, lambda: bool(list(site.folder.glob("ray/session_2*"))))
+    driver.kill()
+    driver.wait()
+    site.check_processes()
+    site.finish(tmp_path / "next", *ON_RAY, "run.total_steps=1")
+    assert [name for name in site.files() if f"_{driver.pid}" in name or f"-{driver.pid}-" in name] == []
+
+
+@pytest.mark.parametrize("kind", [RAY, VLLM, RAY_AND_VLLM])
+def test_run_that_ends_leaves_no_process_and_no_file(site: Site, tmp_path: Path, kind: str) -> None:
+    site.finish(tmp_path / "run", *overrides_of(kind), "run.total_steps=1")
+    site.check_processes()
+    # Ray's session folder has the logs of the run, and is removed by the next one.
+    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+
+
+@pytest.mark.ray
+def test_killed_ray_actor_ends_the_run_and_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    driver = site.start(run, *overrides_of("ray"), *ENDLESS)
+    site.wait_for(driver, has_step(run, 1))
+    actor = site.process("ray::RoleActor")
+    assert actor
+    os.kill(actor, signal.SIGKILL)
+    assert driver.wait(timeout=300) == 1
+    assert "died" in site.log
+    assert "run.resume=auto" in site.log
+    site.check_processes()
+    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("moment", ["while Ray starts", "in a step"])
+def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(site: Site, tmp_path: Path, moment: str) -> None:
+    run = tmp_path / "run"
+    driver = site.start(run, *overrides_of("ray"), *ENDLESS, "run.stop_grace_s=60")
+    begun = has_step(run, 1) if moment == "in a step" else lambda: bool(list(site.folder.glob("ray/session_2*")))
+    site.wait_for(driver, begun)
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(timeout=90) == 143, site.log[-5000:]
+    assert ("resume with: temper-train" if moment == "in a step" else "start again with: temper-train") in site.log
+    site.check_processes()
+    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+
+
+@pytest.mark.vllm
+def test_server_that_is_killed_before_the_first_weights_is_started_again(site: Site, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    driver = site.start(run, *overrides_of("vllm"), "run.total_steps=1", "reward.function=temper_trainer_test_rewards:share_of_digits")
+    site.wait_for(driver, lambda: "rollout replica 0 is ready after" in site.log)
+    server = site.process("temper_trainer.rollout.vllm.server")
+    assert server
+    os.killpg(server, signal.SIGKILL)
+    assert driver.wait(timeout=600) == 0, site.log[-5000:]
+    assert "rollout replica 0 is started again" in site.log
+    site.check_processes()
+    assert site.files() == []
