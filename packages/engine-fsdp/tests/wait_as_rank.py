@@ -73,7 +73,6 @@ def main(file: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # Without the interpreter's teardown: gloo's threads still wait in the collective of the rank that
-    # never came, and on a busy machine torch then aborts the process ("terminate called without an
-    # active exception").
+    # Without the interpreter's teardown: gloo's threads still wait for the rank that never came,
+    # and on a busy machine torch then aborts ("terminate called without an active exception").
     os._exit(0)
