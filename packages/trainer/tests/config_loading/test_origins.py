@@ -1,11 +1,13 @@
 from pathlib import Path
 
+import pytest
 import yaml
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.origins import origins_of
 from temper_trainer.config_loading.schema import leaves_of
+from temper_trainer.metrics.settings import read_settings
 
 from .conftest import RL
 
@@ -91,3 +93,24 @@ def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
     written = ["config.superseded-1.yaml", "config.superseded-2.yaml", "config.yaml"]
     assert [yaml.safe_load((tmp_path / name).read_text())["run"]["seed"] for name in written] == [1, 2, 3]
     assert not (tmp_path / "config.superseded-3.yaml").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"run: {seed: 1", b"\xff\xfe\xfa", b"- a list\n"])
+def test_a_config_that_a_full_disk_cut_off_does_not_stop_the_next_start(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert read_settings(tmp_path) == {}
+    assert caplog.text.count("config.yaml cannot be read as settings") == 1
+    write_resolved(load(RL), tmp_path)
+    assert read_settings(tmp_path)["run.seed"] == 0
+    assert (tmp_path / "config.superseded-1.yaml").read_bytes() == content
+
+
+def test_a_config_that_cannot_be_written_leaves_the_earlier_one_and_is_named(tmp_path: Path) -> None:
+    write_resolved(load(RL), tmp_path)
+    before = (tmp_path / "config.yaml").read_bytes()
+    (tmp_path / "config.yaml.new.draft").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/config\.yaml'"):
+        write_resolved(load([*RL, "run.seed=1"]), tmp_path)
+    assert (tmp_path / "config.yaml").read_bytes() == before

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from temper_engine_api.checkpoint.transaction import write_durably
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.composition import DIGEST
 from temper_trainer.config_loading.schema import Plain
@@ -41,9 +42,21 @@ def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    """Write a file that is whole at any time; another content that lies there is renamed.
+
+    Raises:
+        OSError: If the disk is full; the error names the file, and the earlier file is untouched.
+    """
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
+    new = path.with_name(f"{path.name}.new")
+    try:
+        write_durably(new, text)
+    except OSError as error:  # that of a write names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    if path.exists():
         path.rename(superseded_name(path))
-    path.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def printed(loaded: LoadedConfig) -> str:

@@ -1,15 +1,27 @@
 """A run's settings as its folder holds them, by dotted key."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
 
+logger = logging.getLogger(__name__)
+
 
 def read_settings(directory: Path) -> dict[str, object]:
-    """Every key of ``config.yaml``; empty where the folder has none."""
+    """Return every key of ``config.yaml``; empty where the folder has none, or an unreadable one."""
     path = directory / "config.yaml"
-    return dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        logger.warning("%s cannot be read as settings: treated as if it held none", path)
+        return {}
+    return dict(leaves(tree))
 
 
 def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
