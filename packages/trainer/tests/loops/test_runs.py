@@ -202,7 +202,7 @@ def test_after_a_failed_start_the_corrected_command_uses_the_folder(run: Run, tm
     (folder / "notes.txt").write_text("mine")
     run(folder, *LEAN)
     assert not (folder / "tokenizer" / "left_by_the_failed_start.json").exists()
-    assert not list(folder.glob("config.superseded-*"))
+    assert len(list(folder.glob("tokenizer.superseded-*/left_by_the_failed_start.json"))) == 1
     assert (folder / "notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match="already holds a run"):
         run(folder, *LEAN)

@@ -65,7 +65,7 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
     with StopRequest(grace_s=config.run.stop_grace_s) as stop:
         found, done = None, 0
         try:
-            folder = open_folder(config.run)
+            folder = open_folder(config.run, tokenizer=config.data.tokenizer.path)
             checkpointer = open_checkpointer(config, folder=folder)
             found = checkpointer.find(config.run.resume)
             done = 0 if found is None else _steps_done(checkpointer, found, config)

@@ -1,6 +1,6 @@
 """The run folder: its paths, and when it may be used."""
 
-import shutil
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,30 +52,39 @@ class RunFolder:
         (self.root / UNTRAINED).unlink(missing_ok=True)
 
 
-def open_folder(run: RunConfig) -> RunFolder:
+def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
     """Return the folder of a run; the caller holds its lock.
 
-    What a start left that failed before its first step is removed, so that the corrected command
-    finds no half-written tokenizer and no configuration of another run.
+    What a start left that failed before its first step is renamed to `NAME.superseded-N`, so that
+    the corrected command finds no half-written tokenizer and no configuration of another run.
+    Nothing is deleted: a user may have put files there meanwhile.
+
+    Args:
+        run: The settings of the run.
+        tokenizer: `data.tokenizer.path`, which must not be among what is renamed.
 
     Raises:
-        ConfigError: If the folder holds a run and `run.resume` is never.
+        ConfigError: If the folder holds a run and `run.resume` is never, if `checkpoints` is no
+            folder, or if the tokenizer would be renamed.
     """
     folder = RunFolder(Path(run.dir))
+    if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
+        kind = "a file" if folder.checkpoints.exists() else "a link to nothing"
+        raise ConfigError(f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or remove it.")
     if folder.holds_run:
         if run.resume == "never":
             raise ConfigError(f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir.")
         return folder
     marker = folder.root / UNTRAINED
     if marker.exists():
-        for name in START_FILES:
-            _remove(folder.root / name)
+        present = [path for name in START_FILES if (path := folder.root / name).exists()]
+        for path in present:
+            if tokenizer is not None and Path(tokenizer).resolve().is_relative_to(path.resolve()):
+                raise ConfigError(
+                    f"data.tokenizer.path is {tokenizer}, but {path.name} in run.dir is where the run "
+                    "writes its own: move it out of run.dir, or choose another run.dir."
+                )
+        for path in present:
+            path.rename(superseded_name(path))
     marker.touch()
     return folder
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

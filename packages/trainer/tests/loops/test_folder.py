@@ -1,0 +1,41 @@
+"""What a start does with files that lie in its run folder."""
+
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run import RunConfig
+from temper_trainer.loops.folder import open_folder
+
+
+def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_deleted(tmp_path: Path) -> None:
+    run = RunConfig(dir=str(tmp_path))
+    open_folder(run)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "MY_NOTES.txt").write_text("mine")
+    (tmp_path / "config.yaml").write_text("mine")
+    open_folder(run)
+    assert not (tmp_path / "tokenizer").exists()
+    assert (tmp_path / "tokenizer.superseded-1" / "MY_NOTES.txt").read_text() == "mine"
+    assert (tmp_path / "config.superseded-1.yaml").read_text() == "mine"
+
+
+def test_a_tokenizer_inside_what_would_be_renamed_is_refused(tmp_path: Path) -> None:
+    run = RunConfig(dir=str(tmp_path))
+    open_folder(run)
+    (tmp_path / "tokenizer").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.path is .*move it out of run\.dir"):
+        open_folder(run, tokenizer=str(tmp_path / "tokenizer"))
+    assert (tmp_path / "tokenizer").is_dir()
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_checkpoints_that_are_no_folder_are_refused_at_the_start(is_link: bool, resume: str, tmp_path: Path) -> None:
+    if is_link:
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "missing")
+    else:
+        (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"checkpoints is (a file|a link to nothing).*(rename|remove)|already holds a run"):
+        open_folder(RunConfig(dir=str(tmp_path), resume=resume))
