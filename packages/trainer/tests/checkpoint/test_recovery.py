@@ -254,3 +254,11 @@ def test_a_failure_names_the_step_that_is_saved(tmp_path: Path) -> None:
 )
 def test_the_start_says_what_is_kept(settings: dict[str, int | None], sentence: str) -> None:
     assert sentence in describe_policy(RunConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_a_directory_in_place_of_a_manifest_is_passed_over(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path)
+    first, second = save(ours, 1, 2)
+    (second / "manifest.json").unlink()
+    (second / "manifest.json").mkdir()
+    assert ours.find("auto") == first

@@ -150,3 +150,13 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
             log.log(2 if resume_step else 1, {"actor/loss": 1.0}, phase="rl")
     run_id = (tmp_path / "wandb_id.txt").read_text()
     assert all(run.name.endswith(run_id) for run in (tmp_path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"{no json}\n"])
+def test_a_file_of_metrics_that_cannot_be_read_is_set_aside(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    log, text = open_log(tmp_path, resume_step=1)
+    log.log(2, {"x": 1.0}, phase="rl")
+    assert steps(tmp_path) == [("rl", 2)]
+    assert (tmp_path / "metrics.superseded-1.jsonl").read_bytes() == content
+    assert "metrics.jsonl cannot be read" in text.getvalue()

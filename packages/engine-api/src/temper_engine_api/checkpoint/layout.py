@@ -197,7 +197,7 @@ def reading(directory: str | Path) -> Iterator[None]:
             # Deleted between open and lock: the lock is on a file that no longer has this name.
             if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 raise CheckpointError(f"{directory} is being deleted by its run: load another step.")
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise IncompleteCheckpointError(f"{directory} has no {MANIFEST_NAME}: load another step directory.") from error
         except OSError as error:
             raise unreadable(path, error) from error

@@ -18,7 +18,7 @@ from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.metrics.dashboard import Dashboard
 from temper_trainer.metrics.jsonl import JsonlTracker
 from temper_trainer.metrics.lines import step_line
-from temper_trainer.metrics.records import set_aside
+from temper_trainer.metrics.records import set_aside, superseded_name
 from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.tracker import Tracker
 
@@ -92,11 +92,20 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._dashboard: Dashboard | None = None
         self._drawing = threading.Lock()
         self._reported_at, self._report_interval_s = time.monotonic(), REPORT_INTERVAL_S
-        moved = [
-            set_aside(directory / n, after_step=-1 if resume_step is None else resume_step) for n in ("metrics.jsonl", "samples.jsonl")
-        ]
+        done = -1 if resume_step is None else resume_step
+        moved = [self._set_aside(name, after_step=done) for name in ("metrics.jsonl", "samples.jsonl")]
         self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_address, prometheus_port, directory)]
-        self._trackers += [_tracker(name, directory, is_superseded=moved[0] > 0) for name in trackers]
+        self._trackers += [_tracker(name, directory, is_superseded=moved[0]) for name in trackers]
+
+    def _set_aside(self, name: str, *, after_step: int) -> bool:
+        """Move rows of later steps, or a file that cannot be read; return whether any was moved."""
+        path = self._directory / name
+        try:
+            return set_aside(path, after_step=after_step) > 0
+        except ValueError as error:  # not UTF-8, or no JSON
+            renamed = path.rename(superseded_name(path))
+            self.say(f"warning: {path} cannot be read ({error}): renamed to {renamed.name}")
+            return True
 
     def __enter__(self) -> Self:
         """The log itself."""
