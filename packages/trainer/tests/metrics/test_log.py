@@ -160,3 +160,13 @@ def test_a_file_of_metrics_that_cannot_be_read_is_set_aside(content: bytes, tmp_
     assert steps(tmp_path) == [("rl", 2)]
     assert (tmp_path / "metrics.superseded-1.jsonl").read_bytes() == content
     assert "metrics.jsonl cannot be read" in text.getvalue()
+
+
+def test_a_run_that_is_killed_after_its_first_step_leaves_a_report(tmp_path: Path) -> None:
+    log, _ = open_log(tmp_path)
+    log.log(1, {"reward/mean": 0.5}, phase="rl")
+    log.refresh_report()
+    written = (tmp_path / "report.html").stat().st_mtime_ns
+    log.log(2, {"reward/mean": 0.5}, phase="rl")
+    log.refresh_report()
+    assert (tmp_path / "report.html").stat().st_mtime_ns == written  # not again within a minute

@@ -91,7 +91,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._totals: dict[str, int] = {}
         self._dashboard: Dashboard | None = None
         self._drawing = threading.Lock()
-        self._reported_at, self._report_interval_s = time.monotonic(), REPORT_INTERVAL_S
+        self._reported_at: float | None = None
+        self._report_interval_s = REPORT_INTERVAL_S
         done = -1 if resume_step is None else resume_step
         moved = [self._set_aside(name, after_step=done) for name in ("metrics.jsonl", "samples.jsonl")]
         self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_address, prometheus_port, directory)]
@@ -168,12 +169,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             return write_report(self._directory)
 
     def refresh_report(self) -> None:
-        """Write the report again if that costs less than 1 % of the time since the last one.
+        """Write the report after the first step, then if it costs less than 1 % of the time since.
 
         A process that is killed then leaves a report that is at most minutes behind `metrics.jsonl`.
         """
         begin = time.monotonic()
-        if begin - self._reported_at < self._report_interval_s:
+        if self._reported_at is not None and begin - self._reported_at < self._report_interval_s:
             return
         self.try_report()
         self._reported_at = time.monotonic()
