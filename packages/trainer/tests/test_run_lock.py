@@ -129,6 +129,14 @@ def test_a_process_that_lost_the_lock_says_to_whom(tmp_path: Path) -> None:
             lock.check()
 
 
+def test_a_process_whose_lock_file_was_deleted_says_so(tmp_path: Path) -> None:
+    with RunLock(tmp_path, lease_s=0.3) as lock:
+        (tmp_path / LOCK_FILE).unlink()
+        time.sleep(1)
+        with pytest.raises(RunLockLostError, match=r"run\.lock is gone\. This process stops"):
+            lock.check()
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"), RunLock(tmp_path / "file"):

@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_no_damage(save_step: SaveStep, name: str)
     step = save_step(1)
     (step / name).unlink()
     (step / name).symlink_to(Path(name).name)  # a loop: an OSError for every user, where a permission stops only some
-    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. This is no damage") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. The checkpoint is not damaged") as caught:
         verify(step)
     assert type(caught.value) is CheckpointError
 

@@ -79,11 +79,12 @@ class RunLock:
             RunLockLostError: If another process has taken over the folder.
         """
         if self._lease.compromise is not None:
-            owner = describe_owner(self._lease.owner)
+            owner = self._lease.owner
+            state = "is gone" if owner is None else f"now belongs to {describe_owner(owner)}"
             raise RunLockLostError(
                 f"this process lost the lock of run.dir {self._folder}: it showed no sign of life for "
-                f"{self._lease.lease_duration:g} s, or {LOCK_FILE} was deleted. The folder now belongs "
-                f"to {owner}. This process stops and saves nothing."
+                f"{self._lease.lease_duration:g} s, or {LOCK_FILE} was deleted. {LOCK_FILE} {state}. "
+                "This process stops and saves nothing."
             )
 
     def _acquire(self) -> None:

@@ -20,7 +20,7 @@ from temper_engine_api.checkpoint import (
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
 from temper_trainer.checkpoint.policy import describe_policy
-from temper_trainer.checkpoint.save import Checkpointer, describe_last_save, load_run_id
+from temper_trainer.checkpoint.save import Checkpointer, describe_deletion, describe_last_save, load_run_id
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import RunConfig
 from temper_trainer.types import DataCursor
@@ -116,7 +116,7 @@ def test_without_a_good_checkpoint_the_run_begins_again_and_says_so(tmp_path: Pa
         flip(step / "actor/weights")
     assert ours.find("auto") is None
     assert "no checkpoint in" in caplog.text
-    assert "all 2 were renamed, none was deleted. The run starts again from step 1" in caplog.text
+    assert "all 2 were renamed, none was deleted" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001.damaged-1", "step_00000002.damaged-1"]
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_may_not_be_read_stops_the_run_and_changes_nothing(readable_
     ours = checkpoints(readable_by_all / "checkpoints")
     _, second = save(ours, 1, 2)
     (second / name).chmod(0)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied\).*This is no damage") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied\).*The checkpoint is not damaged") as caught:
         ours.find("auto")
     assert type(caught.value) is CheckpointError
     assert sorted(p.name for p in second.parent.iterdir()) == ["step_00000001", "step_00000002"]
@@ -248,6 +248,7 @@ def test_a_failure_names_the_step_that_is_saved(tmp_path: Path) -> None:
     ("settings", "sentence"),
     [
         ({}, "the newest 2 verified ones are kept, older ones that this run wrote are deleted"),
+        ({"max_ckpt_to_keep": 1}, "the newest verified one is kept"),
         ({"max_ckpt_to_keep": None}, "all are kept"),
         ({"keep_every": 500}, "the newest 2 verified ones and every 500th step are kept"),
     ],
@@ -262,3 +263,12 @@ def test_a_directory_in_place_of_a_manifest_is_passed_over(tmp_path: Path) -> No
     (second / "manifest.json").unlink()
     (second / "manifest.json").mkdir()
     assert ours.find("auto") == first
+
+
+def test_a_smaller_retention_says_how_many_checkpoints_it_will_delete(tmp_path: Path) -> None:
+    save(checkpoints(tmp_path), 1, 2, 3, 4, 5)
+    assert describe_deletion(checkpoints(tmp_path, max_to_keep=2)) == (
+        f"warning: the next save deletes 4 older checkpoints in {tmp_path}, because run.max_ckpt_to_keep is 2: raise it to keep them."
+    )
+    assert describe_deletion(checkpoints(tmp_path, max_to_keep=5)) is None  # as at every save
+    assert describe_deletion(checkpoints(tmp_path)) is None

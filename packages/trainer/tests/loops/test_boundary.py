@@ -47,5 +47,5 @@ def test_steps_and_time_save_each_or_neither(run: RunConfig, steps: list[int], t
 def test_the_line_at_the_start_says_when() -> None:
     assert describe_policy(RunConfig()).startswith("checkpoints: saved every 15 min and at the end; ")
     both = RunConfig(save_every=10, save_interval_s=120.0)
-    assert describe_policy(both).startswith("checkpoints: saved every 2 min and every 10 steps and at the end; ")
+    assert describe_policy(both).startswith("checkpoints: saved every 2 min, every 10 steps and at the end; ")
     assert describe_policy(RunConfig(save_interval_s=None)).startswith("checkpoints: saved at the end; ")

@@ -196,8 +196,8 @@ def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> N
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that is there but cannot be read."""
     return CheckpointError(
-        f"{path} cannot be read ({error.strerror}). This is no damage of the checkpoint, which is left "
-        "as it is: fix the permission or the file system, then start again."
+        f"{path} cannot be read ({error.strerror}). The checkpoint is not damaged and was not "
+        "changed: fix the permission or the file system, then start again."
     )
 
 

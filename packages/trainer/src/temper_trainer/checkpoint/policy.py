@@ -8,7 +8,7 @@ def describe_policy(run: RunConfig) -> str:
     steps = "step" if run.save_every == 1 else f"{run.save_every} steps"
     when = [] if run.save_interval_s is None else [f"every {_duration(run.save_interval_s)}"]
     when += [f"every {steps}"] if run.save_every else []
-    return f"checkpoints: saved {' and '.join([*when, 'at the end'])}; {describe_retention(run)}"
+    return f"checkpoints: saved {', '.join(when)}{' and ' if when else ''}at the end; {describe_retention(run)}"
 
 
 def _duration(seconds: float) -> str:
@@ -20,4 +20,8 @@ def describe_retention(run: RunConfig) -> str:
     if run.max_ckpt_to_keep is None:
         return "all are kept"
     permanent = f" and every {run.keep_every}th step" if run.keep_every else ""
-    return f"the newest {run.max_ckpt_to_keep} verified ones{permanent} are kept, older ones that this run wrote are deleted"
+    if run.max_ckpt_to_keep == 1:
+        newest, verb = "the newest verified one", "are" if permanent else "is"
+    else:
+        newest, verb = f"the newest {run.max_ckpt_to_keep} verified ones", "are"
+    return f"{newest}{permanent} {verb} kept, older ones that this run wrote are deleted"

@@ -165,7 +165,7 @@ class Checkpointer:
             num_renamed += 1
         if num_renamed:
             logger.warning(
-                "no checkpoint in %s can be restored: all %d were renamed, none was deleted. The run starts again from step 1",
+                "no checkpoint in %s can be restored: all %d were renamed, none was deleted",
                 self.root,
                 num_renamed,
             )
@@ -307,6 +307,29 @@ class Checkpointer:
                 )
             with reading(part.parent):
                 read(str(part))
+
+
+def describe_deletion(checkpointer: Checkpointer) -> str | None:
+    """Return a warning if the next save deletes more checkpoints than the one it replaces, or None."""
+    root, kept, every = checkpointer.root, checkpointer.max_to_keep, checkpointer.keep_every
+    if kept is None:
+        return None
+    own = [step for step in complete_steps(root) if _run_of(step_directory(root, step)) == checkpointer.run_id]
+    # The next save is among the newest ones that are kept.
+    deleted = [step for step in own[: max(0, len(own) + 1 - kept)] if not (every and step % every == 0)]
+    if len(deleted) < 2:
+        return None
+    return (
+        f"warning: the next save deletes {len(deleted)} older checkpoints in {root}, because "
+        f"run.max_ckpt_to_keep is {kept}: raise it to keep them."
+    )
+
+
+def _run_of(directory: Path) -> str | None:
+    try:
+        return read_manifest(directory).info.run_id
+    except CheckpointError:  # left alone by retention
+        return ""
 
 
 def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:

@@ -164,7 +164,7 @@ def _problems_of_run(run: RunConfig) -> Iterator[str]:
     if problem := _unwritable(Path(run.dir)):
         yield f"run.dir is {run.dir}, but {problem}: choose another run.dir."
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
-        yield f"run.resume is {run.resume}, but must be never, auto, or the path of a step directory, and no directory lies there."
+        yield f"run.resume is {run.resume}, but no such directory exists: give never, auto, or the path of a step directory."
     for name in ("wandb", "mlflow", "trackio"):
         if name in run.trackers and not _is_installed(name):
             yield (

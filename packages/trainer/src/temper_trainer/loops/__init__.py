@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.algorithms.objectives import preference_objective
 from temper_trainer.checkpoint.policy import describe_policy
-from temper_trainer.checkpoint.save import Checkpointer, describe_last_save
+from temper_trainer.checkpoint.save import Checkpointer, describe_deletion, describe_last_save
 from temper_trainer.config.resuming import describe_changes
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
@@ -116,6 +116,7 @@ def _train(
         stop.install()  # Ray sets a handler of its own
         for line in describe_changes(before, read_settings(folder.root), has_checkpoint=found is not None):
             log.say(line)
+        log.try_report()  # a killed process leaves one that is behind metrics.jsonl
         boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
         boundary.set_saved(done, found)
         run = _Run(
@@ -133,6 +134,8 @@ def _train(
         )
         if config.task not in ("eval", "generate"):
             log.say(describe_policy(config.run))
+            if warning := describe_deletion(open_checkpointer(config, folder=folder)):
+                log.say(warning)
             if found is None and config.run.resume == "auto":
                 log.say(f"no checkpoint in {folder.checkpoints}: starting from step 1")
         try:

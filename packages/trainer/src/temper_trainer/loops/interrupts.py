@@ -24,8 +24,11 @@ class RunInterrupted(TemperError):
     """The run was stopped by a signal; `checkpoint` is what it can be resumed from."""
 
     def __init__(self, *, step: int, checkpoint: Path | None, stop: "StopRequest") -> None:
-        saved = "nothing was saved" if checkpoint is None else f"its checkpoint is {checkpoint}"
-        super().__init__(f"interrupted after step {step}; {saved}. Go on with run.resume=auto.")
+        if checkpoint is None:
+            text = "interrupted before the first checkpoint: a new start begins at step 1."
+        else:
+            text = f"interrupted after step {step}: continue from {checkpoint} with run.resume=auto."
+        super().__init__(text)
         self.step = step
         self.checkpoint = checkpoint
         self.signal_number = int(stop.requested or signal.SIGINT)
@@ -191,7 +194,7 @@ class StopRequest:
         if not self._is_closed.wait(max(0.0, self.deadline - time.monotonic())):
             logger.error(
                 "%s: not stopped within %s, so this process ends now. Steps after the last checkpoint are lost; "
-                "go on with run.resume=auto.",
+                "run.resume=auto continues from it, or begins at step 1 if there is none.",
                 name,
                 grace,
             )
