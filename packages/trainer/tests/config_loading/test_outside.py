@@ -110,7 +110,7 @@ def test_folder_that_holds_a_run_is_refused_before_the_run(there: list[str], tmp
 
 
 def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path) -> None:
-    assert refusal([*there, "run.resume=atuo"]).startswith("run.resume is atuo, but must be never, auto, or the path of a step directory")
+    assert refusal([*there, "run.resume=atuo"]).startswith("run.resume is atuo, but no such directory exists: give never, auto, or ")
     check_outside(load([*there, f"run.resume={tmp_path}"]).config)
 
 
