@@ -3,7 +3,11 @@
 import logging
 import os
 import pickle
+import resource
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +141,41 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(ser
         client_of(server).set("a", "b")
         while silent.recv(1024):
             pass  # the challenge, then the end
+
+
+def test_strangers_that_use_up_the_open_files_do_not_end_the_store(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = f"""
+import socket, time
+silent = [socket.create_connection(("{server.address}", {server.port})) for _ in range(300)]
+print("connected", flush=True)
+time.sleep(600)
+"""
+    strangers = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert strangers.stdout is not None
+        num_open = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 40, hard))
+        assert strangers.stdout.readline() == "connected\n"
+        time.sleep(1.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        strangers.kill()
+        strangers.communicate()
+    client = client_of(server)
+    client.set("a", "b")
+    assert client.get("a") == b"b"
+
+
+def test_strangers_get_no_more_threads_than_handshakes_are_allowed(server: StoreServer) -> None:
+    before = threading.active_count()
+    strangers = [socket.create_connection((server.address, server.port), timeout=20) for _ in range(200)]
+    time.sleep(1)
+    assert threading.active_count() - before <= rendezvous.MAX_HANDSHAKES
+    for stranger in strangers:
+        stranger.close()
+    client_of(server).set("a", "b")
 
 
 def test_it_listens_on_its_own_address_alone_and_keeps_its_port(server: StoreServer) -> None:

@@ -35,6 +35,9 @@ TOKEN_VARIABLE = "TEMPER_STORE_TOKEN"
 """Set next to MASTER_ADDR and MASTER_PORT where a `StoreServer` listens there."""
 HANDSHAKE_S = 10.0
 """How long a client may take to prove that it knows the token."""
+MAX_HANDSHAKES = 128
+"""Clients that may be proving that they know the token at once; more wait in the listener's queue,
+so that strangers use up neither the threads nor the open files of the process."""
 _FOREVER_S = 365 * 86400.0
 
 
@@ -63,12 +66,15 @@ class StoreServer:
         self._arrivals: dict[bytes, threading.Event] = {}
         self._lock = threading.Lock()
         self._listener = socket.create_server((address, port), backlog=1024)
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._is_closed = False
         self.address = address
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True, name="store-server").start()
 
     def close(self) -> None:
         """Stop listening; clients that are connected are still answered."""
+        self._is_closed = True
         # On Linux close() alone leaves a thread in accept(), which keeps the port open.
         # macOS refuses to shut down a socket that only listens; there close() is enough.
         with contextlib.suppress(OSError):
@@ -76,17 +82,28 @@ class StoreServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
+            self._handshakes.acquire()
             try:
                 client, (origin, *_) = self._listener.accept()
-            except OSError:
-                return
-            # A thread each: a client that connects and is silent must not keep others waiting.
-            threading.Thread(target=self._serve, args=(client, origin), daemon=True).start()
+                # A thread each: a client that connects and is silent must not keep others waiting.
+                thread = threading.Thread(target=self._serve, args=(client, origin), daemon=True)
+                thread.start()
+            except (OSError, RuntimeError) as error:
+                # A client that left again, or the limit of open files or threads. Whoever caused
+                # that, the ranks of this run must still be able to meet here.
+                self._handshakes.release()
+                if not self._is_closed:
+                    logger.warning("the store could not accept a client: %s", error)
+                    time.sleep(0.1)
 
     def _serve(self, client: socket.socket, origin: str) -> None:
         try:
-            with _authenticated(client, self._key, is_server=True) as connection:
+            try:
+                connection = _authenticated(client, self._key, is_server=True, timeout_s=HANDSHAKE_S)
+            finally:
+                self._handshakes.release()
+            with connection:
                 while True:
                     method, *parts = _unpack(connection.recv_bytes())
                     connection.send_bytes(_pack(*self._answer(method, *parts)))
@@ -94,6 +111,8 @@ class StoreServer:
             logger.warning("refused a client of the store from %s: it has another token", origin)
         except (EOFError, OSError) as error:
             logger.debug("a client of the store from %s has left: %s", origin, error)
+        except (ValueError, EngineStateError, struct.error) as error:
+            logger.warning("dropped a client of the store from %s: %s", origin, error)
 
     def _answer(self, method: bytes, *parts: bytes) -> tuple[bytes, ...]:
         """Run one request; the first part of the answer is b"timeout" where a key did not come."""
@@ -172,9 +191,14 @@ class TokenStore(Store):
         where = f"the store at {address}:{port}"
         try:
             client = _connect(address, port, timeout_s=timeout.total_seconds())
-            self._connection = _authenticated(client, token.encode(), is_server=False)
+            self._connection = _authenticated(client, token.encode(), is_server=False, timeout_s=timeout.total_seconds())
         except (AuthenticationError, EOFError) as error:
             raise EngineStateError(f"{where} has another token: is the port that of another run?") from error
+        except BlockingIOError as error:  # what a receive that timed out is called
+            raise EngineStateError(
+                f"{where} did not answer within {timeout.total_seconds():.0f} s: its process hangs, "
+                "or others keep it busy. Isolate the network of the run."
+            ) from error
         except OSError as error:
             raise EngineStateError(f"{where} can't be reached: {error}.") from error
         _OPEN_STORES.add(self)
@@ -340,16 +364,16 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             return client
 
 
-def _authenticated(client: socket.socket, key: bytes, *, is_server: bool) -> Connection:
+def _authenticated(client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float) -> Connection:
     """Return the connection of a socket once both sides have proved that they know the key.
 
     Raises:
         AuthenticationError: If the other side has another key.
-        OSError: If it does not answer within HANDSHAKE_S, or speaks another protocol.
+        OSError: If it does not answer within timeout_s, or speaks another protocol.
     """
     with client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HANDSHAKE_S))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
         connection = Connection(os.dup(client.fileno()))
         try:
             first, second = deliver_challenge, answer_challenge
@@ -368,7 +392,8 @@ def _authenticated(client: socket.socket, key: bytes, *, is_server: bool) -> Con
 
 
 def _timeval(seconds: float) -> bytes:
-    return struct.pack("ll", int(seconds), 0)
+    # 0 would be no limit at all.
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _pack(*parts: bytes) -> bytes:
