@@ -23,6 +23,10 @@ LOCK_FILE = "run.lock"
 LEASE_S = 60.0
 """A holder on another host that shows no sign of life for this long has lost the lock."""
 HEARTBEAT_S = 5.0
+_NAMESPACE_MARK = "?pidns-"
+"""What filelock puts between host name and PID namespace, where that is not the initial one."""
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the initial PID namespace: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
 
 class RunLockLostError(TemperError, RuntimeError):
@@ -167,12 +171,26 @@ def describe_owner(owner: OwnerRecord | None) -> str:
 
 
 def _host(owner: OwnerRecord) -> str:
-    # filelock appends the PID namespace of a container.
-    return owner.hostname.split("?pidns-")[0]
+    return owner.hostname.partition(_NAMESPACE_MARK)[0]
 
 
 def _is_local(owner: OwnerRecord) -> bool:
-    return _host(owner) == socket.gethostname()
+    """Return whether this process can look its owner up: same host and same PID namespace.
+
+    A container that was restarted after a SIGKILL has its old host name and a new namespace, in
+    which the owner's process id means nothing.
+    """
+    _, _, namespace = owner.hostname.partition(_NAMESPACE_MARK)
+    return _host(owner) == socket.gethostname() and namespace == _own_namespace()
+
+
+def _own_namespace() -> str:
+    """Return this process's PID namespace as filelock writes it; empty for the initial one."""
+    try:
+        inode = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return "" if inode == _INITIAL_PID_NAMESPACE else f"{inode:x}"
 
 
 def _started_at(owner: OwnerRecord) -> str | None:
