@@ -214,19 +214,18 @@ def test_retention_keeps_two_and_never_what_another_run_wrote(tmp_path: Path) ->
     assert complete_steps(tmp_path) == [1, 4, 7, 8]
 
 
-def test_retention_reads_the_newest_before_it_deletes_the_last_but_two(tmp_path: Path) -> None:
-    flips = []
-
-    def disk_with_errors(directory: Path) -> None:
-        if directory.name == "step_00000003":
-            flips.append(directory)
-            flip(directory / "actor/weights")
-        verify(directory)
-
-    ours = Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours", verify=disk_with_errors)
-    save(ours, 1, 2, 3)
-    assert flips == [tmp_path / "step_00000003"]
+def test_retention_reads_what_an_earlier_process_saved_before_it_counts_as_kept(tmp_path: Path) -> None:
+    save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 1, 2)
+    flip(tmp_path / "step_00000002/actor/weights")
+    save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 3)
     assert complete_steps(tmp_path) == [1, 2, 3]
+
+
+def test_retention_reads_no_checkpoint_that_this_process_has_just_saved(tmp_path: Path) -> None:
+    read: list[Path] = []
+    ours = Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours", verify=read.append)
+    save(ours, 1, 2, 3)
+    assert (read, complete_steps(tmp_path)) == ([], [2, 3])
 
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:

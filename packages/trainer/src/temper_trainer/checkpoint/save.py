@@ -81,7 +81,7 @@ class Checkpointer:
     verify: Callable[[Path], object] = verify
     """Compares a step directory with its manifest; raises DamagedCheckpointError."""
     _verified: set[Path] = field(default_factory=set, init=False)
-    """Step directories whose content this process has compared with their manifests."""
+    """Step directories whose content this process has read and hashed, at their save or later."""
 
     def save(self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]) -> Path:
         """One transaction; on any error the earlier steps are untouched and only our own staging directory is removed.
@@ -125,6 +125,8 @@ class Checkpointer:
         (own / STATE_FILE).write_text(state.to_json())
         reports = {**parts, TRAINER_PART: [report_part(own, [STATE_FILE])]}
         committed = transaction.commit(reports, info=info)
+        # Every file was read back for its checksum; a second time would cost as much as the save.
+        self._verified.add(committed)
         self._delete_old()
         return committed
 
