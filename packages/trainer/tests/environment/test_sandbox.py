@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,6 +101,23 @@ def test_without_a_sandbox_processes_of_the_group_end_with_the_program() -> None
     while (is_there := Path(f"/proc/{pid}").exists()) and time.monotonic() < deadline:
         time.sleep(0.01)  # killed, but init may not have taken notice yet
     assert not is_there
+
+
+def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    result = NoSandbox().run("import os; print(os.getcwd())", timeout_s=30.0, memory_mib=256)
+    # So that the next start removes it if this process is killed.
+    assert Path(result.output).name.startswith(f"temper-python-{os.getuid()}-{os.getpid()}-")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+def test_a_program_cannot_lock_the_files_of_the_interpreter() -> None:
+    code = "import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)"
+    result = open_sandbox("bubblewrap").run(code, timeout_s=30.0, memory_mib=256)
+    assert result.is_failed
+    assert "Function not implemented" in result.output
 
 
 def test_the_policy_reads_that_its_time_was_up(sandbox: Sandbox) -> None:

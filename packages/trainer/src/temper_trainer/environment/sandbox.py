@@ -1,11 +1,10 @@
 """Run Python programs that the policy wrote: in bubblewrap, or with limits alone."""
 
 import logging
+import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 from temper_engine_api.errors import ConfigError
@@ -19,6 +18,7 @@ from temper_trainer.environment.python_process import (
     resource_limits,
     run_process,
 )
+from temper_trainer.temporary_folders import make_temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,17 @@ class NoSandbox:
         """See Sandbox."""
         limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {"RLIMIT_CORE": 0}
         arguments = [f"{name}={value}" for name, value in limits.items()]
-        with tempfile.TemporaryDirectory(prefix="temper-python-") as folder:
+        folder = make_temporary_folder("python")
+        try:
             process = run_process(
                 [sys.executable, *INTERPRETER_FLAGS, "-c", RUNNER, *arguments],
                 stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
-                folder=Path(folder),
-                environment={"HOME": folder, "PATH": "/usr/bin:/bin"},
+                folder=folder,
+                environment={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
             )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         return process.result()
 
 

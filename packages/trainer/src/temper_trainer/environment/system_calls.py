@@ -17,13 +17,14 @@ LIBRARY = "libseccomp.so.2"
 """Translates names of system calls into a filter of this machine's architecture."""
 
 ALLOWED = {
-    # Ownership, device nodes and extended attributes cannot be set.
+    # Ownership, device nodes and extended attributes cannot be set. No flock: the interpreter's files
+    # are the host's, so a lock on one would be seen by other programs and by the host.
     "files and folders": (
         "open openat creat close close_range read write readv writev pread64 pwrite64 preadv pwritev preadv2 "
         "pwritev2 lseek stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink "
         "readlinkat getdents getdents64 getcwd chdir fchdir mkdir mkdirat rmdir unlink unlinkat rename renameat "
         "renameat2 link linkat symlink symlinkat chmod fchmod fchmodat truncate ftruncate fallocate fadvise64 "
-        "fsync fdatasync utime utimes utimensat futimesat umask flock sendfile copy_file_range getxattr "
+        "fsync fdatasync utime utimes utimensat futimesat umask sendfile copy_file_range getxattr "
         "lgetxattr fgetxattr listxattr llistxattr flistxattr"
     ),
     "file descriptors": (
