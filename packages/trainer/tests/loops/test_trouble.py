@@ -83,7 +83,9 @@ def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(environ
     process.send_signal(signal.SIGTERM)
     stopped = finish(process)
     assert stopped.returncode == 143, stopped.stderr
-    assert 5 <= time.monotonic() - begin < 20  # of which 10 are the grace, the rest a busy machine
+    # 10 of them are the grace, the rest is for a busy machine. No lower bound: a signal that comes
+    # between step 2 and the slow step ends the run at once.
+    assert time.monotonic() - begin < 20
     assert steps_of(run) == ["step_00000002"]
     assert "interrupted at step 2, resume with: temper-train" in stopped.stderr
     assert (run / "report.html").exists()
