@@ -215,7 +215,7 @@ def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
 
     It does two things:
 
-    * Another user may not be able to reach the interpreter, such as one in /root/.pyenv. Each folder
+    * Another user may not be able to reach the interpreter, such as one in a home directory. Each folder
       that is closed to others is replaced by one that holds nothing but `paths`.
     * A process of root that has no capabilities, as bubblewrap when its parent dies, cannot kill one
       of another user. But the end of a process namespace ends everything in it.
