@@ -17,7 +17,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     Where the conformance kit alone is installed, pytest would otherwise refuse this folder's settings.
     """
     if not pluginmanager.hasplugin("timeout"):
-        parser.addini("timeout", "seconds per test, enforced by pytest-timeout, which is not installed")
+        parser.addini(
+            "timeout", "seconds per test, enforced by pytest-timeout, which is not installed"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # path from the root, which they would otherwise find only where it is the working directory.
     paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    config.stash[_HOME] = tempfile.TemporaryDirectory(prefix="temper-tests-home-", ignore_cleanup_errors=True)
+    config.stash[_HOME] = tempfile.TemporaryDirectory(
+        prefix="temper-tests-home-", ignore_cleanup_errors=True
+    )
     os.environ["HOME"] = config.stash[_HOME].name
     for name in _POINT_INTO_HOME:
         os.environ.pop(name, None)
@@ -55,7 +59,9 @@ def _session_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(autouse=True)
-def working_directory(tmp_path_factory: pytest.TempPathFactory, _session_directory: None) -> Iterator[Path]:
+def working_directory(
+    tmp_path_factory: pytest.TempPathFactory, _session_directory: None
+) -> Iterator[Path]:
     """Run each test in an empty working directory, so that it can't meet what an earlier run left."""
     directory = tmp_path_factory.mktemp("cwd")
     with pytest.MonkeyPatch.context() as patch:

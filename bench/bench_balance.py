@@ -36,7 +36,9 @@ def temper() -> Contender:
 
     def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
         shares: list[list[int]] = [[] for _ in range(num_ranks)]
-        for i, rank in enumerate(assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist()):
+        for i, rank in enumerate(
+            assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist()
+        ):
             shares[rank].append(i)
         return shares
 
@@ -96,7 +98,12 @@ def measure(contender: Contender, *, number: int, options: argparse.Namespace) -
         loads = [sum(costs[i] for i in share) for share in shares]
         over_bound.append(max(loads) / max(sum(costs) / options.ranks, *costs))
         counts += [len(share) for share in shares]
-    return {"over_bound": max(over_bound), "cpu_ms": 1e3 * min(seconds), "fewest": min(counts), "most": max(counts)}
+    return {
+        "over_bound": max(over_bound),
+        "cpu_ms": 1e3 * min(seconds),
+        "fewest": min(counts),
+        "most": max(counts),
+    }
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
@@ -134,7 +141,9 @@ def report(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)

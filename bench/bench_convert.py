@@ -27,7 +27,13 @@ import torch
 from safetensors import safe_open
 
 WORLD_SIZE = 4
-FIELDS = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
+FIELDS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +56,13 @@ def make_checkpoint(folder: Path, *, num_layers: int) -> int:
     config = Qwen2Config(num_hidden_layers=num_layers, tie_word_embeddings=False, **FIELDS)
     config.architectures = ["Qwen2ForCausalLM"]
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Qwen2ForCausalLM(config).state_dict().items()}
+        shapes = {
+            name: tensor.shape for name, tensor in Qwen2ForCausalLM(config).state_dict().items()
+        }
     config.save_pretrained(folder / "huggingface")
-    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": WORLD_SIZE}))
+    (folder / "fsdp_config.json").write_text(
+        json.dumps({"FSDP_version": 2, "world_size": WORLD_SIZE})
+    )
     for rank in range(WORLD_SIZE):
         dist.init_process_group("fake", rank=rank, world_size=WORLD_SIZE, store=FakeStore())
         mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
@@ -86,7 +96,11 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
     python, *rest = command
     started = time.perf_counter()
     process = subprocess.Popen(
-        [python, "-c", WRAPPER, str(peak), *rest], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [python, "-c", WRAPPER, str(peak), *rest],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     said = process.stderr.read()
@@ -94,7 +108,9 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
     wall_s = time.perf_counter() - started
     if status:
         raise SystemExit(f"{' '.join(command)} failed: {said[-2000:]}")
-    return Cost(wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=int(peak.read_text()) / 1024)
+    return Cost(
+        wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=int(peak.read_text()) / 1024
+    )
 
 
 def copied(source: Path, target: Path) -> float:
@@ -109,7 +125,11 @@ def copied(source: Path, target: Path) -> float:
 
 def best(costs: list[Cost]) -> Cost:
     """The lowest of each."""
-    return Cost(wall_s=min(c.wall_s for c in costs), cpu_s=min(c.cpu_s for c in costs), peak_mb=min(c.peak_mb for c in costs))
+    return Cost(
+        wall_s=min(c.wall_s for c in costs),
+        cpu_s=min(c.cpu_s for c in costs),
+        peak_mb=min(c.peak_mb for c in costs),
+    )
 
 
 def differing(one: Path, other: Path) -> list[str]:
@@ -133,7 +153,9 @@ def _places(folder: Path) -> dict[str, str]:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--verl-python", help="Python of an environment with verl 0.9.1")
@@ -142,21 +164,45 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-convert-") as folder:
         root = Path(folder)
         num_bytes = make_checkpoint(root / "actor", num_layers=asked.layers)
-        ours = [sys.executable, "temper_legacy_shim", "checkpoint", str(root / "actor"), "--dtype", "bfloat16", "--no-verify-names"]
+        ours = [
+            sys.executable,
+            "temper_legacy_shim",
+            "checkpoint",
+            str(root / "actor"),
+            "--dtype",
+            "bfloat16",
+            "--no-verify-names",
+        ]
         contenders = {"temper-migrate": [*ours, "--out", str(root / "temper-migrate")]}
         clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if asked.verl_python:
-            merge = [asked.verl_python, "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(root / "actor")]
+            merge = [
+                asked.verl_python,
+                "verl.model_merger",
+                "merge",
+                "--backend",
+                "fsdp",
+                "--local_dir",
+                str(root / "actor"),
+            ]
             contenders["verl merger"] = [*merge, "--target_dir", str(root / "verl merger")]
         costs: dict[str, list[Cost]] = {name: [] for name in contenders}
         for _ in range(asked.repeats):
             for name, command in contenders.items():
                 shutil.rmtree(root / name, ignore_errors=True)
                 os.sync()
-                costs[name].append(run(command, environment=dict(os.environ) if name == "temper-migrate" else clean, folder=root))
+                costs[name].append(
+                    run(
+                        command,
+                        environment=dict(os.environ) if name == "temper-migrate" else clean,
+                        folder=root,
+                    )
+                )
         copy_s = min(copied(root / "actor", root / "copy") for _ in range(asked.repeats))
         results = {name: best(of_contender) for name, of_contender in costs.items()}
-        wrong = differing(root / "temper-migrate", root / "verl merger") if asked.verl_python else None
+        wrong = (
+            differing(root / "temper-migrate", root / "verl merger") if asked.verl_python else None
+        )
     print(
         f"{num_bytes / 1e9:.2f} GB of float32 in {WORLD_SIZE} ranks, to bfloat16; best of {asked.repeats}; {platform.machine()}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
@@ -167,10 +213,14 @@ def main() -> None:
     print(f"{'cp -r':16} {copy_s:8.1f}")
     if asked.verl_python:
         mine, theirs = results["temper-migrate"], results["verl merger"]
-        print(f"verl / temper    {theirs.wall_s / mine.wall_s:8.1f} {theirs.cpu_s / mine.cpu_s:8.1f} {theirs.peak_mb / mine.peak_mb:8.1f}")
+        print(
+            f"verl / temper    {theirs.wall_s / mine.wall_s:8.1f} {theirs.cpu_s / mine.cpu_s:8.1f} {theirs.peak_mb / mine.peak_mb:8.1f}"
+        )
         print(f"tensors that differ: {len(wrong or [])}")
     else:
-        print("verl merger: left out: --verl-python names an environment with verl 0.9.1 and what it imports")
+        print(
+            "verl merger: left out: --verl-python names an environment with verl 0.9.1 and what it imports"
+        )
     if asked.json:
         report = {
             "when": datetime.now(UTC).isoformat(),

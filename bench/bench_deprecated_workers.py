@@ -37,7 +37,10 @@ BASE = (
     "run.progress=false",
     "run.trackers=[jsonl]",
 )
-SPLITS = {"one micro-batch": "batching.max_tokens=8192", "several micro-batches": "batching.max_tokens=512"}
+SPLITS = {
+    "one micro-batch": "batching.max_tokens=8192",
+    "several micro-batches": "batching.max_tokens=512",
+}
 PATHS = {"engine path": "disable", "deprecated workers": "enable"}
 PLOTTED = {"actor/grad_norm": "gradient norm", "reward/mean": "mean reward"}
 
@@ -53,15 +56,29 @@ def share_of_even(prompt: Prompt, completion: str) -> float:
 def run(directory: Path, *overrides: str) -> Rows:
     """Rows of the RL phase, one a step."""
     loaded = load([*BASE, f"run.dir={directory}", *overrides])
-    train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+    train(
+        loaded.config,
+        digest=loaded.digest,
+        write_config=lambda folder: write_resolved(loaded, folder),
+    )
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["phase"] == "rl" and row["step"] > 0]
 
 
 def describe(new: Rows, old: Rows) -> str:
     """How far apart two runs are: at the first step, which both begin with the same weights, and at the worst of all."""
-    apart = [abs(a["actor/grad_norm"] - b["actor/grad_norm"]) / a["actor/grad_norm"] for a, b in zip(new, old, strict=True)]
-    same = next((i for i, (a, b) in enumerate(zip(new, old, strict=True)) if a["rollout/tokens"] != b["rollout/tokens"]), len(new))
+    apart = [
+        abs(a["actor/grad_norm"] - b["actor/grad_norm"]) / a["actor/grad_norm"]
+        for a, b in zip(new, old, strict=True)
+    ]
+    same = next(
+        (
+            i
+            for i, (a, b) in enumerate(zip(new, old, strict=True))
+            if a["rollout/tokens"] != b["rollout/tokens"]
+        ),
+        len(new),
+    )
     return f"gradient norm: {apart[0]:.1e} apart at step 1, at most {max(apart):.1e}; completions of equal length for {same} steps"
 
 
@@ -70,12 +87,16 @@ def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(PLOTTED), len(SPLITS), figsize=(10, 6), sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(PLOTTED), len(SPLITS), figsize=(10, 6), sharex=True, layout="constrained"
+    )
     for column, split in enumerate(SPLITS):
         for row, (name, label) in enumerate(PLOTTED.items()):
             axis = axes[row][column]
             for (path_name, rows), style in zip(found[split].items(), ("-", "--"), strict=True):
-                axis.plot([r["step"] for r in rows], [r[name] for r in rows], style, label=path_name)
+                axis.plot(
+                    [r["step"] for r in rows], [r[name] for r in rows], style, label=path_name
+                )
             axis.set_ylabel(label)
         axes[0][column].set_title(split)
         axes[-1][column].set_xlabel("step")
@@ -92,10 +113,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for split, override in SPLITS.items():
             found[split] = {
-                name: run(Path(folder) / f"{split} {name}".replace(" ", "-"), override, f"use_legacy_worker_impl={word}")
+                name: run(
+                    Path(folder) / f"{split} {name}".replace(" ", "-"),
+                    override,
+                    f"use_legacy_worker_impl={word}",
+                )
                 for name, word in PATHS.items()
             }
-            print(f"{split}: {describe(found[split]['engine path'], found[split]['deprecated workers'])}", flush=True)
+            print(
+                f"{split}: {describe(found[split]['engine path'], found[split]['deprecated workers'])}",
+                flush=True,
+            )
     if picture is not None:
         draw(found, picture)
 

@@ -61,7 +61,12 @@ def verl() -> Contender:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = FusedLinearForPPO()(hidden_states=hidden[None], vocab_weights=weight, input_ids=labels[None], temperature=1.0)
+        logprobs, entropy = FusedLinearForPPO()(
+            hidden_states=hidden[None],
+            vocab_weights=weight,
+            input_ids=labels[None],
+            temperature=1.0,
+        )
         return logprobs[0], entropy[0].detach()
 
     return run
@@ -77,7 +82,12 @@ def temper() -> Contender:
     return run
 
 
-MAKERS: dict[str, Callable[[], Contender]] = {"naive": naive, "TRL": trl, "verl fused": verl, "temper": temper}
+MAKERS: dict[str, Callable[[], Contender]] = {
+    "naive": naive,
+    "TRL": trl,
+    "verl fused": verl,
+    "temper": temper,
+}
 
 
 def status_kib(field: str) -> int:
@@ -97,7 +107,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     labels = torch.randint(0, options.vocabulary, (options.positions,))
     upstream = torch.randn(options.positions)
     # Libraries set up their thread pools and workspaces on first use: that is nobody's memory.
-    small = contender(torch.randn(8, options.hidden, requires_grad=True), weight[:64].detach().requires_grad_(), labels[:8] % 64)
+    small = contender(
+        torch.randn(8, options.hidden, requires_grad=True),
+        weight[:64].detach().requires_grad_(),
+        labels[:8] % 64,
+    )
     small[0].sum().backward()
     base = status_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -140,34 +154,55 @@ def check_equal(rows: dict[str, dict[str, float]]) -> None:
     wanted = rows["naive"]
     for name, row in rows.items():
         for key in ("logprob_sum", "entropy_mean", "hidden_grad_norm", "weight_grad_norm"):
-            assert abs(row[key] - wanted[key]) <= 2e-5 * abs(wanted[key]), (name, key, row[key], wanted[key])
+            assert abs(row[key] - wanted[key]) <= 2e-5 * abs(wanted[key]), (
+                name,
+                key,
+                row[key],
+                wanted[key],
+            )
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
     """Run everything, print the table, return what goes into the JSON file."""
     names = [options.only] if options.only else list(CONTENDERS)
     results: dict[str, dict[str, dict[str, float] | str]] = {}
-    print(f"T={options.positions} H={options.hidden} V={options.vocabulary} float32, forward and backward, one thread")
+    print(
+        f"T={options.positions} H={options.hidden} V={options.vocabulary} float32, forward and backward, one thread"
+    )
     for precision in ("highest", "medium"):
         results[precision] = {name: run_alone(name, options, precision=precision) for name in names}
         rows = {name: row for name, row in results[precision].items() if isinstance(row, dict)}
         if "naive" in rows:
             check_equal(rows)
-        print(f'\nmatmul precision "{precision}"\n{"contender":<12}{"CPU-s":>8}{"peak MiB":>10}{"of naive: time":>16}{"memory":>8}')
+        print(
+            f'\nmatmul precision "{precision}"\n{"contender":<12}{"CPU-s":>8}{"peak MiB":>10}{"of naive: time":>16}{"memory":>8}'
+        )
         for name, row in results[precision].items():
             if isinstance(row, str):
                 print(f"{name:<12}{row}")
                 continue
             reference = rows.get("naive", row)
-            time_share, memory_share = row["cpu_s"] / reference["cpu_s"], row["peak_mib"] / reference["peak_mib"]
-            print(f"{name:<12}{row['cpu_s']:>8.2f}{row['peak_mib']:>10.0f}{time_share:>16.2f}{memory_share:>8.2f}")
+            time_share, memory_share = (
+                row["cpu_s"] / reference["cpu_s"],
+                row["peak_mib"] / reference["peak_mib"],
+            )
+            print(
+                f"{name:<12}{row['cpu_s']:>8.2f}{row['peak_mib']:>10.0f}{time_share:>16.2f}{memory_share:>8.2f}"
+            )
     machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
-    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "options": vars(options), "results": results}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "options": vars(options),
+        "results": results,
+    }
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=152_000)
@@ -175,7 +210,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=CONTENDERS)
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--precision", choices=("highest", "medium"), default="highest", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--precision", choices=("highest", "medium"), default="highest", help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.contender is not None:
         print(json.dumps(measure(options.contender, options)))

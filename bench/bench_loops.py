@@ -37,7 +37,14 @@ WORK = (
     # A policy from scratch solves nothing, and groups without an advantage would be left out of the update: this term keeps them in.
     "algorithm.entropy_coef=1e-6",
 )
-COLUMNS = ("time/step_s", "time/rollout_s", "time/wait_s", "time/update_s", "time/weight_sync_s", "staleness/mean")
+COLUMNS = (
+    "time/step_s",
+    "time/rollout_s",
+    "time/wait_s",
+    "time/update_s",
+    "time/weight_sync_s",
+    "staleness/mean",
+)
 
 
 def overrides_of(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
@@ -49,16 +56,33 @@ def sampler_settings(rollout_python: str | None) -> list[str]:
     """Of vLLM's server where an interpreter for it is named; none for the transformers sampler."""
     if rollout_python is None:
         return []
-    server = ["rollout=vllm", f"runtime.rollout_python={rollout_python}", "rollout.vllm.enforce_eager=true"]
+    server = [
+        "rollout=vllm",
+        f"runtime.rollout_python={rollout_python}",
+        "rollout.vllm.enforce_eager=true",
+    ]
     return [*server, "rollout.vllm.kv_cache_bytes=67108864", "rollout.max_concurrent=64"]
 
 
 def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str, float]]:
     """Rows of a run, the first two left out."""
-    command = [sys.executable, "-m", "temper_trainer", *overrides_of(settings, steps=steps, folder=folder)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "temper_trainer",
+        *overrides_of(settings, steps=steps, folder=folder),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(settings)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(settings)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["phase"] == "rl"][2:]
 
@@ -74,14 +98,31 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, settings) in enumerate(LOOPS.items()):
-            rows = run_loop([*sampler, *settings], steps=chosen.steps, folder=Path(folder) / f"loop_{i}")
-            medians = {column: statistics.median(row.get(column, 0.0) for row in rows) for column in COLUMNS}
+            rows = run_loop(
+                [*sampler, *settings], steps=chosen.steps, folder=Path(folder) / f"loop_{i}"
+            )
+            medians = {
+                column: statistics.median(row.get(column, 0.0) for row in rows)
+                for column in COLUMNS
+            }
             tokens = sum(row["rollout/tokens"] for row in rows)
-            found[name] = {**medians, "tokens_per_s": tokens / sum(row["time/step_s"] for row in rows)}
-    print("| loop | tokens/s | of sync | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 3))
+            found[name] = {
+                **medians,
+                "tokens_per_s": tokens / sum(row["time/step_s"] for row in rows),
+            }
+    print(
+        "| loop | tokens/s | of sync | "
+        + " | ".join(COLUMNS)
+        + " |\n|"
+        + "---|" * (len(COLUMNS) + 3)
+    )
     for name, numbers in found.items():
         share = numbers["tokens_per_s"] / found["sync"]["tokens_per_s"]
-        cells = [f"{numbers['tokens_per_s']:.0f}", f"{share:.2f}", *(f"{numbers[column]:.3f}" for column in COLUMNS)]
+        cells = [
+            f"{numbers['tokens_per_s']:.0f}",
+            f"{share:.2f}",
+            *(f"{numbers[column]:.3f}" for column in COLUMNS),
+        ]
         print(f"| {name} | " + " | ".join(cells) + " |")
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=1))

@@ -23,7 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "packages/engine-megatron/src"
-LAYOUTS: Mapping[str, Mapping[str, int]] = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}}
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+}
 ARCHITECTURE = {
     "model_type": "llama",
     "vocab_size": 8192,
@@ -56,7 +59,11 @@ class Seen:
 
 
 def _status(field: str) -> float:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{field}:")
+    )
     return int(line.split()[1]) * 1024 / 1e6
 
 
@@ -83,7 +90,9 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
     from temper_engine_megatron.engine import MegatronEngine
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+    )
     config = MegatronConfig(
         model=ModelSpec(architecture=ARCHITECTURE),
         optimizer=OptimizerSpec(lr=1e-3),
@@ -109,14 +118,22 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
     persistence.open_state = open_and_count
     with closing(engine):
-        engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+        engine.set_loss_fn(
+            lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+        )
         with engine.train_mode():
-            engine.forward_backward_step(from_sequences([torch.arange(16)], loss_masks=[torch.arange(16) >= 1]))
+            engine.forward_backward_step(
+                from_sequences([torch.arange(16)], loss_masks=[torch.arange(16) >= 1])
+            )
         engine.optimizer_step()
         parts = folder / "parts"
         engine.write_part(str(parts / "0"))
         save_s, save_peak = _measured(lambda: engine.write_part(str(parts / "1")))
-        written = sum(record.num_bytes for record in engine.write_part(str(parts / "2")).files if record.path.startswith("state/"))
+        written = sum(
+            record.num_bytes
+            for record in engine.write_part(str(parts / "2")).files
+            if record.path.startswith("state/")
+        )
         engine.save_checkpoint(str(folder), global_step=1, in_background=True)
         engine.finish_saving()
         staged_s = 0.0
@@ -148,10 +165,21 @@ def run(layout: str, *, sources: Path) -> list[Seen]:
     """Two ranks with the engine in a folder of sources."""
     path = os.pathsep.join([str(sources), str(ROOT / "packages/engine-api/src")])
     with tempfile.TemporaryDirectory() as folder:
-        commands = [[sys.executable, __file__, "--work", layout, "--rank", str(rank), "--folder", folder] for rank in range(2)]
+        commands = [
+            [sys.executable, __file__, "--work", layout, "--rank", str(rank), "--folder", folder]
+            for rank in range(2)
+        ]
         # Tensors get memory of their own, and give it back at once.
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        }
+        ranks = [
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            for command in commands
+        ]
         try:
             answers = [rank.communicate(timeout=600)[0] for rank in ranks]
         finally:
@@ -166,7 +194,9 @@ def compare(before: str, *, rounds: int) -> dict[str, list[Seen]]:
     """By layout and commit, the best of the rounds of each rank."""
     found: dict[str, list[Seen]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", before, SOURCES], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        archive = subprocess.run(
+            ["git", "archive", before, SOURCES], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        ).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
         for _ in range(rounds):
@@ -174,7 +204,9 @@ def compare(before: str, *, rounds: int) -> dict[str, list[Seen]]:
                 for name, sources in ((before, Path(folder, SOURCES)), ("now", ROOT / SOURCES)):
                     seen = run(layout, sources=sources)
                     key = f"{layout}, {name}"
-                    found[key] = [_best(*pair) for pair in zip(found.get(key, seen), seen, strict=True)]
+                    found[key] = [
+                        _best(*pair) for pair in zip(found.get(key, seen), seen, strict=True)
+                    ]
     return found
 
 
@@ -184,8 +216,14 @@ def _best(one: Seen, other: Seen) -> Seen:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default="e16b8c2", help="commit to compare with; the default is the last one where rank 0 wrote alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--before",
+        default="e16b8c2",
+        help="commit to compare with; the default is the last one where rank 0 wrote alone",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -201,10 +239,20 @@ def main() -> None:
     columns = list(asdict(next(iter(found.values()))[0]))
     print(f"| layout, commit | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for key, ranks in found.items():
-        cells = [" / ".join(f"{asdict(rank)[name]:.{2 if name.endswith('_s') else 0}f}" for rank in ranks) for name in columns]
+        cells = [
+            " / ".join(
+                f"{asdict(rank)[name]:.{2 if name.endswith('_s') else 0}f}" for rank in ranks
+            )
+            for name in columns
+        ]
         print(f"| {key} | {' | '.join(cells)} |")
     if chosen.json:
-        chosen.json.write_text(json.dumps({key: [asdict(rank) for rank in ranks] for key, ranks in found.items()}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps(
+                {key: [asdict(rank) for rank in ranks] for key, ranks in found.items()}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,14 @@ from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.types import Prompt
 from temper_trainer.weight_sync.publish import Publisher
 
-WORK = ("experiment=quickstart", "warm_start=null", "data.eval=null", "run.save_model=false", "run.table_every=0", "run.progress=false")
+WORK = (
+    "experiment=quickstart",
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.table_every=0",
+    "run.progress=false",
+)
 REWARD = "reward.function=bench_overhead:digits"
 LEFT_OUT = 2
 """First steps, which pay for what later ones find."""
@@ -109,10 +116,18 @@ def main() -> None:
     install(meter, rows)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load([*WORK, REWARD, f"run.total_steps={chosen.steps}", f"run.dir={folder}/run"])
-        train(loaded.config, digest=loaded.digest, write_config=lambda place: write_resolved(loaded, place))
+        train(
+            loaded.config,
+            digest=loaded.digest,
+            write_config=lambda place: write_resolved(loaded, place),
+        )
     steady = rows[LEFT_OUT:]
-    found = {name: statistics.median(row.get(name, 0.0) for row in steady) * 1e3 for name in steady[0]}
-    print(f"{len(steady)} steps of 32 prompts x 8 completions; {platform.machine()}, torch {torch.__version__}")
+    found = {
+        name: statistics.median(row.get(name, 0.0) for row in steady) * 1e3 for name in steady[0]
+    }
+    print(
+        f"{len(steady)} steps of 32 prompts x 8 completions; {platform.machine()}, torch {torch.__version__}"
+    )
     print("| what | median CPU ms a step |\n|---|---|")
     for name, milliseconds in found.items():
         print(f"| {name} | {milliseconds:.1f} |")

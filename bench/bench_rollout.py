@@ -68,12 +68,26 @@ def workload() -> tuple[list[list[int]], list[int]]:
 
 def temper_sampler() -> Contender:
     """Ours; an end token outside the vocabulary is never drawn, so that lengths are exact."""
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)} | {"<eos>": VOCAB_SIZE}, unk_token="t0"))
+    words = Tokenizer(
+        models.WordLevel(
+            {f"t{i}": i for i in range(VOCAB_SIZE)} | {"<eos>": VOCAB_SIZE}, unk_token="t0"
+        )
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    sampler = HfSampler(model=ModelSpec(architecture=ARCHITECTURE), tokenizer=tokenizer, config=RolloutConfig(dtype="bf16"), device="cpu")
+    sampler = HfSampler(
+        model=ModelSpec(architecture=ARCHITECTURE),
+        tokenizer=tokenizer,
+        config=RolloutConfig(dtype="bf16"),
+        device="cpu",
+    )
     prompts, lengths = workload()
     requests = [
-        SamplingRequest(request_id=i, prompt_tokens=tuple(prompt), sampling=SamplingConfig(max_tokens=length), seed=i)
+        SamplingRequest(
+            request_id=i,
+            prompt_tokens=tuple(prompt),
+            sampling=SamplingConfig(max_tokens=length),
+            seed=i,
+        )
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     return lambda: sum(len(completion.tokens) for completion in sampler.sample(requests))
@@ -86,7 +100,9 @@ class RowsEnd(StoppingCriteria):  # type: ignore[misc]
         self._lengths = torch.tensor(lengths)
         self._prompt_length = prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """[B] bool."""
         return input_ids.shape[1] - self._prompt_length >= self._lengths
 
@@ -95,7 +111,9 @@ def plain_model() -> PreTrainedModel:
     """The peers' model: the same architecture, seed and dtype, with SDPA attention."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**ARCHITECTURE)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -108,12 +126,23 @@ def padded_generate() -> Contender:
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     ends = StoppingCriteriaList([RowsEnd(lengths, prompt_length=longest)])
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0, use_cache=True
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=max(lengths),
+        eos_token_id=None,
+        pad_token_id=0,
+        use_cache=True,
     )
 
     def run() -> int:
         with torch.no_grad():
-            model.generate(input_ids=inputs, attention_mask=mask, generation_config=settings, stopping_criteria=ends)
+            model.generate(
+                input_ids=inputs,
+                attention_mask=mask,
+                generation_config=settings,
+                stopping_criteria=ends,
+            )
         return sum(lengths)
 
     return run
@@ -122,13 +151,24 @@ def padded_generate() -> Contender:
 def transformers_continuous_batching() -> Contender:
     """The continuous batching manager of transformers, its cache fitted to the work: by default it takes most of the free memory."""
     model, (prompts, lengths) = plain_model(), workload()
-    settings = GenerationConfig(max_new_tokens=max(lengths), do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(
+        max_new_tokens=max(lengths),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
 
-    cache = ContinuousBatchingConfig(num_blocks=3 * NUM_PROMPTS, block_size=256, max_batch_tokens=2048)
+    cache = ContinuousBatchingConfig(
+        num_blocks=3 * NUM_PROMPTS, block_size=256, max_batch_tokens=2048
+    )
 
     def run() -> int:
         num_tokens = num_done = 0
-        with model.continuous_batching_context_manager(generation_config=settings, continuous_batching_config=cache) as manager:
+        with model.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=cache
+        ) as manager:
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
                 manager.add_request(prompt, request_id=str(i), max_new_tokens=length)
             while num_done < len(prompts):
@@ -136,7 +176,9 @@ def transformers_continuous_batching() -> Contender:
                 if output is not None and output.is_finished():
                     num_done, num_tokens = num_done + 1, num_tokens + len(output.generated_tokens)
                 elif output is None and not manager.is_running():
-                    raise RuntimeError("transformers' continuous batching stopped before its requests were done.")
+                    raise RuntimeError(
+                        "transformers' continuous batching stopped before its requests were done."
+                    )
         return num_tokens
 
     return run
@@ -145,7 +187,13 @@ def transformers_continuous_batching() -> Contender:
 def measure(name: str, *, repeats: int) -> dict[str, Any]:
     """Rates of one contender, in this process: median over repeats after one that is not counted."""
     torch.set_num_threads(1)
-    make = dict(zip(CONTENDERS, (temper_sampler, padded_generate, transformers_continuous_batching), strict=True))[name]
+    make = dict(
+        zip(
+            CONTENDERS,
+            (temper_sampler, padded_generate, transformers_continuous_batching),
+            strict=True,
+        )
+    )[name]
     run = make()
     run()
     cpu_rates, wall_rates = [], []
@@ -156,12 +204,19 @@ def measure(name: str, *, repeats: int) -> dict[str, Any]:
         wall_rates.append(num_tokens / (time.perf_counter() - wall))
         assert num_tokens == sum(workload()[1]), (num_tokens, sum(workload()[1]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"name": name, "tok_per_cpu_s": float(np.median(cpu_rates)), "tok_per_s": float(np.median(wall_rates)), "peak_rss_mib": peak}
+    return {
+        "name": name,
+        "tok_per_cpu_s": float(np.median(cpu_rates)),
+        "tok_per_s": float(np.median(wall_rates)),
+        "peak_rss_mib": peak,
+    }
 
 
 def main() -> int:
     """Measure every contender in a fresh process and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=CONTENDERS)
@@ -172,17 +227,28 @@ def main() -> int:
         return 0
     rows = []
     for name in CONTENDERS if arguments.only is None else (arguments.only,):
-        command = [sys.executable, __file__, "--in-process", name, "--repeats", str(arguments.repeats)]
+        command = [
+            sys.executable,
+            __file__,
+            "--in-process",
+            name,
+            "--repeats",
+            str(arguments.repeats),
+        ]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
             print(f"{name} did not run:\n{finished.stderr[-2000:]}", file=sys.stderr)
             return 1
         rows.append(json.loads(finished.stdout.splitlines()[-1]))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(f"{NUM_PROMPTS} prompts, {sum(workload()[1])} tokens, longest {max(workload()[1])}; bf16, 1 thread; {versions}")
+    print(
+        f"{NUM_PROMPTS} prompts, {sum(workload()[1])} tokens, longest {max(workload()[1])}; bf16, 1 thread; {versions}"
+    )
     print("| | tokens per CPU-second | tokens per second | peak memory, MiB |\n|---|---|---|---|")
     for row in rows:
-        print(f"| {row['name']} | {row['tok_per_cpu_s']:.0f} | {row['tok_per_s']:.0f} | {row['peak_rss_mib']:.0f} |")
+        print(
+            f"| {row['name']} | {row['tok_per_cpu_s']:.0f} | {row['tok_per_s']:.0f} | {row['peak_rss_mib']:.0f} |"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
     return 0

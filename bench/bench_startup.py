@@ -32,8 +32,15 @@ class Start:
 
 def measure(command: str, *, repeats: int) -> Start:
     """Run `command --help` once to warm the page cache, then `repeats` times."""
-    runs = [_run([sys.executable, "-m", MODULES[command], "--help"]) for _ in range(repeats + 1)][1:]
-    return Start(command=command, wall_s=min(wall for wall, _ in runs), cpu_s=min(cpu for _, cpu in runs), limit_s=LIMITS_S[command])
+    runs = [_run([sys.executable, "-m", MODULES[command], "--help"]) for _ in range(repeats + 1)][
+        1:
+    ]
+    return Start(
+        command=command,
+        wall_s=min(wall for wall, _ in runs),
+        cpu_s=min(cpu for _, cpu in runs),
+        limit_s=LIMITS_S[command],
+    )
 
 
 def _run(command: list[str]) -> tuple[float, float]:
@@ -49,18 +56,27 @@ def _run(command: list[str]) -> tuple[float, float]:
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     load = os.getloadavg()[0]
     starts = [measure(command, repeats=chosen.repeats) for command in MODULES]
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} before, best of {chosen.repeats}\n")
+    print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} before, best of {chosen.repeats}\n"
+    )
     print("| command | wall | CPU | limit |\n|---|---|---|---|")
     for start in starts:
-        print(f"| `{start.command} --help` | {start.wall_s:.2f} s | {start.cpu_s:.2f} s | {start.limit_s:.1f} s |")
+        print(
+            f"| `{start.command} --help` | {start.wall_s:.2f} s | {start.cpu_s:.2f} s | {start.limit_s:.1f} s |"
+        )
     if chosen.json:
-        chosen.json.write_text(json.dumps({"load": load, "starts": [asdict(start) for start in starts]}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps({"load": load, "starts": [asdict(start) for start in starts]}, indent=1)
+            + "\n"
+        )
     return int(any(start.wall_s > start.limit_s for start in starts))
 
 

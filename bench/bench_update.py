@@ -30,7 +30,9 @@ Row = dict[str, float | list[float]]
 def measure(name: str, options: argparse.Namespace) -> None:
     """One rank of one contender; rank 0 prints."""
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")  # oneDNN's kernels, which the engine takes of itself, for everybody
+    torch.set_float32_matmul_precision(
+        "medium"
+    )  # oneDNN's kernels, which the engine takes of itself, for everybody
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     contenders = ONE_RANK if world_size == 1 else SEVERAL_RANKS
     timing = contenders[name](options.model, options.updates)
@@ -45,8 +47,23 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
-    command = [sys.executable, __file__, "--contender", name, "--model", str(model), "--updates", str(options.updates)]
+    environment = dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONWARNINGS="ignore",
+    )
+    command = [
+        sys.executable,
+        __file__,
+        "--contender",
+        name,
+        "--model",
+        str(model),
+        "--updates",
+        str(options.updates),
+    ]
     running = []
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for rank in range(ranks):
@@ -67,7 +84,11 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
         if "ModuleNotFoundError" in last or "ImportError" in last:
             return f"absent ({last})"
         raise RuntimeError(f"{name} on {ranks} ranks failed:\n{err}")
-    found: Row = json.loads(next(line for line in out.splitlines() if line.startswith("MEASURED ")).removeprefix("MEASURED "))
+    found: Row = json.loads(
+        next(line for line in out.splitlines() if line.startswith("MEASURED ")).removeprefix(
+            "MEASURED "
+        )
+    )
     return found
 
 
@@ -84,13 +105,17 @@ def check_equal(rows: dict[str, Row]) -> None:
         assert isinstance(losses, list)
         assert isinstance(wanted, list)
         if losses and abs(losses[0] - wanted[0]) > LOSS_TOLERANCE * wanted[0]:
-            raise AssertionError(f"{name} begins with loss {losses[0]}, the hand-written loop with {wanted[0]}: not the same work")
+            raise AssertionError(
+                f"{name} begins with loss {losses[0]}, the hand-written loop with {wanted[0]}: not the same work"
+            )
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
     """Run everything, print the tables, return what goes into the JSON file."""
     results: dict[str, dict[str, Row | str]] = {}
-    print(f"compute: {'bf16' if IS_BF16 else 'fp32, since this processor has no bf16 instructions'}")
+    print(
+        f"compute: {'bf16' if IS_BF16 else 'fp32, since this processor has no bf16 instructions'}"
+    )
     with tempfile.TemporaryDirectory(prefix="bench-update-") as folder:
         model = Path(folder) / "model"
         write_model(model)
@@ -99,7 +124,9 @@ def report(options: argparse.Namespace) -> dict[str, object]:
             found: dict[str, Row | str] = {}
             names = [name for name in contenders if options.only in (None, name)]
             tries: dict[str, list[Row]] = {name: [] for name in names}
-            for _ in range(options.repeats):  # in turn, so that a slow minute of the machine is everybody's
+            for _ in range(
+                options.repeats
+            ):  # in turn, so that a slow minute of the machine is everybody's
                 for name in names:
                     row = run_alone(name, options, ranks=ranks, model=model)
                     if isinstance(row, str):
@@ -113,14 +140,21 @@ def report(options: argparse.Namespace) -> dict[str, object]:
                 check_equal(measured)
             results[str(ranks)] = found
     machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
-    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "compute": "bf16" if IS_BF16 else "fp32", "results": results}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "compute": "bf16" if IS_BF16 else "fp32",
+        "results": results,
+    }
 
 
 def print_table(found: dict[str, Row | str], *, ranks: int) -> None:
     """Throughput, and our share of everybody's."""
     unit = "tokens_per_cpu_s" if ranks == 1 else "tokens_per_s"
     ours = found.get("temper")
-    print(f"\n{ranks} rank{'s' if ranks > 1 else ''}\n{'contender':<34}{unit:>18}{'temper is':>12}{'peak MiB':>10}{'first loss':>12}")
+    print(
+        f"\n{ranks} rank{'s' if ranks > 1 else ''}\n{'contender':<34}{unit:>18}{'temper is':>12}{'peak MiB':>10}{'first loss':>12}"
+    )
     for name, row in found.items():
         if isinstance(row, str):
             print(f"{name:<34}{row}")
@@ -134,8 +168,12 @@ def print_table(found: dict[str, Row | str], *, ranks: int) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2]
+    )
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)

@@ -29,9 +29,26 @@ from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightStream, checksum
 from temper_trainer.config.weight_sync import WeightSyncConfig
-from temper_trainer.rollout.changes import WHOLE, ChangeManifest, apply_changes, check_result, num_sent, open_change_parcel
+from temper_trainer.rollout.changes import (
+    WHOLE,
+    ChangeManifest,
+    apply_changes,
+    check_result,
+    num_sent,
+    open_change_parcel,
+)
 from temper_trainer.rollout.channel import Channel, ChannelSpec
-from temper_trainer.rollout.parcels import Parcel, check_digest, cut, digest_of, fill, layout_of, named_weights, open_parcel, write_parcel
+from temper_trainer.rollout.parcels import (
+    Parcel,
+    check_digest,
+    cut,
+    digest_of,
+    fill,
+    layout_of,
+    named_weights,
+    open_parcel,
+    write_parcel,
+)
 from temper_trainer.weight_sync.collective import open_sender, plan_set, send_changes, send_set
 from temper_trainer.weight_sync.shared_changes import write_changes
 from temper_trainer.weight_sync.shared_memory import remove_folder, write_set
@@ -44,7 +61,10 @@ MAX_SHARE = WeightSyncConfig().max_changed_share
 def make_weights(megabytes: int) -> list[NamedWeight]:
     """Layers of 1024 x 1024 projections until there are enough bytes."""
     count = max(1, megabytes * (1 << 20) // (2 << 20))
-    return [NamedWeight(f"layers.{i}.weight", torch.randn(1024, 1024).to(torch.bfloat16)) for i in range(count)]
+    return [
+        NamedWeight(f"layers.{i}.weight", torch.randn(1024, 1024).to(torch.bfloat16))
+        for i in range(count)
+    ]
 
 
 def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
@@ -89,11 +109,20 @@ class Actor:
         hidden, inner, layers, keys, vocabulary = SHAPES[shape]
         sizes = {"embed_tokens": (vocabulary, hidden), "norm": (hidden,)}
         for i in range(layers):
-            layer = {"q": (hidden, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, hidden), "norm": (hidden,)}
+            layer = {
+                "q": (hidden, hidden),
+                "k": (keys, hidden),
+                "v": (keys, hidden),
+                "o": (hidden, hidden),
+                "norm": (hidden,),
+            }
             layer |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
             sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
         generator = torch.Generator().manual_seed(0)
-        self._masters = {f"{name}.weight": torch.randn(size, generator=generator) * 0.02 for name, size in sizes.items()}
+        self._masters = {
+            f"{name}.weight": torch.randn(size, generator=generator) * 0.02
+            for name, size in sizes.items()
+        }
         self._generator = generator
 
     def train(self, lr: float) -> None:
@@ -104,7 +133,9 @@ class Actor:
 
     def export_weights(self) -> WeightStream:
         """One tensor after the other in bf16, as an engine casts them."""
-        return WeightStream(NamedWeight(name, master.to(torch.bfloat16)) for name, master in self._masters.items())
+        return WeightStream(
+            NamedWeight(name, master.to(torch.bfloat16)) for name, master in self._masters.items()
+        )
 
 
 def keep_tensors(held: dict[str, Tensor], weights: Iterable[NamedWeight]) -> None:
@@ -128,12 +159,19 @@ def serve_shared(pipe: "Connection[object, object]") -> None:
             else:
                 changes, tensors = manifest.parcels[place], [weight.tensor for weight in weights]
                 apply_changes(tensors, open_change_parcel(changes), parcel.entries, changes.counts)
-                check_result(tensors, changes.result_digest, version=manifest.version, base_version=manifest.base_version)
+                check_result(
+                    tensors,
+                    changes.result_digest,
+                    version=manifest.version,
+                    base_version=manifest.base_version,
+                )
             keep_tensors(held, weights)
         pipe.send(time.perf_counter() - begin)
 
 
-def serve_changes(spec: ChannelSpec, layout: Sequence[Parcel], pipe: "Connection[object, object]") -> None:
+def serve_changes(
+    spec: ChannelSpec, layout: Sequence[Parcel], pipe: "Connection[object, object]"
+) -> None:
     """A receiver of broadcasts, whole or changes, as a server's worker takes them; answers when it has copied everything."""
     torch.set_num_threads(1)
     channel = Channel(spec, rank=1, device=torch.device("cpu"))
@@ -150,7 +188,13 @@ def serve_changes(spec: ChannelSpec, layout: Sequence[Parcel], pipe: "Connection
             else:
                 own = channel.receive(parcel).clone()
                 arrived.append([weight.tensor for weight in named_weights(own, parcel)])
-            keep_tensors(held, (NamedWeight(entry.name, tensor) for entry, tensor in zip(parcel.entries, arrived[-1], strict=True)))
+            keep_tensors(
+                held,
+                (
+                    NamedWeight(entry.name, tensor)
+                    for entry, tensor in zip(parcel.entries, arrived[-1], strict=True)
+                ),
+            )
         base = arrived
         pipe.send(len(held))
 
@@ -167,7 +211,9 @@ class Measured:
     """Of its elements, those that were sent."""
 
 
-def quickest(send: Callable[[int], Sent], actor: Actor, *, lr: float, repeats: int, first_version: int) -> Measured:
+def quickest(
+    send: Callable[[int], Sent], actor: Actor, *, lr: float, repeats: int, first_version: int
+) -> Measured:
     """An update before each set, which does not count; nor does the first set."""
     taken = []
     for version in range(first_version, first_version + repeats + 1):
@@ -178,7 +224,9 @@ def quickest(send: Callable[[int], Sent], actor: Actor, *, lr: float, repeats: i
     return Measured(seconds=min(taken[1:]), num_bytes=sent.num_bytes, share=sent.share)
 
 
-def measure_shared_changes(actor: Actor, rates: Sequence[float], *, repeats: int) -> dict[str, Measured]:
+def measure_shared_changes(
+    actor: Actor, rates: Sequence[float], *, repeats: int
+) -> dict[str, Measured]:
     """Whole sets and changes through files in shared memory."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -195,36 +243,64 @@ def measure_shared_changes(actor: Actor, rates: Sequence[float], *, repeats: int
             ours.recv()
             return Sent(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
 
-        found["shared memory, full"] = quickest(whole, actor, lr=rates[0], repeats=repeats, first_version=1)
+        found["shared memory, full"] = quickest(
+            whole, actor, lr=rates[0], repeats=repeats, first_version=1
+        )
         base = write_set(actor, str(folder / "whole"), BUCKET_BYTES, True)
         loaded = [ChangeManifest(version=0, base_version=0, parcels=())]
 
         def changes(version: int) -> Sent:
-            manifest = write_changes(actor, base, loaded[0], version, str(folder / str(version)), BUCKET_BYTES, True, MAX_SHARE)
+            manifest = write_changes(
+                actor,
+                base,
+                loaded[0],
+                version,
+                str(folder / str(version)),
+                BUCKET_BYTES,
+                True,
+                MAX_SHARE,
+            )
             ours.send((base, manifest))
             ours.recv()
             remove_folder(actor, str(folder / str(loaded[0].version)))
             loaded[0] = manifest
             pairs = list(zip(base, manifest.parcels, strict=True))
-            elements = sum(num_sent(parcel.entries, [WHOLE] * len(parcel.entries)) for parcel in base)
-            share = sum(num_sent(parcel.entries, changed.counts) for parcel, changed in pairs) / elements
+            elements = sum(
+                num_sent(parcel.entries, [WHOLE] * len(parcel.entries)) for parcel in base
+            )
+            share = (
+                sum(num_sent(parcel.entries, changed.counts) for parcel, changed in pairs)
+                / elements
+            )
             return Sent(num_bytes=sum(changed.num_bytes for _, changed in pairs), share=share)
 
         for number, lr in enumerate(rates, start=1):
-            found[f"shared memory, delta, lr {lr:g}"] = quickest(changes, actor, lr=lr, repeats=repeats, first_version=100 * number)
+            found[f"shared memory, delta, lr {lr:g}"] = quickest(
+                changes, actor, lr=lr, repeats=repeats, first_version=100 * number
+            )
     ours.send(None)
     receiver.join()
     return found
 
 
-def measure_channel_changes(actor: Actor, rates: Sequence[float], *, repeats: int) -> dict[str, Measured]:
+def measure_channel_changes(
+    actor: Actor, rates: Sequence[float], *, repeats: int
+) -> dict[str, Measured]:
     """Whole sets and changes over gloo."""
     layout = plan_set(actor, BUCKET_BYTES)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     largest = max(parcel.num_bytes for parcel in layout)
-    spec = ChannelSpec(backend="gloo", address="127.0.0.1", port=port, size=2, buffer_bytes=largest, with_digest=True, timeout_s=120)
+    spec = ChannelSpec(
+        backend="gloo",
+        address="127.0.0.1",
+        port=port,
+        size=2,
+        buffer_bytes=largest,
+        with_digest=True,
+        timeout_s=120,
+    )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=serve_changes, args=(spec, layout, theirs), daemon=True)
@@ -246,25 +322,41 @@ def measure_channel_changes(actor: Actor, rates: Sequence[float], *, repeats: in
         last[0] = version
         return sent
 
-    found = {"gloo broadcast, full": quickest(whole, actor, lr=rates[0], repeats=repeats, first_version=1)}
+    found = {
+        "gloo broadcast, full": quickest(
+            whole, actor, lr=rates[0], repeats=repeats, first_version=1
+        )
+    }
     for number, lr in enumerate(rates, start=1):
-        found[f"gloo broadcast, delta, lr {lr:g}"] = quickest(changes, actor, lr=lr, repeats=repeats, first_version=100 * number)
+        found[f"gloo broadcast, delta, lr {lr:g}"] = quickest(
+            changes, actor, lr=lr, repeats=repeats, first_version=100 * number
+        )
     ours.send(None)
     receiver.join()
     return found
 
 
-def show_changes(shape: str, rates: Sequence[float], *, repeats: int, json_file: Path | None) -> None:
+def show_changes(
+    shape: str, rates: Sequence[float], *, repeats: int, json_file: Path | None
+) -> None:
     """Print the table of whole sets beside changes, and write it where asked."""
     actor = Actor(shape)
-    found = measure_shared_changes(actor, rates, repeats=repeats) | measure_channel_changes(actor, rates, repeats=repeats)
+    found = measure_shared_changes(actor, rates, repeats=repeats) | measure_channel_changes(
+        actor, rates, repeats=repeats
+    )
     machine = platform.processor() or platform.machine()
-    print(f"the {shape} shape in bf16, buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}")
+    print(
+        f"the {shape} shape in bf16, buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}"
+    )
     print("| what | elements sent | MB | ms |\n|---|---|---|---|")
     for name, measured in found.items():
-        print(f"| {name} | {measured.share:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |")
+        print(
+            f"| {name} | {measured.share:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |"
+        )
     if json_file is not None:
-        json_file.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}, indent=1))
+        json_file.write_text(
+            json.dumps({name: asdict(measured) for name, measured in found.items()}, indent=1)
+        )
 
 
 def best(call: Callable[[], object], repeats: int) -> float:
@@ -288,7 +380,10 @@ def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats:
     with tempfile.TemporaryDirectory(dir=root) as folder:
 
         def send() -> None:
-            parcels = [write_parcel(part, Path(folder) / str(i), with_digest=with_digest) for i, part in enumerate(parts)]
+            parcels = [
+                write_parcel(part, Path(folder) / str(i), with_digest=with_digest)
+                for i, part in enumerate(parts)
+            ]
             ours.send(parcels)
             ours.recv()
             for parcel in parcels:
@@ -308,7 +403,13 @@ def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeat
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     spec = ChannelSpec(
-        backend="gloo", address="127.0.0.1", port=port, size=2, buffer_bytes=BUCKET_BYTES, with_digest=with_digest, timeout_s=120
+        backend="gloo",
+        address="127.0.0.1",
+        port=port,
+        size=2,
+        buffer_bytes=BUCKET_BYTES,
+        with_digest=with_digest,
+        timeout_s=120,
     )
     context = multiprocessing.get_context("spawn")
     receiver = context.Process(target=serve_channel, args=(spec, parcels, repeats + 1), daemon=True)
@@ -351,10 +452,16 @@ def main() -> None:
     }
     for with_digest in (True, False):
         suffix = "with checksum" if with_digest else "without checksum"
-        found[f"shared memory, {suffix}"] = measure_files(parts, with_digest=with_digest, repeats=chosen.repeats)
-        found[f"gloo broadcast, {suffix}"] = measure_channel(parts, with_digest=with_digest, repeats=chosen.repeats)
+        found[f"shared memory, {suffix}"] = measure_files(
+            parts, with_digest=with_digest, repeats=chosen.repeats
+        )
+        found[f"gloo broadcast, {suffix}"] = measure_channel(
+            parts, with_digest=with_digest, repeats=chosen.repeats
+        )
     machine = platform.processor() or platform.machine()
-    print(f"{num_bytes / 1e6:.0f} MB of bf16 in buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}")
+    print(
+        f"{num_bytes / 1e6:.0f} MB of bf16 in buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}"
+    )
     print("| what | ms | GB/s |\n|---|---|---|")
     for name, seconds in found.items():
         print(f"| {name} | {seconds * 1e3:.1f} | {num_bytes / 1e9 / seconds:.2f} |")

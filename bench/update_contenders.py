@@ -45,11 +45,25 @@ class VariableLengthAttention:
         self.starts = [0]
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """[1, heads, T, D] each; [1, T, heads, D] and no weights."""
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=options.get("scaling"), enable_gqa=True)
-        parts = [attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b]) for a, b in pairwise(self.starts)]
+        attend = partial(
+            F.scaled_dot_product_attention,
+            is_causal=True,
+            scale=options.get("scaling"),
+            enable_gqa=True,
+        )
+        parts = [
+            attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
+            for a, b in pairwise(self.starts)
+        ]
         return torch.cat(parts, dim=2).transpose(1, 2), None
 
     def register(self) -> str:
@@ -62,7 +76,9 @@ class VariableLengthAttention:
         return "bench_varlen"
 
 
-def packed_loss(model: nn.Module, attention: VariableLengthAttention, chosen: Sequence[Example]) -> Tensor:
+def packed_loss(
+    model: nn.Module, attention: VariableLengthAttention, chosen: Sequence[Example]
+) -> Tensor:
     """Summed loss of sequences laid end to end; the head runs only where a loss is."""
     tokens = torch.cat([e.tokens for e in chosen])
     attention.starts = [0, *torch.tensor([len(e.tokens) for e in chosen]).cumsum(0).tolist()]
@@ -70,7 +86,9 @@ def packed_loss(model: nn.Module, attention: VariableLengthAttention, chosen: Se
     trained = torch.cat([e.is_response for e in chosen]).roll(-1)
     trained[-1] = False
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=IS_BF16):
-        hidden = model.model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0]
+        hidden = model.model(
+            input_ids=tokens[None], position_ids=positions[None]
+        ).last_hidden_state[0]
         logits = model.lm_head(hidden[trained])
     return F.cross_entropy(logits.float(), tokens.roll(-1)[trained], reduction="sum")
 
@@ -104,7 +122,9 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
     rank, world_size = rank_and_size()
     attention = VariableLengthAttention()
     model = load_model(folder, attention=attention.register())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if IS_BF16 else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if IS_BF16 else None, reduce_dtype=torch.float32
+    )
     mesh = init_device_mesh("cpu", (world_size,))
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -120,13 +140,19 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         return F.cross_entropy(logits[trained].float(), tokens.roll(-1)[trained], reduction="sum")
 
     def update(batch: Sequence[Example]) -> float:
-        num_trained, loads, total = sum(int(e.is_response.sum()) for e in batch), [0] * world_size, torch.zeros(())
+        num_trained, loads, total = (
+            sum(int(e.is_response.sum()) for e in batch),
+            [0] * world_size,
+            torch.zeros(()),
+        )
         shares: list[list[Example]] = [[] for _ in range(world_size)]
         for example in sorted(batch, key=lambda e: -len(e.tokens)):
             lightest = loads.index(min(loads))
             shares[lightest].append(example)
             loads[lightest] += len(example.tokens)
-        bins = [first_fit([len(e.tokens) for e in share], cap=MICRO_BATCH_TOKENS) for share in shares]
+        bins = [
+            first_fit([len(e.tokens) for e in share], cap=MICRO_BATCH_TOKENS) for share in shares
+        ]
         while len(bins[rank]) < max(map(len, bins)):
             largest = max(bins[rank], key=len)
             bins[rank].append([largest.pop() for _ in range(len(largest) // 2)])
@@ -144,7 +170,9 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
     return time_updates(update, num_updates=num_updates, world_size=world_size)
 
 
-def temper(folder: Path, num_updates: int, *, is_policy: bool = False, keeps_logits: bool = False) -> Timing:
+def temper(
+    folder: Path, num_updates: int, *, is_policy: bool = False, keeps_logits: bool = False
+) -> Timing:
     """FSDPEngine with the SFT objective, or with the clipped policy gradient and its columns.
 
     Its head computes the logits again in the backward pass, and so saves memory, unless it keeps them as the hand-written loop does.
@@ -176,7 +204,11 @@ def temper(folder: Path, num_updates: int, *, is_policy: bool = False, keeps_log
             "old_logprobs": [torch.full((len(e.tokens),), -9.0) for e in batch],
             "advantages": [e.is_response.float() for e in batch],
         }
-        return from_sequences([e.tokens for e in batch], loss_masks=[e.is_response for e in batch], columns=columns if is_policy else None)
+        return from_sequences(
+            [e.tokens for e in batch],
+            loss_masks=[e.is_response for e in batch],
+            columns=columns if is_policy else None,
+        )
 
     def update(batch: Sequence[Example]) -> float:
         engine.optimizer_zero_grad()
@@ -190,7 +222,11 @@ def temper(folder: Path, num_updates: int, *, is_policy: bool = False, keeps_log
 
     timing = time_updates(update, num_updates=num_updates, world_size=rank_and_size()[1])
     engine.close()
-    return timing if not is_policy else Timing(tokens=timing.tokens, wall_s=timing.wall_s, cpu_s=timing.cpu_s, losses=[])
+    return (
+        timing
+        if not is_policy
+        else Timing(tokens=timing.tokens, wall_s=timing.wall_s, cpu_s=timing.cpu_s, losses=[])
+    )
 
 
 class StepClock:
@@ -217,7 +253,14 @@ class StepClock:
                 clock.wall_s.append(time.perf_counter() - clock.started[0])
                 clock.cpu_s.append(time.process_time() - clock.started[1])
 
-            def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object) -> None:
+            def on_log(
+                self,
+                args: object,
+                state: object,
+                control: object,
+                logs: dict[str, float],
+                **kwargs: object,
+            ) -> None:
                 clock.losses += [logs["loss"]] if "loss" in logs else []
 
         return Callback()
@@ -226,7 +269,9 @@ class StepClock:
         """Count the real tokens of each micro-batch where the trainer takes its step."""
         step = trainer.training_step
 
-        def counted(model: object, inputs: dict[str, Tensor], *args: object, **kwargs: object) -> Tensor:
+        def counted(
+            model: object, inputs: dict[str, Tensor], *args: object, **kwargs: object
+        ) -> Tensor:
             mask = inputs.get("attention_mask")
             self.tokens[-1] += inputs["input_ids"].numel() if mask is None else int(mask.sum())
             result: Tensor = step(model, inputs, *args, **kwargs)
@@ -236,7 +281,12 @@ class StepClock:
 
     def timing(self, *, are_batches_ours: bool) -> Timing:
         """Without the first update."""
-        return Timing(tokens=self.tokens[1:], wall_s=self.wall_s[1:], cpu_s=self.cpu_s[1:], losses=self.losses if are_batches_ours else [])
+        return Timing(
+            tokens=self.tokens[1:],
+            wall_s=self.wall_s[1:],
+            cpu_s=self.cpu_s[1:],
+            losses=self.losses if are_batches_ours else [],
+        )
 
 
 def trainer_options(folder: Path) -> dict[str, Any]:
@@ -260,7 +310,9 @@ def trainer_options(folder: Path) -> dict[str, Any]:
 
 def keep_order(trainer_class: Any) -> None:
     """Let a Trainer see the sequences in the order in which everybody else does."""
-    trainer_class._get_train_sampler = lambda self, *args: torch.utils.data.SequentialSampler(self.train_dataset)
+    trainer_class._get_train_sampler = lambda self, *args: torch.utils.data.SequentialSampler(
+        self.train_dataset
+    )
 
 
 def hf_trainer(folder: Path, num_updates: int) -> Timing:
@@ -269,17 +321,29 @@ def hf_trainer(folder: Path, num_updates: int) -> Timing:
     from transformers import Trainer, TrainingArguments
 
     rows = [
-        {"input_ids": e.tokens.tolist(), "labels": torch.where(e.is_response, e.tokens, -100).tolist()}
+        {
+            "input_ids": e.tokens.tolist(),
+            "labels": torch.where(e.is_response, e.tokens, -100).tolist(),
+        }
         for batch in batches(num_updates)
         for e in batch
     ]
 
     def collate(chosen: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         def pad(key: str, value: int) -> Tensor:
-            return nn.utils.rnn.pad_sequence([torch.tensor(row[key]) for row in chosen], batch_first=True, padding_value=value)
+            return nn.utils.rnn.pad_sequence(
+                [torch.tensor(row[key]) for row in chosen], batch_first=True, padding_value=value
+            )
 
-        mask = nn.utils.rnn.pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in chosen], batch_first=True)
-        return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": mask}
+        mask = nn.utils.rnn.pad_sequence(
+            [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in chosen],
+            batch_first=True,
+        )
+        return {
+            "input_ids": pad("input_ids", 0),
+            "labels": pad("labels", -100),
+            "attention_mask": mask,
+        }
 
     keep_order(Trainer)
     clock = StepClock()
@@ -308,7 +372,9 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
     from trl import SFTConfig, SFTTrainer
 
     rows = [
-        {"input_ids": e.tokens.tolist(), "completion_mask": e.is_response.long().tolist()} for batch in batches(num_updates) for e in batch
+        {"input_ids": e.tokens.tolist(), "completion_mask": e.is_response.long().tolist()}
+        for batch in batches(num_updates)
+        for e in batch
     ]
     keep_order(SFTTrainer)
     clock = StepClock()
@@ -343,8 +409,16 @@ def give_verl_a_cpu() -> None:
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
     patches.is_trl_available = lambda: False
-    module = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
+    module = types.SimpleNamespace(
+        **{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
+    )
+    for name in (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "empty_cache",
+    ):
         setattr(module, name, lambda *args, **kwargs: 0)
     module.reset_peak_memory_stats = module.set_device = lambda *args, **kwargs: None
     module.mem_get_info, module.current_device = lambda *args: (1, 1), lambda: 0
@@ -359,7 +433,11 @@ def give_verl_a_cpu() -> None:
         return lambda self, *args: value
 
     members: dict[str, Any] = {"device_name": "cpu", "device_module": module, "vendor_name": "cpu"}
-    cpu = type("CPU", (PlatformCUDA,), members | {name: answering(value) for name, value in answers.items()})
+    cpu = type(
+        "CPU",
+        (PlatformCUDA,),
+        members | {name: answering(value) for name, value in answers.items()},
+    )
     cpu.__abstractmethods__ = frozenset()
     platform_manager.set_platform(cpu())
 
@@ -378,18 +456,29 @@ def verl(folder: Path, num_updates: int) -> Timing:
     from verl.workers.utils.losses import sft_loss
 
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
+        )
     dist.init_process_group("gloo")
     rank, world_size = rank_and_size()
     model = HFModelConfig(
-        path=str(folder), override_config={"attn_implementation": "sdpa"}, use_remove_padding=True, enable_gradient_checkpointing=False
+        path=str(folder),
+        override_config={"attn_implementation": "sdpa"},
+        use_remove_padding=True,
+        enable_gradient_checkpointing=False,
     )
     settings = FSDPEngineConfig(
         strategy="fsdp2", forward_only=False, use_dynamic_bsz=True, use_remove_padding=True, use_torch_compile=False,
         max_token_len_per_gpu=MICRO_BATCH_TOKENS, infer_max_token_len_per_gpu=MICRO_BATCH_TOKENS, ulysses_sequence_parallel_size=1,
         mixed_precision=None if IS_BF16 else {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )  # fmt: skip
-    optimizer = FSDPOptimizerConfig(lr=LEARNING_RATE, total_training_steps=100, lr_warmup_steps=0, clip_grad=1.0, weight_decay=0.01)
+    optimizer = FSDPOptimizerConfig(
+        lr=LEARNING_RATE,
+        total_training_steps=100,
+        lr_warmup_steps=0,
+        clip_grad=1.0,
+        weight_decay=0.01,
+    )
     engine = FSDPEngineWithLMHead(model, settings, optimizer, CheckpointConfig())
     engine.initialize()
     loss_fn = partial(sft_loss, config=None)
@@ -413,7 +502,9 @@ def verl(folder: Path, num_updates: int) -> Timing:
         engine.lr_scheduler_step()
         loss = found["loss"]
         total = torch.tensor(float(sum(loss)) if isinstance(loss, list) else float(loss))
-        dist.all_reduce(total)  # each rank's part is multiplied by the number of ranks, whose gradients FSDP averages
+        dist.all_reduce(
+            total
+        )  # each rank's part is multiplied by the number of ranks, whose gradients FSDP averages
         return float(total) / world_size
 
     with engine.train_mode():

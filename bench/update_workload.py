@@ -64,8 +64,12 @@ class Timing:
 
     def summary(self) -> dict[str, object]:
         """The median update, and this process's peak memory."""
-        per_cpu = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.cpu_s, strict=True))
-        per_wall = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.wall_s, strict=True))
+        per_cpu = sorted(
+            tokens / seconds for tokens, seconds in zip(self.tokens, self.cpu_s, strict=True)
+        )
+        per_wall = sorted(
+            tokens / seconds for tokens, seconds in zip(self.tokens, self.wall_s, strict=True)
+        )
         return {
             "tokens_per_cpu_s": per_cpu[len(per_cpu) // 2],
             "tokens_per_s": per_wall[len(per_wall) // 2],
@@ -80,7 +84,10 @@ def examples(*, seed: int) -> list[Example]:
     prompts = chance.integers(16, 65, NUM_SEQUENCES)
     responses = np.clip(np.exp(chance.normal(math.log(90), 0.9, NUM_SEQUENCES)), 8, 960).astype(int)
     return [
-        Example(tokens=torch.from_numpy(chance.integers(3, VOCAB_SIZE, p + r)), is_response=torch.arange(p + r) >= p)
+        Example(
+            tokens=torch.from_numpy(chance.integers(3, VOCAB_SIZE, p + r)),
+            is_response=torch.arange(p + r) >= p,
+        )
         for p, r in zip(prompts.tolist(), responses.tolist(), strict=True)
     ]
 
@@ -96,18 +103,24 @@ def write_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **ARCHITECTURE))
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t0").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t0"
+    ).save_pretrained(folder)
 
 
 def load_model(folder: Path, *, attention: str) -> PreTrainedModel:
     """The model in float32, ready to train."""
     transformers.logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    )
     model.config.use_cache = False
     return model.train()
 
 
-def time_updates(update: Callable[[Sequence[Example]], float], *, num_updates: int, world_size: int = 1) -> Timing:
+def time_updates(
+    update: Callable[[Sequence[Example]], float], *, num_updates: int, world_size: int = 1
+) -> Timing:
     """Run the warm-up and the timed updates; the tokens are counted over all ranks, of which each takes its share."""
     wall, cpu, losses, tokens = [], [], [], []
     for number, batch in enumerate(batches(num_updates)):

@@ -45,7 +45,9 @@ AUTHORS_HOOKS = ("temper_engine_api.backend.EngineBackend",)
 REQUIRED = "required"
 _GONE = " is gone"
 
-DEPRECATED = re.compile(r"deprecated (?P<what>.+): since (?P<since>\S+), removed in (?P<removed_in>\S+)")
+DEPRECATED = re.compile(
+    r"deprecated (?P<what>.+): since (?P<since>\S+), removed in (?P<removed_in>\S+)"
+)
 """How a lock says that a name was deprecated."""
 
 
@@ -54,7 +56,9 @@ def api(package: Path) -> list[str]:
     name = "temper_" + package.name.replace("-", "_")
     top = griffe.load(name, search_paths=[package / "src"], allow_inspection=False)
     assert isinstance(top, griffe.Module)
-    return sorted({line for module in public_modules(top, package.name) for line in _members(module)})
+    return sorted(
+        {line for module in public_modules(top, package.name) for line in _members(module)}
+    )
 
 
 def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
@@ -67,9 +71,17 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
         elif after[name] != line:
             found[name] = f"{name} was {_signature(line)!r} and is {_signature(after[name])!r}"
     for name, line in after.items():
-        if name not in before and _owner(name) in before and _signature(line).split(", ")[-1] == REQUIRED:
+        if (
+            name not in before
+            and _owner(name) in before
+            and _signature(line).split(", ")[-1] == REQUIRED
+        ):
             found[name] = f"{name} is new and must be given"
-    return {name: sentence for name, sentence in found.items() if _owner(name) not in found or _owner(name) in after}
+    return {
+        name: sentence
+        for name, sentence in found.items()
+        if _owner(name) not in found or _owner(name) in after
+    }
 
 
 def promised(package: Path) -> list[str]:
@@ -83,7 +95,11 @@ def promised(package: Path) -> list[str]:
 def gone(package: Path) -> dict[str, list[Promise]]:
     """What was promised and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
     lines = promised(package)
-    spoken = [Promise(place=LOCK, **found.groupdict()) for line in lines if (found := DEPRECATED.fullmatch(line))]
+    spoken = [
+        Promise(place=LOCK, **found.groupdict())
+        for line in lines
+        if (found := DEPRECATED.fullmatch(line))
+    ]
     return {
         name: [promise for promise in spoken if _speaks_of(promise.what, name)]
         for name, sentence in breaks(lines, api(package)).items()
@@ -98,13 +114,18 @@ def complaints(package: Path) -> list[str]:
     lines = promised(package)
     if not lines:
         return []
-    told = {kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md"))) for kind in ("changed", "removed")}
+    told = {
+        kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md")))
+        for kind in ("changed", "removed")
+    }
     lost, found = gone(package), []
     for name, sentence in breaks(lines, api(package)).items():
         kinds = ("removed",) if name in lost else ("changed", "removed")
         if not any(_is_named(_last_word(name), told[kind]) for kind in kinds):
             files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
-            found.append(f"{package.name}: {sentence}. Bring it back, or tell users: name it, in backticks, in {files}")
+            found.append(
+                f"{package.name}: {sentence}. Bring it back, or tell users: name it, in backticks, in {files}"
+            )
         elif name in lost and not lost[name]:
             found.append(
                 f"{package.name}: {sentence}, and no release has deprecated it: bring it back and deprecate it, for two minor versions "
@@ -116,7 +137,12 @@ def complaints(package: Path) -> list[str]:
 def write_lock(package: Path) -> int:
     """Write the package's names into its lock; returns their number."""
     lines = api(package)
-    spoken = sorted({f"deprecated {each.what}: since {each.since}, removed in {each.removed_in}" for each in promises(package)})
+    spoken = sorted(
+        {
+            f"deprecated {each.what}: since {each.since}, removed in {each.removed_in}"
+            for each in promises(package)
+        }
+    )
     (package / LOCK).write_text("\n".join([*lines, *spoken]) + "\n")
     return len(lines)
 
@@ -125,16 +151,25 @@ def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Modul
     """The public modules, the package itself first."""
     yield module
     for name, child in sorted(module.members.items()):
-        if not isinstance(child, griffe.Module) or name.startswith("_") or name in PRIVATE:  # an imported module is an Alias
+        if (
+            not isinstance(child, griffe.Module) or name.startswith("_") or name in PRIVATE
+        ):  # an imported module is an Alias
             continue
-        if module.is_package and module.parent is None and package in PUBLIC and name not in PUBLIC[package]:
+        if (
+            module.is_package
+            and module.parent is None
+            and package in PUBLIC
+            and name not in PUBLIC[package]
+        ):
             continue
         yield from public_modules(child, package)
 
 
 def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
     """The lines of what an owner defines, inherits, or names in `__all__`; what it only imports is public elsewhere."""
-    members: Mapping[str, object] = owner.all_members if isinstance(owner, griffe.Class) else owner.members
+    members: Mapping[str, object] = (
+        owner.all_members if isinstance(owner, griffe.Class) else owner.members
+    )
     for name, member in members.items():
         if isinstance(member, griffe.Alias) and member.inherited:
             member = member.final_target
@@ -147,7 +182,11 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
             bases = ", ".join(str(base) for base in member.bases)
             yield f"{path}: class({bases})"
             yield from _members(member)
-        elif isinstance(member, griffe.Alias) and isinstance(owner, griffe.Module) and name in (owner.exports or ()):
+        elif (
+            isinstance(member, griffe.Alias)
+            and isinstance(owner, griffe.Module)
+            and name in (owner.exports or ())
+        ):
             yield f"{path}: {member.target_path}"
 
 
@@ -161,7 +200,9 @@ def _released_lock(package: Path) -> list[str]:
 
 
 def _function(path: str, function: griffe.Function) -> Iterator[str]:
-    kind = next((label for label in ("classmethod", "staticmethod") if label in function.labels), "function")
+    kind = next(
+        (label for label in ("classmethod", "staticmethod") if label in function.labels), "function"
+    )
     required = f", {REQUIRED}" if "abstractmethod" in function.labels else ""
     yield f"{path}: {kind} -> {function.returns}{required}"
     place = 0
@@ -178,8 +219,12 @@ def _function(path: str, function: griffe.Function) -> Iterator[str]:
 def _attribute(path: str, attribute: griffe.Attribute) -> str:
     if "property" in attribute.labels:
         return f"{path}: property -> {attribute.annotation}"
-    is_member = isinstance(attribute.parent, griffe.Class) and any(str(base).endswith("Enum") for base in attribute.parent.bases)
-    return f"{path}: {attribute.value}" if is_member else f"{path}: {attribute.annotation or 'value'}"
+    is_member = isinstance(attribute.parent, griffe.Class) and any(
+        str(base).endswith("Enum") for base in attribute.parent.bases
+    )
+    return (
+        f"{path}: {attribute.value}" if is_member else f"{path}: {attribute.annotation or 'value'}"
+    )
 
 
 def _is_public(name: str) -> bool:
@@ -191,18 +236,24 @@ def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bo
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, str]:
-    return {line.partition(": ")[0]: line for line in lines if line and not DEPRECATED.fullmatch(line)}
+    return {
+        line.partition(": ")[0]: line for line in lines if line and not DEPRECATED.fullmatch(line)
+    }
 
 
 def _is_named(word: str, text: str) -> bool:
     """Whether a text has a word in a span of code: `run` says more than a run."""
-    return any(re.search(rf"\b{re.escape(word)}\b", span) for span in re.findall(r"`([^`]+)`", text))
+    return any(
+        re.search(rf"\b{re.escape(word)}\b", span) for span in re.findall(r"`([^`]+)`", text)
+    )
 
 
 def _speaks_of(what: str, name: str) -> bool:
     """Whether a deprecation's words are about a name: its last word is among them, or the class or module around it is what they name."""
     words = what.partition("(")[0]
-    return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith((f"{words}.", f"{words}("))
+    return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith(
+        (f"{words}.", f"{words}(")
+    )
 
 
 def _signature(line: str) -> str:
@@ -221,10 +272,19 @@ def _last_word(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     """Run the command line; returns the exit status."""
-    packages = {path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))}
-    parser = argparse.ArgumentParser(description=__doc__, prog="tools/api.py", formatter_class=argparse.RawDescriptionHelpFormatter)
+    packages = {
+        path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        prog="tools/api.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
-        "--update", metavar="PACKAGE", choices=packages, help="write the names of one package anew, if nothing breaks in silence"
+        "--update",
+        metavar="PACKAGE",
+        choices=packages,
+        help="write the names of one package anew, if nothing breaks in silence",
     )
     chosen = parser.parse_args(arguments)
     wanted = [packages[chosen.update]] if chosen.update else list(packages.values())
@@ -233,7 +293,9 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         print("\n".join(found))
         return 1
     if chosen.update:
-        print(f"api: {write_lock(packages[chosen.update])} names in packages/{chosen.update}/{LOCK}")
+        print(
+            f"api: {write_lock(packages[chosen.update])} names in packages/{chosen.update}/{LOCK}"
+        )
     else:
         locked = [name for name, package in packages.items() if (package / LOCK).exists()]
         print(f"api: {', '.join(locked) or 'no package'} kept what was promised")

@@ -38,7 +38,9 @@ def sibling_requirements_in(pyproject: str) -> Iterator[Requirement]:
 def pairs(packages: Iterable[Path]) -> list[str]:
     """Every package with every sibling that it requires, as SIBLING:PACKAGE."""
     return [
-        f"{name.removeprefix('temper-')}:{path.name}" for path in packages for name in sorted({r.name for r in sibling_requirements(path)})
+        f"{name.removeprefix('temper-')}:{path.name}"
+        for path in packages
+        for name in sorted({r.name for r in sibling_requirements(path)})
     ]
 
 
@@ -50,12 +52,16 @@ def floor(requirement: Requirement) -> str:
     """
     bounds = [clause.version for clause in requirement.specifier if clause.operator == ">="]
     if len(bounds) != 1:
-        raise ValueError(f"{requirement} has no lower bound: write {requirement.name}>=X, the oldest version that works.")
+        raise ValueError(
+            f"{requirement} has no lower bound: write {requirement.name}>=X, the oldest version that works."
+        )
     marker = f"; {requirement.marker}" if requirement.marker else ""
     return f"{requirement.name}=={bounds[0]}{marker}"
 
 
-def floors(package: Path, *, extras: Iterable[str] = (), leave_out: Iterable[str] = ()) -> list[str]:
+def floors(
+    package: Path, *, extras: Iterable[str] = (), leave_out: Iterable[str] = ()
+) -> list[str]:
     """The pins of a package and some of its extras; where several of them ask for one distribution on the same machines, at the highest
     floor.
     """

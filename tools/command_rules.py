@@ -35,7 +35,12 @@ FOREIGN = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
 REMOVED = {"torchvision", "torchaudio", "torchcodec"}
 """What pages uninstall: builds that a server's environment cannot import."""
 
-OWN_RUN = ("algorithm=grpo", "actor.engine.model.path=DIR", "data.train.paths=[train.jsonl]", "run.dir=runs/mine")
+OWN_RUN = (
+    "algorithm=grpo",
+    "actor.engine.model.path=DIR",
+    "data.train.paths=[train.jsonl]",
+    "run.dir=runs/mine",
+)
 """What `...` stands for in a command: the reader's own run."""
 
 PLACEHOLDERS = ("NAME", "mine", "acme_engine")
@@ -57,14 +62,22 @@ def train(words: Sequence[str], folder: Path) -> str:
     if not {"--help", "--print", "--check"} & set(arguments):
         arguments.append("--check")
     output, path = io.StringIO(), list(sys.path)
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.chdir(folder):
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        contextlib.chdir(folder),
+    ):
         try:
             status = temper_train(arguments)
         except SystemExit as left:  # argparse's, for an option that does not exist
             status = int(left.code or 0)
         finally:
             sys.path[:] = path
-    said = [line for line in output.getvalue().strip().splitlines() if not any(absent in line for absent in ABSENT)]
+    said = [
+        line
+        for line in output.getvalue().strip().splitlines()
+        if not any(absent in line for absent in ABSENT)
+    ]
     return "\n".join(said) if status and said != ["configuration error:"] else ""
 
 
@@ -74,15 +87,26 @@ def migrate(words: Sequence[str], folder: Path) -> str:
     arguments = [*words[1:], *(["--help"] if is_only_read else [])]
     with contextlib.chdir(folder):
         done = CliRunner().invoke(app, arguments, input="y\n" * 20)
-    return "" if done.exit_code in NEEDS_PERSON else f"exit status {done.exit_code}: {done.output.strip()}{done.exception or ''}"
+    return (
+        ""
+        if done.exit_code in NEEDS_PERSON
+        else f"exit status {done.exit_code}: {done.output.strip()}{done.exception or ''}"
+    )
 
 
 def python(words: Sequence[str], folder: Path) -> str:
     """A program of this repository that exists, with options that it declares; `tools/dev.py train` is composed, the kit is asked."""
     if words[1] == "-m" and words[2] in ("venv", "temper_engine_api.conformance"):
         return "" if words[2] == "venv" else kit(("pytest", "--pyargs", *words[2:]), folder)
-    name, rest = (words[2].replace(".", "/"), words[3:]) if words[1] == "-m" else (words[1].removesuffix(".py"), words[2:])
-    file = next((path for path in (ROOT / f"{name}.py", ROOT / name / "__main__.py") if path.is_file()), None)
+    name, rest = (
+        (words[2].replace(".", "/"), words[3:])
+        if words[1] == "-m"
+        else (words[1].removesuffix(".py"), words[2:])
+    )
+    file = next(
+        (path for path in (ROOT / f"{name}.py", ROOT / name / "__main__.py") if path.is_file()),
+        None,
+    )
     if file is None:
         return f"there is no program {name} in this repository"
     if name == "tools/dev" and rest[0] == "train":
@@ -90,24 +114,42 @@ def python(words: Sequence[str], folder: Path) -> str:
     if name == "tools/new_engine":
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
             return "" if new_engine(list(rest)) == 0 else "no engine was made"
-    strangers = set(rest[rest.index("--only") + 1 :: 2]) - set(STEP_NAMES) if name == "tools/dev" and "--only" in rest else set()
-    return _not_declared(rest, declared=options_in(file)) or ("" if not strangers else f"{', '.join(sorted(strangers))}: no step")
+    strangers = (
+        set(rest[rest.index("--only") + 1 :: 2]) - set(STEP_NAMES)
+        if name == "tools/dev" and "--only" in rest
+        else set()
+    )
+    return _not_declared(rest, declared=options_in(file)) or (
+        "" if not strangers else f"{', '.join(sorted(strangers))}: no step"
+    )
 
 
 def kit(words: Sequence[str], folder: Path) -> str:
     """The kit is asked for an engine that is registered, or lies where it is said to, with options that the kit declares."""
     module = ROOT / "packages" / "engine-api" / "src" / "temper_engine_api" / "conformance"
-    declared = {"--pyargs", *(option for file in module.glob("*.py") for option in options_in(file))}
+    declared = {
+        "--pyargs",
+        *(option for file in module.glob("*.py") for option in options_in(file)),
+    }
     engine = words[words.index("--engine") + 1] if "--engine" in words else ""
-    if engine not in {entry.name for entry in list_engines()} | set(PLACEHOLDERS) and ":" not in engine:
+    if (
+        engine not in {entry.name for entry in list_engines()} | set(PLACEHOLDERS)
+        and ":" not in engine
+    ):
         return f"no engine goes by the name {engine!r}"
-    return _not_declared(words[1:], declared=declared) or ("" if "temper_engine_api.conformance" in words else "that is not the kit")
+    return _not_declared(words[1:], declared=declared) or (
+        "" if "temper_engine_api.conformance" in words else "that is not the kit"
+    )
 
 
 def nox_sessions(words: Sequence[str], folder: Path) -> str:
     """The sessions exist."""
     asked = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
-    return "" if asked <= sessions() else f"noxfile.py has no session {', '.join(sorted(asked - sessions()))}"
+    return (
+        ""
+        if asked <= sessions()
+        else f"noxfile.py has no session {', '.join(sorted(asked - sessions()))}"
+    )
 
 
 def pip_install(words: Sequence[str], folder: Path) -> str:
@@ -119,17 +161,31 @@ def pip_install(words: Sequence[str], folder: Path) -> str:
     constraints = words[words.index("-c") + 1] if "-c" in words else ""
     if constraints and not (ROOT / constraints).is_file():
         faults.append(f"there is no file {constraints}")
-    for word in (word for word in words[2:] if not word.startswith("-") and word not in (*FOREIGN, constraints)):
+    for word in (
+        word
+        for word in words[2:]
+        if not word.startswith("-") and word not in (*FOREIGN, constraints)
+    ):
         if (folder / word / "pyproject.toml").is_file():  # the reader's own
             continue
-        name, _, extras = word.removeprefix("./packages/").removeprefix("temper-").rstrip("]").partition("[")
+        name, _, extras = (
+            word.removeprefix("./packages/").removeprefix("temper-").rstrip("]").partition("[")
+        )
         declared = ROOT / "packages" / name / "pyproject.toml"
         if not declared.is_file():
             faults.append(f"{word} is no package of ours")
             continue
         known = tomllib.loads(declared.read_text())["project"].get("optional-dependencies", {})
-        faults += [f"temper-{name} has no extra {extra}" for extra in filter(None, extras.split(",")) if extra not in known]
-    return "; ".join(faults) if words[1] == "install" else f"pip {words[1]} is not looked at: give it a rule"
+        faults += [
+            f"temper-{name} has no extra {extra}"
+            for extra in filter(None, extras.split(","))
+            if extra not in known
+        ]
+    return (
+        "; ".join(faults)
+        if words[1] == "install"
+        else f"pip {words[1]} is not looked at: give it a rule"
+    )
 
 
 def ray_job(words: Sequence[str], folder: Path) -> str:
@@ -137,15 +193,26 @@ def ray_job(words: Sequence[str], folder: Path) -> str:
     if words[1:3] != ("job", "submit") or "--" not in words:
         return "only `ray job submit ... -- temper-train ...` is looked at: give it a rule"
     inner = list(words[words.index("--") + 1 :])
-    (folder / "mine.yaml").write_text("defaults: [temper, {override experiment: quickstart}, _self_]\n")
+    (folder / "mine.yaml").write_text(
+        "defaults: [temper, {override experiment: quickstart}, _self_]\n"
+    )
     return train(inner, folder)
 
 
 @cache
 def sessions() -> frozenset[str]:
     """The names of nox's sessions."""
-    functions = (node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef))
-    marked = ((node.name, mark) for node in functions for mark in node.decorator_list if ast.unparse(mark).startswith("nox.session"))
+    functions = (
+        node
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    marked = (
+        (node.name, mark)
+        for node in functions
+        for mark in node.decorator_list
+        if ast.unparse(mark).startswith("nox.session")
+    )
     return frozenset(_name_in(mark) or name for name, mark in marked)
 
 
@@ -158,9 +225,15 @@ def _name_in(mark: ast.expr) -> str:
 @cache
 def options_in(file: Path) -> frozenset[str]:
     """The options that a program's source declares."""
-    return frozenset(re.findall(r"""add(?:_argument|option)\(\s*["'](--[\w-]+)["']""", file.read_text()))
+    return frozenset(
+        re.findall(r"""add(?:_argument|option)\(\s*["'](--[\w-]+)["']""", file.read_text())
+    )
 
 
-def _not_declared(words: Sequence[str], *, declared: Sequence[str] | frozenset[str] | set[str]) -> str:
-    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in declared]
+def _not_declared(
+    words: Sequence[str], *, declared: Sequence[str] | frozenset[str] | set[str]
+) -> str:
+    unknown = [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in declared
+    ]
     return f"{', '.join(unknown)}: no such option" if unknown else ""

@@ -104,9 +104,15 @@ def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) 
             asking = git(root, "show", f"{tree}:pyproject.toml")
         else:
             version, asking = source.version, _pyproject(root, dependent)
-        asked = [each.specifier for each in sibling_requirements_in(asking) if each.name == f"temper-{dependency}"]
+        asked = [
+            each.specifier
+            for each in sibling_requirements_in(asking)
+            if each.name == f"temper-{dependency}"
+        ]
         if all(version in each for each in asked):
-            found.append(Trial(dependency=dependency, dependent=dependent, released=source, tree=tree))
+            found.append(
+                Trial(dependency=dependency, dependent=dependent, released=source, tree=tree)
+            )
     return found
 
 
@@ -124,23 +130,43 @@ def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
         )
     copy = folder / f"{source.package}-{source.version}"
     if not copy.exists():
-        unpack(root, source.commit, copy, paths=(f"packages/{source.package}", "docs", "pyproject.toml"))
+        unpack(
+            root,
+            source.commit,
+            copy,
+            paths=(f"packages/{source.package}", "docs", "pyproject.toml"),
+        )
     # Data that lies beside the repository lies beside the copy.
     shared = folder / "shared"
     if (root.parent / "shared").is_dir() and not shared.exists():
         shared.symlink_to(root.parent / "shared")
-    packages = {path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))}
+    packages = {
+        path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
+    }
     released = copy / "packages" / source.package
     where = copy if source.package == trial.dependent else root
-    left_out = UNRELIABLE.get((source.package, source.version), {}) if source.package == trial.dependent else {}
+    left_out = (
+        UNRELIABLE.get((source.package, source.version), {})
+        if source.package == trial.dependent
+        else {}
+    )
     tests = where / "packages" / trial.dependent / "tests"
-    return Laid(sources=packages | {source.package: released}, root=where, tests=tests, left_out=left_out)
+    return Laid(
+        sources=packages | {source.package: released}, root=where, tests=tests, left_out=left_out
+    )
 
 
 def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
     """What follows `python` in a trial, to be run in `laid.root`; `chosen` names tests below the dependent's, all of them otherwise."""
     tests = [str(laid.tests / each) for each in chosen] or [str(laid.tests)]
-    return ["-m", "pytest", *tests, "-m", "not nightly", *(f"--ignore={laid.tests / each}" for each in laid.left_out)]
+    return [
+        "-m",
+        "pytest",
+        *tests,
+        "-m",
+        "not nightly",
+        *(f"--ignore={laid.tests / each}" for each in laid.left_out),
+    ]
 
 
 def begin(root: Path, pair: str) -> None:
@@ -157,7 +183,9 @@ def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
     begun = _read(root, pair)
     changed = [] if begun is None or begun.passed else changed_since(root, begun)
     if changed:
-        raise ReleaseTrouble(f"{' and '.join(changed)} changed while {pair} was being tried, and nothing is recorded: try it again.")
+        raise ReleaseTrouble(
+            f"{' and '.join(changed)} changed while {pair} was being tried, and nothing is recorded: try it again."
+        )
     return _write(root, pair, passed=[trial.name for trial in passed])
 
 
@@ -169,10 +197,14 @@ def read_matrix(root: Path) -> list[Green]:
 
 def keep(root: Path) -> list[str]:
     """Take the records that are here into MATRIX, each in place of an earlier one of its pair; returns their pairs."""
-    here = [_read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))]
+    here = [
+        _read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))
+    ]
     passed = [green for green in here if green is not None and green.passed]
     found = {green.pair: green for green in [*read_matrix(root), *passed]}
-    (root / MATRIX).write_text(json.dumps([asdict(found[pair]) for pair in sorted(found)], indent=1) + "\n")
+    (root / MATRIX).write_text(
+        json.dumps([asdict(found[pair]) for pair in sorted(found)], indent=1) + "\n"
+    )
     return [green.pair for green in passed]
 
 
@@ -185,7 +217,11 @@ def untried(root: Path, package: str, version: str) -> list[str]:
         green = _green(root, pair)
         changed = [] if green is None else changed_since(root, green)
         passed = () if green is None or changed else green.passed
-        missing = [trial.name for trial in trials(root, pair, declared={package: version}) if trial.name not in passed]
+        missing = [
+            trial.name
+            for trial in trials(root, pair, declared={package: version})
+            if trial.name not in passed
+        ]
         if not missing:
             continue
         if green is None:
@@ -199,10 +235,14 @@ def untried(root: Path, package: str, version: str) -> list[str]:
 def contents(root: Path, package: str) -> str:
     """A hash over the files of a package that a trial can depend on, those that git knows or would add: by name and bytes."""
     folders = [f"packages/{package}/{each}" for each in COUNTED]
-    names = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders).split("\0")
+    names = git(
+        root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders
+    ).split("\0")
     digest = hashlib.sha256()
     for name in sorted({name for name in names if name and (root / name).is_file()}):
-        digest.update(f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode()
+        )
     return digest.hexdigest()
 
 
@@ -225,8 +265,15 @@ def _write(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="seconds")
     hashes = {package: contents(root, package) for package in pair.split(":")}
-    commit = git(root, "rev-parse", "HEAD").strip() + ("+" if git(root, "status", "--porcelain").strip() else "")
-    file.write_text(json.dumps(asdict(Green(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)), indent=1) + "\n")
+    commit = git(root, "rev-parse", "HEAD").strip() + (
+        "+" if git(root, "status", "--porcelain").strip() else ""
+    )
+    file.write_text(
+        json.dumps(
+            asdict(Green(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)), indent=1
+        )
+        + "\n"
+    )
     return file
 
 
@@ -237,7 +284,9 @@ def _read(root: Path, pair: str) -> Green | None:
     try:
         return Green(**json.loads(file.read_text()))
     except (ValueError, TypeError) as fault:
-        raise ReleaseTrouble(f"{file.relative_to(root)} is no record of nox -s compat ({fault}): remove it and run the session.") from None
+        raise ReleaseTrouble(
+            f"{file.relative_to(root)} is no record of nox -s compat ({fault}): remove it and run the session."
+        ) from None
 
 
 def _file(root: Path, pair: str) -> Path:

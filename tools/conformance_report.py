@@ -34,7 +34,14 @@ from tools.held_before import held_in
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
-PARTS = ("gradient", "logprob", "adapter,expert_adapter", "weights", "checkpoint", "batch,update,value")
+PARTS = (
+    "gradient",
+    "logprob",
+    "adapter,expert_adapter",
+    "weights",
+    "checkpoint",
+    "batch,update,value",
+)
 """Groups that are runs of their own where a layout is divided; the rest is one more."""
 
 
@@ -56,16 +63,43 @@ class Run:
     @property
     def name(self) -> str:
         """Of its files."""
-        return "-".join(filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-"))))
+        return "-".join(
+            filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-")))
+        )
 
     def command(self, findings: Path, extra: Sequence[str]) -> list[str]:
         """The kit's command line."""
-        where = ["--world-sizes", str(self.layout.world_size)] if self.is_plain else ["--layouts", self.layout.name]
+        where = (
+            ["--world-sizes", str(self.layout.world_size)]
+            if self.is_plain
+            else ["--layouts", self.layout.name]
+        )
         where += ["--groups", self.groups] if self.groups else []
         where += ["--device", "cuda"] if self.gpus else []
-        where += ["-p", "tools.held_before", "--held-before", ",".join(map(str, self.before))] if self.before else []
-        kit = ("-m", "pytest", "-q", "--pyargs", "temper_engine_api.conformance", "--engine", self.engine)
-        return [sys.executable, *kit, *where, "--findings", str(findings), "-p", "no:cacheprovider", *extra]
+        where += (
+            ["-p", "tools.held_before", "--held-before", ",".join(map(str, self.before))]
+            if self.before
+            else []
+        )
+        kit = (
+            "-m",
+            "pytest",
+            "-q",
+            "--pyargs",
+            "temper_engine_api.conformance",
+            "--engine",
+            self.engine,
+        )
+        return [
+            sys.executable,
+            *kit,
+            *where,
+            "--findings",
+            str(findings),
+            "-p",
+            "no:cacheprovider",
+            *extra,
+        ]
 
     def environment(self) -> dict[str, str]:
         """One thread a rank; on GPUs those of this run, and kernels in the order of their launch where Megatron asks for it."""
@@ -103,8 +137,13 @@ class Room:
 
 def runs_of(engine: str) -> list[Run]:
     """Defaults at each world size, then every named layout."""
-    plain = [Run(engine=engine, layout=plain_layout(size), is_plain=True) for size in PLAIN_SIZES.get(engine, (1, 2))]
-    return plain + [Run(engine=engine, layout=layout, is_plain=False) for layout in conformance_layouts(engine)]
+    plain = [
+        Run(engine=engine, layout=plain_layout(size), is_plain=True)
+        for size in PLAIN_SIZES.get(engine, (1, 2))
+    ]
+    return plain + [
+        Run(engine=engine, layout=layout, is_plain=False) for layout in conformance_layouts(engine)
+    ]
 
 
 def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
@@ -114,7 +153,9 @@ def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
         ValueError: a layout has more ranks than there are GPUs.
     """
     if too_wide := [run.name for run in runs if run.layout.world_size > len(gpus)]:
-        raise ValueError(f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, and NCCL gives each rank one of its own.")
+        raise ValueError(
+            f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, and NCCL gives each rank one of its own."
+        )
     others = ",".join(name for name in GROUPS if name not in ",".join(PARTS).split(","))
     turn = itertools.cycle(range(len(gpus)))
     divided = []
@@ -125,14 +166,22 @@ def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
     return divided
 
 
-def hold(run: Run, *, room: Room, folder: Path, extra: Sequence[str], deadline: float | None) -> int:
+def hold(
+    run: Run, *, room: Room, folder: Path, extra: Sequence[str], deadline: float | None
+) -> int:
     """Run the kit on one layout until it ends, or is interrupted; returns its exit status."""
     ranks = room.take(run.layout.world_size)
     try:
         started = time.monotonic()
         with (folder / f"{run.name}.log").open("w") as log:
             command = run.command(folder / f"{run.name}.json", extra)
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=run.environment(), start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=run.environment(),
+                start_new_session=True,
+            )
             try:
                 code = process.wait(None if deadline is None else max(0.1, deadline - started))
             except subprocess.TimeoutExpired:
@@ -160,7 +209,14 @@ def begun_in(folder: Path, runs: Sequence[Run]) -> list[Run]:
     """The runs with what an earlier run in that folder found in their layout."""
     seen = [(path, from_json(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return [
-        replace(run, before=tuple(path for path, found in seen if (found.engine, found.layouts) == (run.engine, (run.layout.name,))))
+        replace(
+            run,
+            before=tuple(
+                path
+                for path, found in seen
+                if (found.engine, found.layouts) == (run.engine, (run.layout.name,))
+            ),
+        )
         for run in runs
     ]
 
@@ -177,17 +233,27 @@ def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) 
         ValueError: an earlier run stood on other versions.
     """
     found = []
-    for name, group in itertools.groupby(runs, key=lambda run: replace(run, groups="", gpus=()).name):
+    for name, group in itertools.groupby(
+        runs, key=lambda run: replace(run, groups="", gpus=()).name
+    ):
         parts = list(group)
         is_whole = all(run.name in finished for run in parts)
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
         if len(paths) > 1 or (paths and parts[0].before):
             first, *others = (from_json(path.read_text()) for path in paths)
-            if foreign := [path for path in parts[0].before if from_json(path.read_text()).versions != first.versions]:
-                raise ValueError(f"{foreign[0]} is of other versions than this run, so that nothing follows from both together.")
+            if foreign := [
+                path
+                for path in parts[0].before
+                if from_json(path.read_text()).versions != first.versions
+            ]:
+                raise ValueError(
+                    f"{foreign[0]} is of other versions than this run, so that nothing follows from both together."
+                )
             first.found += [finding for other in others for finding in other.found]
             ran = {finding.law for finding in first.found}
-            first.found += [finding for law, finding in held_in(parts[0].before).items() if law not in ran]
+            first.found += [
+                finding for law, finding in held_in(parts[0].before).items() if law not in ran
+            ]
             # Each part left out the others' laws.
             first.num_deselected = 0 if is_whole else first.num_deselected
             paths = [folder / f"{name}.json"]
@@ -204,9 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
     parser.add_argument("--limit", type=float, help="seconds; default: none")
-    parser.add_argument("--continues", type=Path, help="the folder of an earlier run; default: none")
+    parser.add_argument(
+        "--continues", type=Path, help="the folder of an earlier run; default: none"
+    )
     parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
-    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32", help="what engines compute in; default fp32")
+    parser.add_argument(
+        "--compute",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="what engines compute in; default fp32",
+    )
     parser.add_argument("kit", nargs="*", help="for every run of the kit")
     chosen = parser.parse_args(arguments)
     if chosen.out.exists() and any(chosen.out.iterdir()):
@@ -230,13 +303,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = sorted(runs, key=lambda run: -run.layout.world_size)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
         extra = ["--compute", chosen.compute, *chosen.kit]
-        codes = list(pool.map(lambda run: hold(run, room=room, folder=chosen.out, extra=extra, deadline=deadline), order))
+        codes = list(
+            pool.map(
+                lambda run: hold(run, room=room, folder=chosen.out, extra=extra, deadline=deadline),
+                order,
+            )
+        )
     # 5: nothing was left to run.
-    ended = () if chosen.kit else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
+    ended = (
+        ()
+        if chosen.kit
+        else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
+    )
     found = join_parts(chosen.out, runs, finished=set(ended))
     report = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side", *map(str, found)]
     if found:
-        codes.append(subprocess.run([*report, "--report", str(chosen.out / "report.md")], check=False).returncode)
+        codes.append(
+            subprocess.run(
+                [*report, "--report", str(chosen.out / "report.md")], check=False
+            ).returncode
+        )
     return int(any(code not in (0, 5) for code in codes))
 
 

@@ -38,14 +38,32 @@ def promises(package: Path) -> Iterator[Promise]:
     """
     for file in sorted((package / "src").rglob("*.py")):
         tree = ast.parse(file.read_text())
-        owners = {id(mark): node.name for node in ast.walk(tree) if isinstance(node, _NAMED) for mark in node.decorator_list}
+        owners = {
+            id(mark): node.name
+            for node in ast.walk(tree)
+            if isinstance(node, _NAMED)
+            for mark in node.decorator_list
+        }
         for node in ast.walk(tree):
-            keywords = {keyword.arg: keyword.value for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+            keywords = (
+                {keyword.arg: keyword.value for keyword in node.keywords}
+                if isinstance(node, ast.Call)
+                else {}
+            )
             if not {"since", "removed_in"} <= keywords.keys() or _hands_on(keywords):
                 continue
-            place = f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
-            what = _text(keywords["what"], place) if "what" in keywords else owners.get(id(node), "")
-            yield Promise(place=place, what=what, since=_text(keywords["since"], place), removed_in=_text(keywords["removed_in"], place))
+            place = (
+                f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
+            )
+            what = (
+                _text(keywords["what"], place) if "what" in keywords else owners.get(id(node), "")
+            )
+            yield Promise(
+                place=place,
+                what=what,
+                since=_text(keywords["since"], place),
+                removed_in=_text(keywords["removed_in"], place),
+            )
 
 
 def faults(package: Path, version: str) -> list[str]:
@@ -58,16 +76,24 @@ def faults(package: Path, version: str) -> list[str]:
                 f"{package.name}/{promise.place}: deprecated since {since} and removed in {removed}: leave at least {MINORS} minor versions"
             )
         if Version(version) >= removed:
-            found.append(f"{package.name}/{promise.place}: promised to be gone in {removed}, and this is {version}: delete it")
+            found.append(
+                f"{package.name}/{promise.place}: promised to be gone in {removed}, and this is {version}: delete it"
+            )
     return found
 
 
 def _hands_on(keywords: dict[str | None, ast.expr]) -> bool:
     """Whether it only passes on its own arguments of these names: the mechanism itself."""
-    return all(isinstance(value, ast.Name) and value.id == name for name, value in keywords.items() if name in ("since", "removed_in"))
+    return all(
+        isinstance(value, ast.Name) and value.id == name
+        for name, value in keywords.items()
+        if name in ("since", "removed_in")
+    )
 
 
 def _text(node: ast.expr, place: str) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError(f"{place}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}.")
+    raise ValueError(
+        f"{place}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}."
+    )

@@ -32,7 +32,9 @@ QUICKSTART = ("experiment=quickstart",)
 def fresh_run(root: Path) -> str:
     """The override that gives the run a folder of its own: runs/quickstart, or the first free runs/quickstart-N."""
     number = 1
-    while (name := f"runs/quickstart-{number}" if number > 1 else "runs/quickstart") and (root / name).exists():
+    while (name := f"runs/quickstart-{number}" if number > 1 else "runs/quickstart") and (
+        root / name
+    ).exists():
         number += 1
     return f"run.dir={name}"
 
@@ -40,7 +42,9 @@ def fresh_run(root: Path) -> str:
 def train(overrides: Sequence[str]) -> int:
     """Give this process over to the quickstart run, so that Ctrl-C and the exit status are the trainer's own."""
     python = ensure_environment(ROOT)
-    has_folder = any(override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides)
+    has_folder = any(
+        override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides
+    )
     own = [] if has_folder else [fresh_run(Path.cwd())]
     command = [str(python), "-m", "temper_trainer", *QUICKSTART, *own, *overrides]
     print("dev: " + " ".join(["python", *command[1:]]), flush=True)
@@ -56,10 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a small GRPO run on the CPU; leaves a model, metrics and a picture",
         usage="%(prog)s [overrides...]",
     )
-    train_parser.add_argument("overrides", nargs=argparse.REMAINDER, help="passed to temper-train as they are")
+    train_parser.add_argument(
+        "overrides", nargs=argparse.REMAINDER, help="passed to temper-train as they are"
+    )
     test_parser = commands.add_parser("test", help="everything that a pull request must pass")
-    test_parser.add_argument("--only", action="append", choices=STEP_NAMES, help="run this step; may be repeated")
-    test_parser.add_argument("--coverage", action="store_true", help="also print which share of each package the tests run; takes longer")
+    test_parser.add_argument(
+        "--only", action="append", choices=STEP_NAMES, help="run this step; may be repeated"
+    )
+    test_parser.add_argument(
+        "--coverage",
+        action="store_true",
+        help="also print which share of each package the tests run; takes longer",
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "train":

@@ -28,7 +28,9 @@ def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
     built, again = build(first, date=date), build(second, date=date)
     hashes, others = sha256(built), sha256(again)
     if hashes != others:
-        differing = sorted(name for name in hashes.keys() | others.keys() if hashes.get(name) != others.get(name))
+        differing = sorted(
+            name for name in hashes.keys() | others.keys() if hashes.get(name) != others.get(name)
+        )
         raise ReleaseTrouble(
             f"two builds of the same sources differ in {', '.join(differing)}: compare the files below {first.parent} and {second.parent}."
         )
@@ -55,7 +57,9 @@ def check_files(files: Sequence[Path], *, package: Path) -> None:
     for wheel in (path for path in files if path.suffix == ".whl"):
         lost = missing_from_wheel(wheel, package)
         if lost:
-            raise ReleaseTrouble(f"{wheel.name} lacks {', '.join(sorted(lost))}: see tool.hatch.build in {package.name}/pyproject.toml.")
+            raise ReleaseTrouble(
+                f"{wheel.name} lacks {', '.join(sorted(lost))}: see tool.hatch.build in {package.name}/pyproject.toml."
+            )
 
 
 def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
@@ -63,7 +67,11 @@ def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
     name, version = wheel.name.split("-")[:2]
     sources = package / "src"
     files = (path.relative_to(sources) for path in sources.rglob("*") if path.is_file())
-    kept = (path.as_posix() for path in files if not any(part.startswith((".", "__pycache__")) for part in path.parts))
+    kept = (
+        path.as_posix()
+        for path in files
+        if not any(part.startswith((".", "__pycache__")) for part in path.parts)
+    )
     wanted = {f"{name}/py.typed", f"{name}-{version}.dist-info/licenses/LICENSE", *kept}
     return wanted - set(zipfile.ZipFile(wheel).namelist())
 
@@ -75,6 +83,8 @@ def sha256(files: Sequence[Path]) -> dict[str, str]:
 
 def _run(module: Sequence[str], *, variables: dict[str, str] | None = None) -> None:
     command = [sys.executable, "-m", *module]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (variables or {}))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | (variables or {})
+    )
     if done.returncode != 0:
         raise ReleaseTrouble(f"python -m {' '.join(module)} failed:\n{done.stdout}{done.stderr}")

@@ -49,20 +49,30 @@ def broken_links(page: Path, prose: str) -> list[str]:
                 found.append(f"{page}:{number}: the link {target} leads nowhere")
             elif part and (not path or file.suffix == ".md"):
                 there = split_page(file.read_text())[1] if path else prose
-                found += [] if part in anchors(there) else [f"{page}:{number}: the link {target} leads to no heading"]
+                found += (
+                    []
+                    if part in anchors(there)
+                    else [f"{page}:{number}: the link {target} leads to no heading"]
+                )
     return found
 
 
 def anchors(prose: str) -> set[str]:
     """What a link may name behind `#`: the headings of a page as the site spells them."""
-    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose))
+    words = (
+        re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose)
+    )
     return {re.sub(r"[-\s]+", "-", word) for word in words}
 
 
 def placeholders(page: Path, prose: str) -> list[str]:
     """Places that were to be filled in, such as a number before its measurement, a sentence each."""
     lines = enumerate(prose.splitlines(), start=1)
-    return [f"{page}:{number}: {mark} was never filled in" for number, line in lines for mark in _PLACEHOLDER.findall(line)]
+    return [
+        f"{page}:{number}: {mark} was never filled in"
+        for number, line in lines
+        for mark in _PLACEHOLDER.findall(line)
+    ]
 
 
 def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
@@ -93,7 +103,11 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
             return [f"{page}: its Python blocks took more than {LIMIT_S} s: shorten them"]
         if done.returncode == 0:
             return []
-        return [f"{page}: its Python blocks fail\n{done.stdout}{done.stderr}".replace(str(program), str(page))]
+        return [
+            f"{page}: its Python blocks fail\n{done.stdout}{done.stderr}".replace(
+                str(program), str(page)
+            )
+        ]
 
 
 def check_page(page: Path, *, name: str) -> list[str]:
@@ -104,8 +118,14 @@ def check_page(page: Path, *, name: str) -> list[str]:
     """
     blocks, prose = split_page(page.read_text())
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
-        found = broken_links(page, prose) + placeholders(page, prose) + check_blocks(page, blocks, name=name, folder=Path(folder))
-        return found + run_blocks(page, program(blocks, "python"), work=Path(folder) if name in WITH_CHECKPOINTS else None)
+        found = (
+            broken_links(page, prose)
+            + placeholders(page, prose)
+            + check_blocks(page, blocks, name=name, folder=Path(folder))
+        )
+        return found + run_blocks(
+            page, program(blocks, "python"), work=Path(folder) if name in WITH_CHECKPOINTS else None
+        )
 
 
 def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path) -> list[str]:
@@ -145,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in pages:
         num_programs += any(block.language == "python" for block in split_page(page.read_text())[0])
         found += check_page(page, name=page.relative_to(root).as_posix())
-    print("\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran")
+    print(
+        "\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran"
+    )
     return 1 if found else 0
 
 

@@ -111,7 +111,10 @@ def ensure_environment(root: Path) -> Path:
             _STAGES[stage](root)
             done[stage] = wanted[stage]
             stamp_file.write_text(json.dumps(done, indent=1))
-            print(f"environment: {stage} is ready after {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"environment: {stage} is ready after {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
     return env_python(root)
 
 
@@ -146,13 +149,23 @@ def _maker(root: Path) -> list[str]:
             f"{sys.executable} has neither pip nor what makes environments: install one of them with your system's package manager "
             "(Debian and Ubuntu: python3-pip or python3-venv), or use a Python that has them."
         )
-    print("environment: this Python has no venv; installing virtualenv into .temper/virtualenv", flush=True)
+    print(
+        "environment: this Python has no venv; installing virtualenv into .temper/virtualenv",
+        flush=True,
+    )
     home = root / ".temper" / "virtualenv"
     if home.exists():
         shutil.rmtree(home)
     # Into a folder of ours: a Python that a system's package manager owns takes no other installs.
-    _run(root, [sys.executable, "-m", "pip", "install", "--target", str(home), "virtualenv"], doing="installing virtualenv")
-    return ["-c", f"import runpy, sys; sys.path.insert(0, {str(home)!r}); runpy.run_module('virtualenv', run_name='__main__')"]
+    _run(
+        root,
+        [sys.executable, "-m", "pip", "install", "--target", str(home), "virtualenv"],
+        doing="installing virtualenv",
+    )
+    return [
+        "-c",
+        f"import runpy, sys; sys.path.insert(0, {str(home)!r}); runpy.run_module('virtualenv', run_name='__main__')",
+    ]
 
 
 def _install_torch(root: Path) -> None:
@@ -162,9 +175,14 @@ def _install_torch(root: Path) -> None:
 
 
 def _install_packages(root: Path) -> None:
-    print("environment: installing the tools and the five packages (about two minutes the first time)", flush=True)
+    print(
+        "environment: installing the tools and the five packages (about two minutes the first time)",
+        flush=True,
+    )
     _pip(root, list(TOOLS), doing="installing the tools")
-    editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
+    editable = [
+        word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")
+    ]
     # The line above has installed the build backend: building in the environment itself saves one environment each.
     _pip(root, ["--no-build-isolation", *editable], doing="installing the packages")
     _pip(root, ["--no-deps", MEGATRON_BRIDGE], doing=f"installing {MEGATRON_BRIDGE}")
@@ -174,7 +192,16 @@ _STAGES = {"python": _create, "torch": _install_torch, "packages": _install_pack
 
 
 def _pip(root: Path, arguments: Sequence[str], *, doing: str) -> None:
-    pip = [str(env_python(root)), "-m", "pip", "install", "--progress-bar", "off", "-c", "constraints/cpu.txt"]
+    pip = [
+        str(env_python(root)),
+        "-m",
+        "pip",
+        "install",
+        "--progress-bar",
+        "off",
+        "-c",
+        "constraints/cpu.txt",
+    ]
     _run(root, [*pip, *arguments], doing=doing)
 
 
@@ -182,13 +209,23 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
     """Run one command with its output in .temper/install.log, whose end is shown if it fails."""
     log = root / ".temper" / "install.log"
     # An outer environment's variable would send the packages there instead of here.
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     with log.open("w") as out:
         out.write(" ".join(command) + "\n")
         out.flush()
         try:
             code = subprocess.run(
-                command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=variables, timeout=LIMIT_S, check=False
+                command,
+                cwd=root,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                timeout=LIMIT_S,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             raise EnvironmentTrouble(
@@ -196,7 +233,9 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
                 "check the connection to your package index, and run the command again; it goes on where it was."
             ) from None
     if code != 0:
-        tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-15:])
+        tail = "\n".join(
+            "    " + line for line in log.read_text(errors="replace").splitlines()[-15:]
+        )
         raise EnvironmentTrouble(
             f"{doing} failed with exit status {code}:\n{tail}\n"
             "The whole output is in .temper/install.log. Mend the cause and run the command again; "

@@ -100,11 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--restart", action="store_true", help="forget earlier cases of this commit")
+    parser.add_argument(
+        "--restart", action="store_true", help="forget earlier cases of this commit"
+    )
     chosen = parser.parse_args(arguments)
     commit = _commit()
     record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
-    missing = [seed for seed in range(chosen.seed, chosen.seed + chosen.cases) if seed not in record.rows]
+    missing = [
+        seed for seed in range(chosen.seed, chosen.seed + chosen.cases) if seed not in record.rows
+    ]
     guard = threading.Lock()
     exit_codes: list[int] = []
 
@@ -120,7 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     record.save(STATE)
                     REPORT.parent.mkdir(parents=True, exist_ok=True)
                     REPORT.write_text(record.table())
-                print(f"{row['seed']}: {row['fault']}, {row['when']}: {_listed(row['problems']) or 'passed'}", flush=True)
+                print(
+                    f"{row['seed']}: {row['fault']}, {row['when']}: {_listed(row['problems']) or 'passed'}",
+                    flush=True,
+                )
         exit_codes.append(process.returncode)
 
     # Every job takes each n-th case, so that all of them see every kind of fault.
@@ -131,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for thread in threads:
         thread.join()
     failed = sorted(seed for seed, row in record.rows.items() if row["problems"])
-    print(f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}")
+    print(
+        f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}"
+    )
     return 1 if failed or any(exit_codes) else 0
 
 

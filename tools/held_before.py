@@ -13,12 +13,20 @@ from temper_engine_api.conformance.findings import Finding, Outcome, from_json
 
 def held_in(paths: Iterable[Path]) -> dict[str, Finding]:
     """Laws that held, by their name, in which the layout is a part."""
-    return {finding.law: finding for path in paths for finding in from_json(path.read_text()).of_outcome(Outcome.HELD)}
+    return {
+        finding.law: finding
+        for path in paths
+        for finding in from_json(path.read_text()).of_outcome(Outcome.HELD)
+    }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One option."""
-    parser.addoption("--held-before", default="", help="files that --findings wrote, with commas: laws that held in them are left out")
+    parser.addoption(
+        "--held-before",
+        default="",
+        help="files that --findings wrote, with commas: laws that held in them are left out",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,7 +29,15 @@ ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
 
 SHIM_WITH_TORCH = tuple(
     f"temper_legacy_shim.{room}"
-    for room in ("checkpoints", "data_proto", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
+    for room in (
+        "checkpoints",
+        "data_proto",
+        "numerics",
+        "old_algorithms",
+        "old_reward_models",
+        "old_tools",
+        "workers",
+    )
 )
 """The rooms of the shim that an extra makes importable; the others translate without torch, also inside a function."""
 
@@ -47,12 +55,18 @@ GUESTS = (
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),
-    Guest(module="peft", hosts=("temper_engine_fsdp.training.lora_adapter", "temper_engine_megatron.adapter", KIT)),
+    Guest(
+        module="peft",
+        hosts=("temper_engine_fsdp.training.lora_adapter", "temper_engine_megatron.adapter", KIT),
+    ),
     Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
     # A program of its own, with requirements that are nobody's here.
     Guest(module="megatron.bridge.training", hosts=()),
     # torch itself requires fsspec; only copies of checkpoints go through it.
-    Guest(module="fsspec", hosts=("temper_engine_api.checkpoint.remote", KIT, "temper_trainer", "temper_legacy_shim")),
+    Guest(
+        module="fsspec",
+        hosts=("temper_engine_api.checkpoint.remote", KIT, "temper_trainer", "temper_legacy_shim"),
+    ),
     Guest(module="vllm", hosts=("temper_trainer.rollout.vllm",)),
     # import-linter asks this of what is written as an import, and of the trainer and the engines alone.
     Guest(module="ray", hosts=("temper_trainer.runtime",)),
@@ -73,7 +87,8 @@ def complaints(module: str, source: str) -> list[str]:
         found += [
             f"{module}:{line} imports {name}: {_told(guest.hosts)} may import {guest.module}"
             for guest in GUESTS
-            if _is_within(name, guest.module) and not any(_is_within(module, host) for host in guest.hosts)
+            if _is_within(name, guest.module)
+            and not any(_is_within(module, host) for host in guest.hosts)
         ]
         if _is_within(module, CORE) and not _is_within(module, KIT):
             root = name.partition(".")[0]
@@ -105,7 +120,10 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in names if name in _GUEST_MODULES)
         elif isinstance(node, ast.Attribute) and ast.unparse(node) in _GUEST_MODULES:
             yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+        ):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield node.lineno, first.value
@@ -120,11 +138,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check every package below the given repository (this one by default); 1 if anything is wrong."""
     chosen = sys.argv[1:] if arguments is None else arguments
     root = Path(chosen[0]) if chosen else Path(__file__).resolve().parent.parent
-    files = [(path, source_root) for source_root in sorted(root.glob(SOURCES)) for path in source_root.rglob("*.py")]
+    files = [
+        (path, source_root)
+        for source_root in sorted(root.glob(SOURCES))
+        for path in source_root.rglob("*.py")
+    ]
     if not files:
         print(f"layers: no Python file matches {root}/{SOURCES}: give the repository's root")
         return 1
-    found = [line for path, top in sorted(files) for line in complaints(_module_name(path, top), path.read_text())]
+    found = [
+        line
+        for path, top in sorted(files)
+        for line in complaints(_module_name(path, top), path.read_text())
+    ]
     print("\n".join(found) or f"layers: {len(files)} modules invite only their own guests")
     return 1 if found else 0
 

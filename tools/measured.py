@@ -28,7 +28,15 @@ def begin(root: Path) -> None:
 def measured(arguments: Sequence[str], *, root: Path) -> list[str]:
     """The arguments of a Python that runs a module (`-m pytest ...`) as those of one that also measures it."""
     sources = ",".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    return ["-m", "coverage", "run", f"--rcfile={root / 'pyproject.toml'}", *_data(root), f"--source={sources}", *arguments]
+    return [
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={root / 'pyproject.toml'}",
+        *_data(root),
+        f"--source={sources}",
+        *arguments,
+    ]
 
 
 def table(root: Path, *, python: Path) -> str:
@@ -40,15 +48,24 @@ def table(root: Path, *, python: Path) -> str:
     report = root / FOLDER / "report.json"
     command = [str(python), "-m", "coverage"]
     subprocess.run([*command, "combine", "--quiet", *_data(root)], cwd=root, check=True)
-    subprocess.run([*command, "json", "--quiet", *_data(root), "-o", str(report)], cwd=root, check=True)
+    subprocess.run(
+        [*command, "json", "--quiet", *_data(root), "-o", str(report)], cwd=root, check=True
+    )
     files = json.loads(report.read_text())["files"]
     rows = [HEAD]
     for package in PACKAGES:
-        own = [each["summary"] for name, each in files.items() if Path(name).is_relative_to(f"packages/{package}/src")]
+        own = [
+            each["summary"]
+            for name, each in files.items()
+            if Path(name).is_relative_to(f"packages/{package}/src")
+        ]
         lines, run, branches, taken = (
-            sum(summary[count] for summary in own) for count in ("num_statements", "covered_lines", "num_branches", "covered_branches")
+            sum(summary[count] for summary in own)
+            for count in ("num_statements", "covered_lines", "num_branches", "covered_branches")
         )
-        rows.append(f"| {package} | {lines:,} | {_share(run, lines)} | {branches:,} | {_share(taken, branches)} |")
+        rows.append(
+            f"| {package} | {lines:,} | {_share(run, lines)} | {branches:,} | {_share(taken, branches)} |"
+        )
     return "\n".join(rows)
 
 

@@ -54,18 +54,39 @@ SMALL: Mapping[str, object] = {
     "n_group": 1,
     "topk_group": 1,
 }
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 OTHERWISE: Mapping[str, Mapping[str, object]] = {
     **{
         name: {**LATENT, "first_k_dense_replace": 1}
-        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu", "axk1")
+        for name in (
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+            "axk1",
+        )
     },
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "openai-gpt"), GPT),
     **{name: {**GPT, "rotary_dim": 4} for name in ("gptj", "codegen")},
     "bamba": {"mamba_n_heads": 4},
     "falcon": {"head_dim": None, "num_kv_heads": 2},
-    "gpt_neo": {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
+    "gpt_neo": {
+        "num_hidden_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "num_layers": 2,
+        "window_size": 4,
+    },
     "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
     "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 4},
@@ -95,16 +116,26 @@ def liven(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3 if parameter.ndim > 1 else 0.2)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator),
+                alpha=0.3 if parameter.ndim > 1 else 0.2,
+            )
 
 
 def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) -> Tensor:
     """[T] log-probs as the engine computes them."""
     root = PackedModel(
-        model, head=build_head(model, config=FSDPConfig(model=spec, optimizer=None, device="cpu"), make_getter=make_constant_getter)
+        model,
+        head=build_head(
+            model,
+            config=FSDPConfig(model=spec, optimizer=None, device="cpu"),
+            make_getter=make_constant_getter,
+        ),
     )
     query = frozenset({Query.LOGPROB})
-    request = build_head_request(batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU)
+    request = build_head_request(
+        batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU
+    )
     with torch.no_grad():
         logprobs: Tensor = root(batch, request, PackLayout(LENGTHS, device=CPU))[0]
     return logprobs
@@ -112,12 +143,16 @@ def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) 
 
 def one_by_one(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
     """[T] log-probs of transformers' own attention."""
-    twin = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=torch.float32, attn_implementation="eager").eval()
+    twin = AutoModelForCausalLM.from_config(
+        deepcopy(model.config), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     twin.load_state_dict(model.state_dict())
     found = []
     with torch.no_grad():
         for tokens in batch.tokens.split(LENGTHS):
-            logprobs = torch.log_softmax(twin(input_ids=tokens[None], use_cache=False).logits[0], -1)
+            logprobs = torch.log_softmax(
+                twin(input_ids=tokens[None], use_cache=False).logits[0], -1
+            )
             found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
     return torch.cat(found)
 

@@ -63,8 +63,14 @@ class Subject:
 
 
 SUBJECTS = {
-    "reduction": Subject(package="engine-api", module="temper_engine_api/reduction.py", tests=("test_reduction.py",)),
-    "plan": Subject(package="engine-api", module="temper_engine_api/plan.py", tests=("test_plan.py", "test_balance.py")),
+    "reduction": Subject(
+        package="engine-api", module="temper_engine_api/reduction.py", tests=("test_reduction.py",)
+    ),
+    "plan": Subject(
+        package="engine-api",
+        module="temper_engine_api/plan.py",
+        tests=("test_plan.py", "test_balance.py"),
+    ),
     "translator": Subject(
         package="legacy-shim",
         module="temper_legacy_shim/configs/batches.py",
@@ -109,7 +115,9 @@ def faults(source: str) -> list[Fault]:
     return sorted(found, key=lambda fault: (fault.line, fault.was, fault.now))
 
 
-def survivors(root: Path, subject: Subject, *, num_faults: int, seed: int) -> tuple[list[Fault], int, int]:
+def survivors(
+    root: Path, subject: Subject, *, num_faults: int, seed: int
+) -> tuple[list[Fault], int, int]:
     """Run the tests on a sample of the faults.
 
     Returns:
@@ -124,7 +132,9 @@ def survivors(root: Path, subject: Subject, *, num_faults: int, seed: int) -> tu
         sources = shutil.copytree(root / "packages" / subject.package / "src", Path(folder) / "src")
         started = time.monotonic()
         if _is_seen(root, subject, sources=sources, limit_s=None):
-            raise RuntimeError(f"the tests of {subject.module} fail without any fault: mend that first")
+            raise RuntimeError(
+                f"the tests of {subject.module} fail without any fault: mend that first"
+            )
         limit_s = PATIENCE * (time.monotonic() - started)
         missed = []
         for fault in sorted(chosen, key=lambda each: each.line):
@@ -136,12 +146,30 @@ def survivors(root: Path, subject: Subject, *, num_faults: int, seed: int) -> tu
 
 def _is_seen(root: Path, subject: Subject, *, sources: Path, limit_s: float | None) -> bool:
     """Whether a test fails, or none comes to an end."""
-    others = sorted(path for path in root.glob("packages/*/src") if path.parent.name != subject.package)
+    others = sorted(
+        path for path in root.glob("packages/*/src") if path.parent.name != subject.package
+    )
     tests = [str(root / "packages" / subject.package / "tests" / name) for name in subject.tests]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly and not slow", *tests]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(path) for path in (sources, *others)), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not nightly and not slow",
+        *tests,
+    ]
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (sources, *others)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
-        done = subprocess.run(command, cwd=root, env=variables, capture_output=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command, cwd=root, env=variables, capture_output=True, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != 0
@@ -194,8 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SUBJECTS)}")
     is_clean = True
     for name in chosen.subjects or SUBJECTS:
-        missed, num_tried, num_all = survivors(ROOT, SUBJECTS[name], num_faults=chosen.faults, seed=chosen.seed)
-        print(f"{SUBJECTS[name].module}: {num_tried - len(missed)} of {num_tried} faults seen (drawn from {num_all})", flush=True)
+        missed, num_tried, num_all = survivors(
+            ROOT, SUBJECTS[name], num_faults=chosen.faults, seed=chosen.seed
+        )
+        print(
+            f"{SUBJECTS[name].module}: {num_tried - len(missed)} of {num_tried} faults seen (drawn from {num_all})",
+            flush=True,
+        )
         print("".join(f"  not seen: {fault}\n" for fault in missed), end="", flush=True)
         is_clean = is_clean and not missed
     return 0 if is_clean else 1

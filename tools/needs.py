@@ -19,10 +19,21 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-fsdp": ("temper_engine_fsdp.training.lora_adapter",),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{room}"
-        for room in ("checkpoints", "data_proto", "numerics", "old_algorithms", "old_reward_models", "old_tools", "workers")
+        for room in (
+            "checkpoints",
+            "data_proto",
+            "numerics",
+            "old_algorithms",
+            "old_reward_models",
+            "old_tools",
+            "workers",
+        )
     ),
     "trainer": (
-        *(f"temper_trainer.runtime.{module}" for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_workers")),
+        *(
+            f"temper_trainer.runtime.{module}"
+            for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_workers")
+        ),
         *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
     ),
 }
@@ -46,13 +57,21 @@ def needing_an_extra(package: Path) -> set[str]:
     always, optional = _declared(package)
     top = _import_name(package)
     imports = {name: set(_at_import(tree.body)) for name, tree in _modules(package)}
-    return {name for name in imports if any(_top(each) in optional - always - {top} for each in _reached(name, imports))}
+    return {
+        name
+        for name in imports
+        if any(_top(each) in optional - always - {top} for each in _reached(name, imports))
+    }
 
 
 def undeclared(package: Path) -> list[str]:
     """What a package imports, anywhere, of distributions that neither it nor an extra of it declares: a line for each."""
     always, optional = _declared(package)
-    known = always | optional | {_import_name(package), *sys.stdlib_module_names, *_COMES_ALONG.get(package.name, ())}
+    known = (
+        always
+        | optional
+        | {_import_name(package), *sys.stdlib_module_names, *_COMES_ALONG.get(package.name, ())}
+    )
     found = []
     for name, tree in _modules(package):
         for node in ast.walk(tree):
@@ -62,14 +81,20 @@ def undeclared(package: Path) -> list[str]:
 
 def without_their_packages(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
     """The modules that are neither in `tops` nor inside one of them."""
-    return {name for name in modules if not any(name == top or name.startswith(f"{top}.") for top in tops)}
+    return {
+        name
+        for name in modules
+        if not any(name == top or name.startswith(f"{top}.") for top in tops)
+    }
 
 
 def _declared(package: Path) -> tuple[set[str], set[str]]:
     """The modules that come with a package, and those that its extras bring."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
-    return {_module_of(line) for line in project["dependencies"]}, {_module_of(line) for line in extras}
+    return {_module_of(line) for line in project["dependencies"]}, {
+        _module_of(line) for line in extras
+    }
 
 
 def _module_of(requirement: str) -> str:
@@ -79,7 +104,9 @@ def _module_of(requirement: str) -> str:
 
 def _modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
     for file in sorted((package / "src").rglob("*.py")):
-        name = ".".join(file.relative_to(package / "src").with_suffix("").parts).removesuffix(".__init__")
+        name = ".".join(file.relative_to(package / "src").with_suffix("").parts).removesuffix(
+            ".__init__"
+        )
         yield name, ast.parse(file.read_text())
 
 

@@ -24,20 +24,32 @@ def new_engine(folder: Path, name: str) -> list[Path]:
         ValueError: the name can't be one or is taken, or the folder holds something.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
-        raise ValueError(f"{name!r} can't name a package: use lower-case letters, digits and underscores, such as acme_engine.")
+        raise ValueError(
+            f"{name!r} can't name a package: use lower-case letters, digits and underscores, such as acme_engine."
+        )
     if name in TAKEN or name.startswith("temper_"):
-        raise ValueError(f"{name!r} is taken, by an engine or by a library: use a name of your own, such as acme_engine.")
+        raise ValueError(
+            f"{name!r} is taken, by an engine or by a library: use a name of your own, such as acme_engine."
+        )
     if folder.is_file():
         raise ValueError(f"{folder} is a file: name a new folder.")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name a new folder.")
     stem = "".join(word.capitalize() for word in name.removesuffix("_engine").split("_"))
     written = []
-    for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+    for source in sorted(
+        path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ):
         target = folder / str(source.relative_to(TEMPLATE)).replace("my_engine", name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = source.read_text().replace("my_engine", name).replace("my-engine", name.replace("_", "-"))
-        target.write_text(text.replace("MyEngine", f"{stem}Engine").replace("MyConfig", f"{stem}Config"))
+        text = (
+            source.read_text()
+            .replace("my_engine", name)
+            .replace("my-engine", name.replace("_", "-"))
+        )
+        target.write_text(
+            text.replace("MyEngine", f"{stem}Engine").replace("MyConfig", f"{stem}Config")
+        )
         written.append(target)
     return written
 

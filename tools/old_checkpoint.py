@@ -43,7 +43,11 @@ def write(folder: Path) -> None:
     actor = folder / f"global_step_{STEP}" / "actor"
     config.save_pretrained(actor / "huggingface")
     extra = {"lr_scheduler": schedule.state_dict(), "rng": {}}
-    for name, part in (("model", model.state_dict()), ("optim", optimizer.state_dict()), ("extra_state", extra)):
+    for name, part in (
+        ("model", model.state_dict()),
+        ("optim", optimizer.state_dict()),
+        ("extra_state", extra),
+    ):
         torch.save(part, actor / f"{name}_world_size_1_rank_0.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(STEP))
     dist.destroy_process_group()

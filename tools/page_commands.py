@@ -21,7 +21,16 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-from tools.command_rules import OWN_RUN, kit, migrate, nox_sessions, pip_install, python, ray_job, train
+from tools.command_rules import (
+    OWN_RUN,
+    kit,
+    migrate,
+    nox_sessions,
+    pip_install,
+    python,
+    ray_job,
+    train,
+)
 
 NOT_RUN = {
     "apt-get": "installs packages of the reader's system; .ci/run installs bubblewrap with it",
@@ -58,9 +67,19 @@ actor_rollout_ref: {model: {path: DIR}, rollout: {name: vllm, n: 4}}
 
 _TEXTS = ("question", "answer", "problem", "solution", "prompt", "chosen", "kind")
 _MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
-_MORE = {"rejected": "2", "subject": "maths", "messages": _MESSAGES, "reward_model": {"ground_truth": "1"}}
+_MORE = {
+    "rejected": "2",
+    "subject": "maths",
+    "messages": _MESSAGES,
+    "reward_model": {"ground_truth": "1"},
+}
 _ROW = json.dumps(dict.fromkeys(_TEXTS, "1") | _MORE)
-_MODEL = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", "model.safetensors": "\2" + 7 * "\0" + "{}"}
+_MODEL = {
+    "config.json": "{}",
+    "tokenizer.json": "{}",
+    "chat_template.jinja": "",
+    "model.safetensors": "\2" + 7 * "\0" + "{}",
+}
 """As much of a model directory as `temper-train --check` reads."""
 _MODELS = ("DIR", "student", "teacher_of_maths", "teacher_of_code")
 _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
@@ -68,7 +87,11 @@ _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_s
 INPUTS = {
     **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl"), _ROW),
     **dict.fromkeys(("train.parquet", "test.parquet"), _ROW),
-    **{f"{folder}/{name}": text for folder in (*_MODELS, *_RESULTS) for name, text in _MODEL.items()},
+    **{
+        f"{folder}/{name}": text
+        for folder in (*_MODELS, *_RESULTS)
+        for name, text in _MODEL.items()
+    },
     # The same page makes these runs and uses their models: without the marker, the command that makes one would be refused.
     **{f"{run}/.untrained": "" for run in ("runs/gsm8k_sft", "runs/judge", "warm")},
     "warm/tokenizer/tokenizer.json": "{}",
@@ -80,7 +103,11 @@ INPUTS = {
 
 MODULES = {
     f"docs/how-to/{page}.md": f"my_{module}.py"
-    for page, module in (("reward", "rewards"), ("algorithm", "algorithm"), ("environment", "environment"))
+    for page, module in (
+        ("reward", "rewards"),
+        ("algorithm", "algorithm"),
+        ("environment", "environment"),
+    )
 }
 """Pages whose Python the reader is to save, and under which name."""
 
@@ -130,8 +157,20 @@ def check_settings(text: str, *, folder: Path) -> str:
     """What is wrong with a YAML block as a configuration of temper-train; one without defaults is part of the reader's own run."""
     add_inputs(folder, INPUTS)
     is_whole = re.search(r"(?m)^defaults:", text) is not None
-    (folder / "settings.yaml").write_text(text + "\n" if is_whole else f"defaults: [temper, _self_]\n{text}\n")
-    return train(("temper-train", "--config-dir", ".", "--config-name", "settings", *(() if is_whole else OWN_RUN)), folder)
+    (folder / "settings.yaml").write_text(
+        text + "\n" if is_whole else f"defaults: [temper, _self_]\n{text}\n"
+    )
+    return train(
+        (
+            "temper-train",
+            "--config-dir",
+            ".",
+            "--config-name",
+            "settings",
+            *(() if is_whole else OWN_RUN),
+        ),
+        folder,
+    )
 
 
 def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
@@ -149,7 +188,9 @@ def _old_checkpoints() -> tempfile.TemporaryDirectory[str]:
     """A folder with an old run's checkpoints, made once."""
     folder = tempfile.TemporaryDirectory(prefix="temper-docs-checkpoints-")
     root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-m", "tools.old_checkpoint", folder.name], cwd=root, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tools.old_checkpoint", folder.name], cwd=root, check=True
+    )
     return folder
 
 
@@ -169,11 +210,24 @@ def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list
     recorded.write_text("")
     variables = {"PATH": "/nonexistent", "RECORDED": str(recorded), "MODEL_PATH": "DIR"}
     command = ["/bin/bash", "--norc", str(script), *arguments]
-    done = subprocess.run(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode or done.stderr:
-        raise ValueError(done.stderr.replace(f"{script}: ", "").strip() or f"exit status {done.returncode}")
+        raise ValueError(
+            done.stderr.replace(f"{script}: ", "").strip() or f"exit status {done.returncode}"
+        )
     fields = iter(recorded.read_text().split("\0")[:-1])
-    found = [Command(line=int(line), words=tuple(next(fields) for _ in range(int(next(fields))))) for line in fields]
+    found = [
+        Command(line=int(line), words=tuple(next(fields) for _ in range(int(next(fields)))))
+        for line in fields
+    ]
     return sorted(found, key=lambda each: each.line)
 
 
@@ -183,7 +237,9 @@ def fault_of(words: Sequence[str], *, folder: Path) -> str:
         return ""
     if words[0] == "bash":
         commands = record((folder / words[1]).read_text(), folder=folder, arguments=words[2:])
-        return "; ".join(filter(None, (fault_of(command.words, folder=folder) for command in commands)))
+        return "; ".join(
+            filter(None, (fault_of(command.words, folder=folder) for command in commands))
+        )
     for known, rule in RULES.items():
         if re.fullmatch(known, words[0]):
             return rule(tuple(words), folder)

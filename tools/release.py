@@ -30,7 +30,17 @@ from tools.api import LOCK, write_lock
 from tools.compat import untried
 from tools.distributions import build, build_twice, check_files, sha256
 from tools.release_checks import check_before, check_tried, declared_version
-from tools.releases import RECORDS, Record, ReleaseTrouble, git, has_object, read_records, record_commits, unpack, write_records
+from tools.releases import (
+    RECORDS,
+    Record,
+    ReleaseTrouble,
+    git,
+    has_object,
+    read_records,
+    record_commits,
+    unpack,
+    write_records,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,9 +72,14 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     write_lock(copies[0])
     for name in WRITTEN:
         shutil.copy(copies[0] / name, copies[1] / name)
-    dates = re.findall(rf"(?m)^## {re.escape(version)} \((\d{{4}}-\d{{2}}-\d{{2}})\)$", (copies[0] / "CHANGELOG.md").read_text())
+    dates = re.findall(
+        rf"(?m)^## {re.escape(version)} \((\d{{4}}-\d{{2}}-\d{{2}})\)$",
+        (copies[0] / "CHANGELOG.md").read_text(),
+    )
     if len(dates) != 1:
-        raise ReleaseTrouble(f"towncrier wrote {len(dates)} headings of {version} with a date, not one: see towncrier's settings.")
+        raise ReleaseTrouble(
+            f"towncrier wrote {len(dates)} headings of {version} with a date, not one: see towncrier's settings."
+        )
     files = build_twice(copies[0], copies[1], date=dates[0])
     check_files(files, package=copies[0])
     return Draft(package=copies[0], date=dates[0], files=tuple(files))
@@ -82,8 +97,12 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
     """
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
-        raise ReleaseTrouble(f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}")
-    check_before(root, package, version)  # first: a wrong version is told at once, and not after hours of trials
+        raise ReleaseTrouble(
+            f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}"
+        )
+    check_before(
+        root, package, version
+    )  # first: a wrong version is told at once, and not after hours of trials
     check_tried(root, package, version, reason=reason)
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         made = draft(root, package, version, folder=Path(folder))
@@ -95,7 +114,14 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
             fragment.unlink()
         git(root, "add", "--all", f"packages/{package}")
         tree = git(root, "write-tree", f"--prefix=packages/{package}/").strip()
-        record = Record(package=package, version=version, date=made.date, tree=tree, sha256=sha256(made.files), untried=reason)
+        record = Record(
+            package=package,
+            version=version,
+            date=made.date,
+            tree=tree,
+            sha256=sha256(made.files),
+            untried=reason,
+        )
     write_records(root, [*read_records(root), record])
     git(root, "add", RECORDS.as_posix())
     return record
@@ -107,13 +133,21 @@ def verify(root: Path, package: str, version: str) -> None:
     Raises:
         ReleaseTrouble: there is no such record, this clone lacks the content, or a hash differs.
     """
-    found = [record for record in read_records(root) if (record.package, record.version) == (package, version)]
+    found = [
+        record
+        for record in read_records(root)
+        if (record.package, record.version) == (package, version)
+    ]
     if not found or not has_object(root, found[0].tree):
-        raise ReleaseTrouble(f"{RECORDS} records no {package} {version} that this clone has: fetch the whole history, or name another.")
+        raise ReleaseTrouble(
+            f"{RECORDS} records no {package} {version} that this clone has: fetch the whole history, or name another."
+        )
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         copy = unpack(root, found[0].tree, Path(folder) / package)
         hashes = sha256(build(copy, date=found[0].date))
-    differing = sorted(name for name, digest in hashes.items() if found[0].sha256.get(name) != digest)
+    differing = sorted(
+        name for name, digest in hashes.items() if found[0].sha256.get(name) != digest
+    )
     if differing:
         raise ReleaseTrouble(
             f"{', '.join(differing)} came out with another hash than recorded: build with the tools of constraints/cpu.txt."
@@ -122,7 +156,16 @@ def verify(root: Path, package: str, version: str) -> None:
 
 def _copy(root: Path, package: str, folder: Path) -> Path:
     """The package's files that git knows or would add, below a folder laid out as the repository is."""
-    names = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", f"packages/{package}", "tools/changelog.md.jinja")
+    names = git(
+        root,
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        f"packages/{package}",
+        "tools/changelog.md.jinja",
+    )
     for name in (name for name in names.split("\0") if name and (root / name).exists()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, folder / name)
@@ -138,11 +181,23 @@ def _set_version(package: Path, version: str) -> None:
 
 def _bind(package: Path, version: str) -> None:
     """Towncrier: the fragments become the changelog's newest entry."""
-    command = [sys.executable, "-m", "towncrier", "build", "--yes", "--dir", str(package), "--version", version]
+    command = [
+        sys.executable,
+        "-m",
+        "towncrier",
+        "build",
+        "--yes",
+        "--dir",
+        str(package),
+        "--version",
+        version,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     left = [path.name for path in (package / "changes").glob("*.md")]
     if done.returncode != 0 or left:
-        raise ReleaseTrouble(f"towncrier failed with exit status {done.returncode} and left {left}:\n{done.stdout}{done.stderr}")
+        raise ReleaseTrouble(
+            f"towncrier failed with exit status {done.returncode} and left {left}:\n{done.stdout}{done.stderr}"
+        )
 
 
 def _keep_files(root: Path, files: Sequence[Path]) -> None:
@@ -151,7 +206,9 @@ def _keep_files(root: Path, files: Sequence[Path]) -> None:
     for path in files:
         target = folder / path.name
         if target.exists() and target.read_bytes() != path.read_bytes():
-            raise ReleaseTrouble(f"dist/{path.name} exists and is another build: move it away, then release again.")
+            raise ReleaseTrouble(
+                f"dist/{path.name} exists and is another build: move it away, then release again."
+            )
         shutil.copy(path, target)
 
 
@@ -176,31 +233,60 @@ def _tell(record: Record) -> str:
 
 def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="tools/release.py", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", nargs="?", choices=sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml")))
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        prog="tools/release.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "package",
+        nargs="?",
+        choices=sorted(path.parent.name for path in root.glob("packages/*/pyproject.toml")),
+    )
     parser.add_argument("version", nargs="?", help="X.Y.Z")
-    parser.add_argument("--untried", metavar="REASON", default="", help="release though a pair was not tried, and keep the reason")
+    parser.add_argument(
+        "--untried",
+        metavar="REASON",
+        default="",
+        help="release though a pair was not tried, and keep the reason",
+    )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--draft", action="store_true", help="check, build and show; change nothing")
-    action.add_argument("--record", action="store_true", help="write the commits of released packages into tools/releases.toml")
-    action.add_argument("--verify", action="store_true", help="build a recorded release again and compare")
+    action.add_argument(
+        "--draft", action="store_true", help="check, build and show; change nothing"
+    )
+    action.add_argument(
+        "--record",
+        action="store_true",
+        help="write the commits of released packages into tools/releases.toml",
+    )
+    action.add_argument(
+        "--verify", action="store_true", help="build a recorded release again and compare"
+    )
     chosen = parser.parse_args(arguments)
     if not (chosen.package is None) == (chosen.version is None) == chosen.record:
         parser.error("give PACKAGE and VERSION, or --record alone")
     if chosen.untried and (chosen.record or chosen.verify or chosen.draft):
-        parser.error("--untried REASON is for a release alone: a draft, --record and --verify ask for no trial")
+        parser.error(
+            "--untried REASON is for a release alone: a draft, --record and --verify ask for no trial"
+        )
     try:
         if chosen.record:
             for record in record_commits(root):
                 print(f"{record.tag} is commit {record.commit}")
         elif chosen.verify:
             verify(root, chosen.package, chosen.version)
-            print(f"temper-{chosen.package} {chosen.version}: built again, equal to what is recorded")
+            print(
+                f"temper-{chosen.package} {chosen.version}: built again, equal to what is recorded"
+            )
         elif chosen.draft:
             with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
                 made = draft(root, chosen.package, chosen.version, folder=Path(folder))
                 print(_entry((made.package / "CHANGELOG.md").read_text(), chosen.version))
-                print("\n".join(f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())))
+                print(
+                    "\n".join(
+                        f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())
+                    )
+                )
             for sentence in untried(root, chosen.package, chosen.version):
                 print(f"not tried yet, and the release will ask for it: {sentence}")
         else:

@@ -50,7 +50,9 @@ def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
             + "\nOr give --untried REASON, which tools/releases.toml keeps."
         )
     if reason and not missing:
-        raise ReleaseTrouble(f"every pair of temper-{package} was tried with these contents: leave --untried away.")
+        raise ReleaseTrouble(
+            f"every pair of temper-{package} was tried with these contents: leave --untried away."
+        )
 
 
 def fragments(package: Path) -> list[Path]:
@@ -59,7 +61,9 @@ def fragments(package: Path) -> list[Path]:
     Raises:
         ReleaseTrouble: there is none, one is empty, or a file in changes/ is named so that it would be passed over in silence.
     """
-    found = sorted(path for path in (package / "changes").glob("*") if not path.name.startswith("."))
+    found = sorted(
+        path for path in (package / "changes").glob("*") if not path.name.startswith(".")
+    )
     misnamed = [path.name for path in found if not _FRAGMENT.fullmatch(path.name)]
     if misnamed:
         raise ReleaseTrouble(
@@ -67,10 +71,14 @@ def fragments(package: Path) -> list[Path]:
             f"where kind is one of {', '.join(KINDS)}."
         )
     if not found:
-        raise ReleaseTrouble(f"{package.name}/changes is empty: there is nothing to release since the last version.")
+        raise ReleaseTrouble(
+            f"{package.name}/changes is empty: there is nothing to release since the last version."
+        )
     empty = [path.name for path in found if not path.read_text().strip()]
     if empty:
-        raise ReleaseTrouble(f"{package.name}/changes/{empty[0]} is empty: write one sentence to the user, or remove it.")
+        raise ReleaseTrouble(
+            f"{package.name}/changes/{empty[0]} is empty: write one sentence to the user, or remove it."
+        )
     return found
 
 
@@ -78,22 +86,36 @@ def check_version(root: Path, package: str, version: str) -> None:
     """A version is X.Y.Z, above the last release, not below the declared one, and has no entry yet."""
     folder = root / "packages" / package
     if not _VERSION.fullmatch(version):
-        raise ReleaseTrouble(f"{version!r} is no version that we release: write three numbers, as in 0.2.0.")
+        raise ReleaseTrouble(
+            f"{version!r} is no version that we release: write three numbers, as in 0.2.0."
+        )
     last = last_release(root, package)
     if last is not None and Version(version) <= Version(last.version):
-        raise ReleaseTrouble(f"temper-{package} {last.version} is released already: {version} is not above it.")
+        raise ReleaseTrouble(
+            f"temper-{package} {last.version} is released already: {version} is not above it."
+        )
     declared = declared_version(folder)
     if Version(version) < Version(declared):
-        raise ReleaseTrouble(f"{package}/pyproject.toml declares {declared}: {version} is below it.")
-    if re.search(rf"^## {re.escape(version)}\s", (folder / "CHANGELOG.md").read_text(), re.MULTILINE):
-        raise ReleaseTrouble(f"{package}/CHANGELOG.md has an entry for {version} already: choose a higher version.")
+        raise ReleaseTrouble(
+            f"{package}/pyproject.toml declares {declared}: {version} is below it."
+        )
+    if re.search(
+        rf"^## {re.escape(version)}\s", (folder / "CHANGELOG.md").read_text(), re.MULTILINE
+    ):
+        raise ReleaseTrouble(
+            f"{package}/CHANGELOG.md has an entry for {version} already: choose a higher version."
+        )
 
 
 def check_removals(root: Path, package: str, version: str, found: list[Path]) -> None:
     """What removes something is at least a minor release."""
     last = last_release(root, package)
     removals = [path.name for path in found if path.name.endswith(".removed.md")]
-    if last is not None and removals and Version(version).release[:2] == Version(last.version).release[:2]:
+    if (
+        last is not None
+        and removals
+        and Version(version).release[:2] == Version(last.version).release[:2]
+    ):
         raise ReleaseTrouble(
             f"{', '.join(removals)} removes something since {last.version}, so {version} would break users within a minor version: "
             "raise the minor version, or bring it back."
@@ -102,7 +124,9 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
 
 def check_notice(root: Path, package: str, version: str) -> None:
     """What is gone was deprecated until this version, and for at least two minor versions that were released."""
-    released = [Version(record.version) for record in read_records(root) if record.package == package]
+    released = [
+        Version(record.version) for record in read_records(root) if record.package == package
+    ]
     for name, promises in gone(root / "packages" / package).items():
         latest = max(promises, key=lambda promise: Version(promise.removed_in))
         minors = {each.release[:2] for each in released if each >= Version(latest.since)}
@@ -115,7 +139,9 @@ def check_notice(root: Path, package: str, version: str) -> None:
 
 def check_siblings(root: Path, package: str, version: str) -> None:
     """Every sibling's bounds let the new version in, and the package's own bounds let in its siblings as declared here."""
-    declared = {folder.name: declared_version(folder) for folder in _packages(root)} | {package: version}
+    declared = {folder.name: declared_version(folder) for folder in _packages(root)} | {
+        package: version
+    }
     for folder in _packages(root):
         for requirement in sibling_requirements(folder):
             sibling = requirement.name.removeprefix("temper-")

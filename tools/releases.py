@@ -85,9 +85,18 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
     lines = [HEADER.rstrip("\n")]
     for record in records:
         lines += ["", "[[release]]"]
-        lines += [f'{name} = "{getattr(record, name)}"' for name in ("package", "version", "tag", "date", "tree", "commit")]
-        lines += [f"untried = {json.dumps(record.untried, ensure_ascii=False)}"] if record.untried else []
-        lines += ["[release.sha256]"] + [f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())]
+        lines += [
+            f'{name} = "{getattr(record, name)}"'
+            for name in ("package", "version", "tag", "date", "tree", "commit")
+        ]
+        lines += (
+            [f"untried = {json.dumps(record.untried, ensure_ascii=False)}"]
+            if record.untried
+            else []
+        )
+        lines += ["[release.sha256]"] + [
+            f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())
+        ]
     (root / RECORDS).write_text("\n".join(lines) + "\n")
 
 
@@ -97,13 +106,22 @@ def last_release(root: Path, package: str) -> Source | None:
     Raises:
         ReleaseTrouble: only recorded, and this clone lacks the recorded content.
     """
-    tags = {tag.rpartition("/v")[2]: tag for tag in git(root, "tag", "--list", f"{package}/v*").split()}
-    recorded = {record.version: record for record in read_records(root) if record.package == package}
+    tags = {
+        tag.rpartition("/v")[2]: tag for tag in git(root, "tag", "--list", f"{package}/v*").split()
+    }
+    recorded = {
+        record.version: record for record in read_records(root) if record.package == package
+    }
     if not tags and not recorded:
         return None
     version = max(tags.keys() | recorded.keys(), key=Version)
     if version in tags:
-        return Source(package=package, version=version, treeish=f"{tags[version]}:packages/{package}", commit=tags[version])
+        return Source(
+            package=package,
+            version=version,
+            treeish=f"{tags[version]}:packages/{package}",
+            commit=tags[version],
+        )
     record = recorded[version]
     if not has_object(root, record.tree):
         raise ReleaseTrouble(
@@ -134,15 +152,21 @@ def _record(entry: dict[str, Any]) -> Record:
     fields = {name: value for name, value in entry.items() if name != "tag"}
     record = Record(**fields)
     if entry.get("tag") != record.tag:
-        raise ReleaseTrouble(f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}: it is {record.tag!r}.")
+        raise ReleaseTrouble(
+            f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}: it is {record.tag!r}."
+        )
     return record
 
 
 def _find_commit(root: Path, record: Record) -> str:
     """The commit that brought the record into the file."""
-    commits = git(root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()).split()
+    commits = git(
+        root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()
+    ).split()
     if not commits:
-        raise ReleaseTrouble(f"{record.tag} is in {RECORDS}, but no commit holds it: commit the release, then record it.")
+        raise ReleaseTrouble(
+            f"{record.tag} is in {RECORDS}, but no commit holds it: commit the release, then record it."
+        )
     commit = commits[-1]
     tree = git(root, "rev-parse", f"{commit}:packages/{record.package}").strip()
     if tree != record.tree:
@@ -155,7 +179,9 @@ def _find_commit(root: Path, record: Record) -> str:
 
 def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ()) -> Path:
     """The files of a git tree, or of these paths in it, in a folder that is made for them."""
-    done = subprocess.run(["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False
+    )
     if done.returncode != 0:
         raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
     folder.mkdir(parents=True)
@@ -166,7 +192,12 @@ def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ())
 
 def has_object(root: Path, name: str) -> bool:
     """Whether this clone has an object of that name."""
-    return subprocess.run(["git", "cat-file", "-e", name], cwd=root, capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            ["git", "cat-file", "-e", name], cwd=root, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -175,7 +206,9 @@ def git(root: Path, *arguments: str) -> str:
     Raises:
         ReleaseTrouble: it failed; the message is git's own.
     """
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise ReleaseTrouble(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")
     return done.stdout

@@ -81,7 +81,10 @@ class Record:
         stored = json.loads(path.read_text())
         if stored["commit"] != commit:
             return cls(commit=commit)
-        tests = {name: {condition: Outcomes(**counts) for condition, counts in found.items()} for name, found in stored["tests"].items()}
+        tests = {
+            name: {condition: Outcomes(**counts) for condition, counts in found.items()}
+            for name, found in stored["tests"].items()
+        }
         return cls(commit=commit, done=stored["done"], tests=tests)
 
     def save(self, path: Path) -> None:
@@ -127,7 +130,12 @@ class Record:
             cells = " | ".join(f"{count.passed} | {count.failed}" for count in counts)
             lines.append(f"| `{name}` | {cells} |")
         if never_ran:
-            lines += ["", "Always skipped on this machine: " + ", ".join(f"`{name}`" for name in never_ran) + "."]
+            lines += [
+                "",
+                "Always skipped on this machine: "
+                + ", ".join(f"`{name}`" for name in never_ran)
+                + ".",
+            ]
         return "\n".join(lines) + "\n"
 
 
@@ -135,9 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing repetitions; returns 1 if any test has ever failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
-    parser.add_argument("--group", action="append", choices=list(GROUPS), help="this group only; may be repeated")
-    parser.add_argument("--expression", default="", help="only tests that this -k expression of pytest selects")
-    parser.add_argument("--restart", action="store_true", help="forget earlier repetitions of this commit")
+    parser.add_argument(
+        "--group", action="append", choices=list(GROUPS), help="this group only; may be repeated"
+    )
+    parser.add_argument(
+        "--expression", default="", help="only tests that this -k expression of pytest selects"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="forget earlier repetitions of this commit"
+    )
     chosen = parser.parse_args(arguments)
     record = Record(commit=_commit()) if chosen.restart else Record.load(STATE, commit=_commit())
     # Repetition by repetition, not group by group: a run that is cut short has tried everything.
@@ -155,8 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 REPORT.parent.mkdir(parents=True, exist_ok=True)
                 REPORT.write_text(record.table())
                 print(f"{key}: {number} of {chosen.times}", flush=True)
-    failed = {name for name, found in record.tests.items() if any(counts.failed for counts in found.values())}
-    print(f"{len(record.tests)} tests, {len(failed)} of them failed at least once: {sorted(failed)}")
+    failed = {
+        name
+        for name, found in record.tests.items()
+        if any(counts.failed for counts in found.values())
+    }
+    print(
+        f"{len(record.tests)} tests, {len(failed)} of them failed at least once: {sorted(failed)}"
+    )
     return 1 if failed else 0
 
 
@@ -169,7 +189,17 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
     report = STATE.with_suffix(".xml")
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "bitwise", "--timeout", "3600", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "bitwise",
+        "--timeout",
+        "3600",
+        f"--junitxml={report}",
+    ]
     command += ["-k", expression] if expression else []
     command += _arguments(group)
     with _load(2 * (os.cpu_count() or 1) if condition == "under load" else 0):
@@ -177,7 +207,9 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
     if done.returncode == NO_TESTS:
         return None
     if done.returncode not in (0, 1) or not report.exists():
-        raise RuntimeError(f"pytest exited with status {done.returncode}, expected 0 or 1:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"pytest exited with status {done.returncode}, expected 0 or 1:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
     if done.returncode == 1:
         print(done.stdout[-8000:], flush=True)
     return report.read_text()
@@ -190,7 +222,9 @@ def _arguments(group: str) -> list[str]:
         folder = ROOT / argument
         if folder.is_dir():
             files = sorted(folder.rglob("test_*.py"))
-            found += [str(file) for file in files if "mark.bitwise" in file.read_text(encoding="utf-8")]
+            found += [
+                str(file) for file in files if "mark.bitwise" in file.read_text(encoding="utf-8")
+            ]
         else:
             found.append(argument)
     return found
@@ -216,7 +250,10 @@ def _commit() -> str:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 if __name__ == "__main__":

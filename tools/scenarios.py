@@ -23,10 +23,20 @@ trainer: {nnodes: 1, n_gpus_per_node: 1, logger: console}
 actor_rollout_ref: {model: {path: model}, rollout: {name: vllm, n: 4}}
 """
 
-SHORT_RUN = ("run.total_steps=3", "warm_start.total_steps=20", "data.eval.max_rows=50", "run.eval_every=3")
+SHORT_RUN = (
+    "run.total_steps=3",
+    "warm_start.total_steps=20",
+    "data.eval.max_rows=50",
+    "run.eval_every=3",
+)
 """The quickstart, cut down: the command is the real one, and the reward has no time to rise."""
 
-ORACLE = ("--pyargs", "temper_engine_api.conformance", "--engine", "temper_engine_api.conformance.oracle:OracleEngine")
+ORACLE = (
+    "--pyargs",
+    "temper_engine_api.conformance",
+    "--engine",
+    "temper_engine_api.conformance.oracle:OracleEngine",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +73,17 @@ SCENARIOS = {
         installs=(("temper-legacy-shim",),),
         absent=("torch", "numpy", "transformers", "ray", "temper_trainer", "temper_engine_api"),
         files={"old.yaml": OLD_CONFIG},
-        commands=(("temper-migrate", "config", "old.yaml", "--from-version", "v0.7.0", "--out", "new.yaml"),),
+        commands=(
+            (
+                "temper-migrate",
+                "config",
+                "old.yaml",
+                "--from-version",
+                "v0.7.0",
+                "--out",
+                "new.yaml",
+            ),
+        ),
         leaves=("new.yaml",),
         statuses=(0, 10),  # 10: old defaults are written out
     ),
@@ -86,13 +106,23 @@ SCENARIOS = {
         installs=((TORCH,), ("temper-trainer[fsdp]",)),
         absent=("ray", "vllm", "megatron", "peft"),
         commands=(("temper-train", "experiment=quickstart", *SHORT_RUN),),
-        leaves=("runs/quickstart/metrics.jsonl", "runs/quickstart/report.html", "runs/quickstart/huggingface/model.safetensors"),
+        leaves=(
+            "runs/quickstart/metrics.jsonl",
+            "runs/quickstart/report.html",
+            "runs/quickstart/huggingface/model.safetensors",
+        ),
     ),
     "megatron": Scenario(
         meaning="temper-engine-megatron, and Megatron-Bridge as its README says (decision 21: no extra can name it)",
         installs=((TORCH,), ("temper-engine-megatron",), ("--no-deps", MEGATRON_BRIDGE)),
         absent=("ray", "hydra", "temper_trainer"),
-        commands=(("python", "-c", "from temper_engine_api.registry import engine_class; print(engine_class('megatron'))"),),
+        commands=(
+            (
+                "python",
+                "-c",
+                "from temper_engine_api.registry import engine_class; print(engine_class('megatron'))",
+            ),
+        ),
     ),
     "vllm": Scenario(
         meaning="temper-trainer[vllm] resolves; nothing is installed",

@@ -78,7 +78,9 @@ def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
 def _laws(engine: str, *arguments: str, laws: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
     """The kit on an engine: in each layout, which an identifier of a test names, the laws that an expression of pytest chooses."""
     chosen = " or ".join(f"({layout} and ({which}))" for layout, which in laws.items())
-    return _pytest("--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen)
+    return _pytest(
+        "--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen
+    )
 
 
 ENVIRONMENT = Step(name="environment", budget_s=4 * 60, commands=())
@@ -93,15 +95,26 @@ STEPS = (
     Step(
         name="layers",
         budget_s=20,
-        commands=(("-c", "from importlinter.cli import lint_imports_command as c; c()"), ("tools/layers.py",), ("tools/api.py",)),
+        commands=(
+            ("-c", "from importlinter.cli import lint_imports_command as c; c()"),
+            ("tools/layers.py",),
+            ("tools/api.py",),
+        ),
     ),
     Step(
         name="engine-api",
         budget_s=60,
-        commands=_pytest("packages/engine-api/tests", "--ignore=packages/engine-api/tests/conformance"),
+        commands=_pytest(
+            "packages/engine-api/tests", "--ignore=packages/engine-api/tests/conformance"
+        ),
         is_pytest=True,
     ),
-    Step(name="kit-itself", budget_s=6 * 60, commands=_pytest("packages/engine-api/tests/conformance"), is_pytest=True),
+    Step(
+        name="kit-itself",
+        budget_s=6 * 60,
+        commands=_pytest("packages/engine-api/tests/conformance"),
+        is_pytest=True,
+    ),
     Step(
         name="kit-on-fsdp",
         budget_s=8 * 60,
@@ -119,7 +132,12 @@ STEPS = (
         ),
         is_pytest=True,
     ),
-    Step(name="engine-fsdp", budget_s=4 * 60, commands=_pytest("packages/engine-fsdp/tests"), is_pytest=True),
+    Step(
+        name="engine-fsdp",
+        budget_s=4 * 60,
+        commands=_pytest("packages/engine-fsdp/tests"),
+        is_pytest=True,
+    ),
     Step(
         name="kit-on-megatron",
         budget_s=4 * 60,
@@ -136,9 +154,18 @@ STEPS = (
         ),
         is_pytest=True,
     ),
-    Step(name="engine-megatron", budget_s=5 * 60, commands=_pytest("packages/engine-megatron/tests"), is_pytest=True),
-    Step(name="trainer", budget_s=16 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True),
-    Step(name="shim", budget_s=7 * 60, commands=_pytest("packages/legacy-shim/tests"), is_pytest=True),
+    Step(
+        name="engine-megatron",
+        budget_s=5 * 60,
+        commands=_pytest("packages/engine-megatron/tests"),
+        is_pytest=True,
+    ),
+    Step(
+        name="trainer", budget_s=16 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
+    ),
+    Step(
+        name="shim", budget_s=7 * 60, commands=_pytest("packages/legacy-shim/tests"), is_pytest=True
+    ),
     Step(name="tools", budget_s=2 * 60, commands=_pytest("tools/tests"), is_pytest=True),
     Step(name="docs", budget_s=2.5 * 60, commands=(("tools/docs.py",),)),
 )
@@ -168,14 +195,21 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, is_measured: boo
     return 1 if any(result.failures for result in results) else 0
 
 
-def run_side_by_side(steps: Sequence[Step], *, python: Path, root: Path, is_measured: bool = False) -> list[Result]:
+def run_side_by_side(
+    steps: Sequence[Step], *, python: Path, root: Path, is_measured: bool = False
+) -> list[Result]:
     """Run the steps, SIDE_BY_SIDE at a time, those with the largest budgets first; results in the order of the steps.
 
     Ctrl-C ends what they have started.
     """
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         by_budget = sorted(steps, key=lambda step: -step.budget_s)
-        futures = {step.name: pool.submit(run_step, step, python=python, root=root, is_measured=is_measured) for step in by_budget}
+        futures = {
+            step.name: pool.submit(
+                run_step, step, python=python, root=root, is_measured=is_measured
+            )
+            for step in by_budget
+        }
         try:
             return [futures[step.name].result() for step in steps]
         except BaseException:
@@ -199,7 +233,9 @@ def run_step(step: Step, *, python: Path, root: Path, is_measured: bool = False)
         extra = [f"--junitxml={report_file}"] if step.is_pytest else []
         asked = measured(arguments, root=root) if is_measured and step.is_pytest else arguments
         command = [str(python), *asked, *extra]
-        code = stream(command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name)
+        code = stream(
+            command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name
+        )
         failure = _explain(code, step=step)
         counts += _counts(report_file, step=step, is_failed=failure is not None)
         if failure is not None:
@@ -207,14 +243,18 @@ def run_step(step: Step, *, python: Path, root: Path, is_measured: bool = False)
     if not step.is_pytest:
         counts = Counts(failed=1) if failures else Counts(passed=1)
     took_s = time.monotonic() - started
-    return Result(step=step, took_s=took_s, counts=counts, failures=tuple(failures), tail=tuple(tail))
+    return Result(
+        step=step, took_s=took_s, counts=counts, failures=tuple(failures), tail=tuple(tail)
+    )
 
 
 _GROUPS: set[int] = set()
 """Process groups of the commands that run now."""
 
 
-def stream(command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float, name: str) -> int | None:
+def stream(
+    command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float, name: str
+) -> int | None:
     """Run a command, pass its output on line by line behind a name, and keep its end in `tail`.
 
     Returns:
@@ -261,9 +301,14 @@ def count_tests(junit_xml: str) -> Counts:
     """The tests of a pytest run, from its JUnit report."""
     suites = list(ElementTree.fromstring(junit_xml).iter("testsuite"))
     total, failures, errors, skipped = (
-        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+        sum(int(suite.get(name, "0")) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
     )
-    return Counts(passed=max(total - failures - errors - skipped, 0), failed=failures + errors, skipped=skipped)
+    return Counts(
+        passed=max(total - failures - errors - skipped, 0),
+        failed=failures + errors,
+        skipped=skipped,
+    )
 
 
 def report(results: Sequence[Result], *, took_s: float) -> None:
@@ -282,13 +327,26 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
         outcome = "; ".join(result.failures) or "passed"
         if result.took_s > result.step.budget_s:
             outcome += " (over its budget)"
-        rows.append((result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome))
+        rows.append(
+            (result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome)
+        )
     budget = _minutes(whole_budget_s(result.step for result in results))
-    rows.append(("all", budget, _minutes(took_s), "failed" if any(result.failures for result in results) else "passed"))
+    rows.append(
+        (
+            "all",
+            budget,
+            _minutes(took_s),
+            "failed" if any(result.failures for result in results) else "passed",
+        )
+    )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     print()
     for row in rows:
-        print(" | ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]))
+        print(
+            " | ".join(
+                [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]
+            )
+        )
     total = sum((result.counts for result in results), Counts())
     print(f"\n{total.passed} passed, {total.failed} failed, {total.skipped} skipped", flush=True)
 

@@ -39,17 +39,35 @@ def write(package: str) -> list[Path]:
     release = last_release(ROOT, package)
     if release is None:
         raise ReleaseTrouble(f"temper-{package} is not released yet: release it first.")
-    folders = {ROOT / "packages" / package / "tests" / name / release.version: each for name, each in WRITERS[package].items()}
+    folders = {
+        ROOT / "packages" / package / "tests" / name / release.version: each
+        for name, each in WRITERS[package].items()
+    }
     missing = {folder: command for folder, command in folders.items() if not folder.exists()}
     if not missing:
         shown = " and ".join(str(folder.relative_to(ROOT)) for folder in folders)
-        raise ReleaseTrouble(f"{shown} exists: golden files are written once, by the version that they are named after.")
+        raise ReleaseTrouble(
+            f"{shown} exists: golden files are written once, by the version that they are named after."
+        )
     with tempfile.TemporaryDirectory(prefix="temper-golden-") as scratch:
         released = (last_release(ROOT, each) for each in PACKAGES)
-        sources = [unpack(ROOT, each.treeish, Path(scratch) / each.package) / "src" for each in released if each is not None]
+        sources = [
+            unpack(ROOT, each.treeish, Path(scratch) / each.package) / "src"
+            for each in released
+            if each is not None
+        ]
         for folder, (program, *arguments) in missing.items():
-            command = [sys.executable, str(Path(__file__).parent / program), str(folder), *arguments]
-            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))})
+            command = [
+                sys.executable,
+                str(Path(__file__).parent / program),
+                str(folder),
+                *arguments,
+            ]
+            subprocess.run(
+                command,
+                check=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))},
+            )
     return list(missing)
 
 

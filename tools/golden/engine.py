@@ -51,7 +51,9 @@ def main(folder: Path, name: str) -> None:
     }
     engine = engine_class(engine_class.config_class(**settings))
     engine.init_model()
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     batch = from_sequences(
         [torch.tensor(sequence) for sequence in SEQUENCES],
         loss_masks=[torch.tensor([False] + [True] * (len(sequence) - 1)) for sequence in SEQUENCES],
@@ -62,7 +64,10 @@ def main(folder: Path, name: str) -> None:
     state = {
         entry.name: {
             "update_count": entry.update_count,
-            **{column: _digest(getattr(entry, column)) for column in ("master", "first_moment", "second_moment")},
+            **{
+                column: _digest(getattr(entry, column))
+                for column in ("master", "first_moment", "second_moment")
+            },
         }
         for entry in engine.export_state()
     }

@@ -21,7 +21,10 @@ def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict
     """Return TFLOP/s of each kernel, forward alone and with backward, or why it failed."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head_dim = shape["head_dim"]
-    query, key, value = (torch.randn(length, n, head_dim, device=scale.device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+    query, key, value = (
+        torch.randn(length, n, head_dim, device=scale.device, dtype=torch.bfloat16)
+        for n in (heads, kv_heads, kv_heads)
+    )
     # Causal, forward and backward; a third of it is the forward pass.
     flops = 6.0 * length**2 * heads * head_dim
     found: dict[str, object] = {}

@@ -278,7 +278,9 @@ def checkpoint_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
     for step, in_background in ((1, True), (2, False)):
         synchronize(place.scale)
         begin = time.perf_counter()
-        path = engine.save_checkpoint(str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1)
+        path = engine.save_checkpoint(
+            str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1
+        )
         stall_s = time.perf_counter() - begin
         engine.finish_saving()
         name = "background" if in_background else "foreground"
@@ -388,7 +390,9 @@ def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehea
 
 def main() -> None:
     """Measure the row that is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="such as 0.6B/16k/engine or 8B/8k/megatron+tp2")
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--world-size", type=int, default=1)

@@ -120,7 +120,9 @@ def num_gpus_of(row: Row) -> int:
 def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running:
     """Start the processes of a row."""
     environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(options.entry_points), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(options.entry_points), os.environ.get("PYTHONPATH", "")]
+    )
     if not options.rehearse:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -133,7 +135,9 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
     if options.gpus == 1:
         command += ["--lock", str(options.out / "gpu.lock")]
     output = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the row runs)
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
     return Running(row=row, gpus=gpus, process=process, output=output)
 
 
@@ -177,7 +181,9 @@ def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
                 options.results.add({"job": "left out", "name": row.name, "reason": reason})
             waiting.clear()
         for row in list(waiting):
-            if num_gpus_of(row) > min(len(free), options.gpus) or (waiting[0] is not row and options.in_order):
+            if num_gpus_of(row) > min(len(free), options.gpus) or (
+                waiting[0] is not row and options.in_order
+            ):
                 continue
             waiting.remove(row)
             count = num_gpus_of(row)
@@ -199,7 +205,11 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, row in sorted(measured.items()):
         same = [other for other in measured if other.rsplit("/", 1)[0] == name.rsplit("/", 1)[0]]
-        ratios = [f"{other.rsplit('/', 1)[1]} {_number(row) / _number(measured[other]):.2f}" for other in same if other != name]
+        ratios = [
+            f"{other.rsplit('/', 1)[1]} {_number(row) / _number(measured[other]):.2f}"
+            for other in same
+            if other != name
+        ]
         keys = ("tokens_per_s", "tflops", "mfu_of_peak", "mfu_of_gemm", "peak_gib", "first_norm")
         cells = [name, row["gpus"], *(row[key] for key in keys), ", ".join(ratios)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -215,7 +225,9 @@ def _number(row: Mapping[str, object]) -> float:
 
 def main() -> None:
     """Run the rows of a set, or those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", choices=SETS, default="one", help="default: one")
     parser.add_argument("--rows", help="names with commas instead of a set")

@@ -58,7 +58,11 @@ class Case:
 
     def shrunk(self) -> "Case":
         """Return the case at the size of a rehearsal."""
-        return Case(micro_batches=tuple(tuple(max(4, length // SHRINK) for length in micro) for micro in self.micro_batches))
+        return Case(
+            micro_batches=tuple(
+                tuple(max(4, length // SHRINK) for length in micro) for micro in self.micro_batches
+            )
+        )
 
 
 def _log_normal(seed: int, *, num_micro_batches: int, max_tokens: int) -> Case:
@@ -85,7 +89,9 @@ CASES: Mapping[str, Case] = {
 
 NUM_DRAWS = 5
 """Different updates of the case `mix`."""
-MIX = tuple(_log_normal(seed, num_micro_batches=4, max_tokens=16384) for seed in range(1, 1 + NUM_DRAWS))
+MIX = tuple(
+    _log_normal(seed, num_micro_batches=4, max_tokens=16384) for seed in range(1, 1 + NUM_DRAWS)
+)
 """As many tokens as the other cases, in log-normal lengths that no two updates share."""
 
 
@@ -154,7 +160,9 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer that trainers require and no measurement uses."""
     words = {"<pad>": 0, "<eos>": 1, **{f"t{i}": i for i in range(2, min(vocabulary, 64))}}
     model = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def rl_batch(lengths: Sequence[int], *, vocabulary: int) -> SequenceBatch:

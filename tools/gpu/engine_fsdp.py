@@ -57,8 +57,26 @@ def _speeds(shape: str, *, gpus: int) -> tuple[Task, Task]:
 
 
 # Without the settings of the repository, which turn warnings of other versions of torch into errors.
-_PYTEST = ("-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "--import-mode=importlib")
-_ON_FSDP = ("-p", "temper_engine_api.conformance.plugin", "--pyargs", "temper_engine_api.conformance", "--engine", "fsdp")
+_PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-c",
+    os.devnull,
+    "--rootdir",
+    ".",
+    "-p",
+    "no:cacheprovider",
+    "--import-mode=importlib",
+)
+_ON_FSDP = (
+    "-p",
+    "temper_engine_api.conformance.plugin",
+    "--pyargs",
+    "temper_engine_api.conformance",
+    "--engine",
+    "fsdp",
+)
 _KIT = (*_PYTEST, *_ON_FSDP, "--findings")
 FOUR_RANK_LAYOUTS = tuple(layout.name for layout in LAYOUTS if layout.world_size == 4)
 """Run on the host's cores, which the GPUs leave free."""
@@ -83,36 +101,78 @@ WAVES: Mapping[str, Wave] = {
             Task(
                 name="kit",
                 gpus=2,
-                command=(*_KIT, "{out}/kit.json", "--device", "cuda", "--world-sizes", "1,2", "--groups", "gradient,logprob,update"),
+                command=(
+                    *_KIT,
+                    "{out}/kit.json",
+                    "--device",
+                    "cuda",
+                    "--world-sizes",
+                    "1,2",
+                    "--groups",
+                    "gradient,logprob,update",
+                ),
             ),
-            Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),
+            Task(
+                name="pytest",
+                command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py"),
+            ),
             Task(name="background"),
         ),
     ),
     "two-1.5B": Wave(limit_s=70, tasks=_speeds("1.5B", gpus=2)),
-    "numbers": Wave(limit_s=60, tasks=(Task(name="compiled"), Task(name="attention"), Task(name="head"), Task(name="residency"))),
+    "numbers": Wave(
+        limit_s=60,
+        tasks=(
+            Task(name="compiled"),
+            Task(name="attention"),
+            Task(name="head"),
+            Task(name="residency"),
+        ),
+    ),
     "eager": Wave(limit_s=90, tasks=(Task(name="eager-0.5B"), Task(name="eager-1.5B"))),
-    "ranks": Wave(limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="ranks"), Task(name="strategies"))),
+    "ranks": Wave(
+        limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="ranks"), Task(name="strategies"))
+    ),
 }
 """By importance."""
 ON_TWO: Mapping[str, Wave] = {
     "scaling-0.5B": Wave(limit_s=190, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
-    "together-0.5B": Wave(limit_s=200, tasks=tuple(Task(name=f"engine-0.5B-by-{n}", gpus=2) for n in (4, 8, 2))),
+    "together-0.5B": Wave(
+        limit_s=200, tasks=tuple(Task(name=f"engine-0.5B-by-{n}", gpus=2) for n in (4, 8, 2))
+    ),
     "together-1.5B": Wave(limit_s=100, tasks=(Task(name="engine-1.5B-by-2", gpus=2),)),
     # The engine and the plain loop, one after the other on both GPUs.
-    "level-0.5B": Wave(limit_s=190, tasks=(Task(name="engine-0.5B-by-8", gpus=2), Task(name="plain-0.5B", gpus=2))),
-    "level-1.5B": Wave(limit_s=190, tasks=(Task(name="engine-1.5B", gpus=2), Task(name="plain-1.5B", gpus=2))),
+    "level-0.5B": Wave(
+        limit_s=190, tasks=(Task(name="engine-0.5B-by-8", gpus=2), Task(name="plain-0.5B", gpus=2))
+    ),
+    "level-1.5B": Wave(
+        limit_s=190, tasks=(Task(name="engine-1.5B", gpus=2), Task(name="plain-1.5B", gpus=2))
+    ),
     "kernels": Wave(
         limit_s=110,
         tasks=(
             Task(name="heads"),
-            Task(name="pytest", command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py")),
+            Task(
+                name="pytest",
+                command=(*_PYTEST, "-m", "gpu", "packages/engine-fsdp/tests/test_gpu.py"),
+            ),
             Task(name="liger-0.5B"),
             Task(name="eager-0.5B"),
         ),
     ),
-    "watcher": Wave(limit_s=60, tasks=(Task(name="watcher", gpus=2, command=("-m", "tools.gpu.fsdp_watcher", "--device", "{device}")),)),
-    "ranks-2": Wave(limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="strategies", gpus=2))),
+    "watcher": Wave(
+        limit_s=60,
+        tasks=(
+            Task(
+                name="watcher",
+                gpus=2,
+                command=("-m", "tools.gpu.fsdp_watcher", "--device", "{device}"),
+            ),
+        ),
+    ),
+    "ranks-2": Wave(
+        limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="strategies", gpus=2))
+    ),
     "scaling-1.5B": Wave(limit_s=150, tasks=(*_speeds("1.5B", gpus=1), *_speeds("1.5B", gpus=2))),
 }
 """For a lease of two GPUs; run where they are named."""
@@ -129,16 +189,33 @@ class Running:
         # Ranks whose host threads compete for the cores wait for each other in every step.
         threads = max(1, min(cores, 8)) if task.gpus else 1
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(options.entry_points), os.environ.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(options.entry_points), os.environ.get("PYTHONPATH", "")]
+        )
         if not options.rehearse:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        command = [part.format(out=options.out, device="cpu" if options.rehearse else "cuda") for part in task.command]
+        command = [
+            part.format(out=options.out, device="cpu" if options.rehearse else "cuda")
+            for part in task.command
+        ]
         if not command:
-            command = ["-m", "tools.gpu.fsdp_jobs", task.name, "--world-size", str(task.gpus), "--rows", str(options.rows.path)]
+            command = [
+                "-m",
+                "tools.gpu.fsdp_jobs",
+                task.name,
+                "--world-size",
+                str(task.gpus),
+                "--rows",
+                str(options.rows.path),
+            ]
             command += ["--rehearse"] if options.rehearse else []
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, *command], stdout=self.output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [sys.executable, *command],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
     def end(self, *, is_late: bool, options: argparse.Namespace) -> None:
@@ -150,7 +227,9 @@ class Running:
         said = self.output.read().decode(errors="replace")
         self.output.close()
         with (options.out / "log.txt").open("a") as log:
-            log.write(f"\n=== {self.task.name} on GPUs {list(self.gpus)}: status {status}\n{said[-200_000:]}\n")
+            log.write(
+                f"\n=== {self.task.name} on GPUs {list(self.gpus)}: status {status}\n{said[-200_000:]}\n"
+            )
         if status != 0 or self.task.command:
             lines = said.strip().splitlines()
             options.rows.add({
@@ -165,8 +244,13 @@ def write_entry_points(folder: Path) -> None:
     about = folder / f"{project['name'].replace('-', '_')}-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-    groups = ((group, "\n".join(f"{name} = {place}" for name, place in found.items())) for group, found in project["entry-points"].items())
-    (about / "entry_points.txt").write_text("\n".join(f"[{group}]\n{lines}" for group, lines in groups) + "\n")
+    groups = (
+        (group, "\n".join(f"{name} = {place}" for name, place in found.items()))
+        for group, found in project["entry-points"].items()
+    )
+    (about / "entry_points.txt").write_text(
+        "\n".join(f"[{group}]\n{lines}" for group, lines in groups) + "\n"
+    )
 
 
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
@@ -176,7 +260,9 @@ def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None
     while waiting or running:
         for task in [t for t in waiting if t.gpus > options.gpus]:
             waiting.remove(task)
-            print(f"{task.name} needs {task.gpus} GPUs, here are {options.gpus}: left out", flush=True)
+            print(
+                f"{task.name} needs {task.gpus} GPUs, here are {options.gpus}: left out", flush=True
+            )
         while waiting and waiting[0].gpus <= len(free):
             task = waiting.pop(0)
             taken, free = free[: task.gpus], free[task.gpus :]
@@ -194,13 +280,26 @@ def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--jobs", default=",".join(WAVES), help=f"comma-separated, in the order in which they run; also {', '.join(ON_TWO)}"
+        "--jobs",
+        default=",".join(WAVES),
+        help=f"comma-separated, in the order in which they run; also {', '.join(ON_TWO)}",
     )
-    parser.add_argument("--budget-s", type=float, default=560.0, help="all jobs together; what does not fit any more is left out")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a tiny size; the commands of pytest run as they are")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=560.0,
+        help="all jobs together; what does not fit any more is left out",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="on the CPU, at a tiny size; the commands of pytest run as they are",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.rows = Rows(path=options.out / "rows.jsonl")
@@ -224,7 +323,9 @@ def run_jobs(options: argparse.Namespace) -> None:
             print(f"{job}: left out, the budget of {options.budget_s:.0f} s is spent", flush=True)
             continue
         begun, wave = time.monotonic(), {**WAVES, **ON_TWO}[job]
-        run_wave(wave, limit_s=min(wave.limit_s * (5 if options.rehearse else 1), left), options=options)
+        run_wave(
+            wave, limit_s=min(wave.limit_s * (5 if options.rehearse else 1), left), options=options
+        )
         print(f"{job}: {time.monotonic() - begun:.0f} s", flush=True)
         (options.out / "table.txt").write_text(table(options.rows.read()))
 

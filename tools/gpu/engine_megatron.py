@@ -74,7 +74,16 @@ def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
         gpus=gpus,
         limit_s=limit_s,
         command=(
-            *("-m", "temper_engine_api.conformance", "--engine", "megatron", "--device", "cuda", "--layouts", layouts),
+            *(
+                "-m",
+                "temper_engine_api.conformance",
+                "--engine",
+                "megatron",
+                "--device",
+                "cuda",
+                "--layouts",
+                layouts,
+            ),
             *("--groups", KIT_GROUPS, "-v", "--tb=short", "-p", "no:warnings"),
         ),
     )
@@ -83,13 +92,20 @@ def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
 def kit_on_one(limit_s: float) -> Job:
     """The conformance kit on one rank."""
     whole = kit("alone", (0,), limit_s)
-    return replace(whole, command=tuple({"--layouts": "--world-sizes", "alone": "1"}.get(word, word) for word in whole.command))
+    return replace(
+        whole,
+        command=tuple(
+            {"--layouts": "--world-sizes", "alone": "1"}.get(word, word) for word in whole.command
+        ),
+    )
 
 
 def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     """A job of this script on as many ranks as GPUs."""
     command = ("-m", "tools.gpu.engine_megatron", "--ranks", kind, "--layouts", layouts, "--out")
-    return Job(name=f"{kind}-{layouts.replace(',', '-')}", gpus=gpus, limit_s=limit_s, command=command)
+    return Job(
+        name=f"{kind}-{layouts.replace(',', '-')}", gpus=gpus, limit_s=limit_s, command=command
+    )
 
 
 Phases = tuple[tuple[Job, ...], ...]
@@ -98,15 +114,28 @@ ON_ONE: Phases = (
     (kit_on_one(300),),
 )
 ON_TWO: Phases = (
-    (ranks("norms", "alone", (0,), 150), ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150)),
+    (
+        ranks("norms", "alone", (0,), 150),
+        ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150),
+    ),
     # Ranks of different kits may share a GPU, and start-up is most of the time.
-    tuple(kit(layout, (0, 1), 310) for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")),
+    tuple(
+        kit(layout, (0, 1), 310) for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")
+    ),
 )
 ON_FOUR: Phases = (
-    (ranks("norms", "alone", (0,), 70), ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70)),
+    (
+        ranks("norms", "alone", (0,), 70),
+        ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70),
+    ),
     (
         # Ranks of different kits may share a GPU, and start-up is most of the time.
-        *(kit("tp2", (0, 1), 250), kit("pp2", (2, 3), 250), kit("cp2", (0, 1), 250), kit("dp2-distopt", (2, 3), 250)),
+        *(
+            kit("tp2", (0, 1), 250),
+            kit("pp2", (2, 3), 250),
+            kit("cp2", (0, 1), 250),
+            kit("dp2-distopt", (2, 3), 250),
+        ),
         kit("tp2-pp2", (0, 1, 2, 3), 250),
     ),
     (ranks("speed", "alone", (0,), 110), ranks("speed", "tp2", (2, 3), 110)),
@@ -114,7 +143,11 @@ ON_FOUR: Phases = (
     (ranks("norms", "tp2-pp2,dp4-distopt", (0, 1, 2, 3), 45),),
     (ranks("speed", "tp2-pp2", (0, 1, 2, 3), 70),),
 )
-ALSO: Phases = ((ranks("speed", "alone", (0,), 110),), (ranks("speed", "tp2", (0, 1), 110),), (ranks("speed", "pp2", (0, 1), 110),))
+ALSO: Phases = (
+    (ranks("speed", "alone", (0,), 110),),
+    (ranks("speed", "tp2", (0, 1), 110),),
+    (ranks("speed", "pp2", (0, 1), 110),),
+)
 """Only where they are named."""
 
 
@@ -135,21 +168,38 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
     begun = time.monotonic()
     running = []
     for job in jobs:
-        command = [sys.executable, *job.command, *([str(rows.path.parent)] if job.command[-1] == "--out" else [])]
+        command = [
+            sys.executable,
+            *job.command,
+            *([str(rows.path.parent)] if job.command[-1] == "--out" else []),
+        ]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))}
         if "tp2" in job.name:
             # What Megatron asks for with tensor parallelism: kernels start in the order in which they are launched.
             environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         with (rows.path.parent / f"{job.name}.txt").open("w") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         running.append((job, process))
     for job, process in running:
         try:
-            code: int | None = process.wait(timeout=max(1.0, begun + min(job.limit_s, left_s) - time.monotonic()))
+            code: int | None = process.wait(
+                timeout=max(1.0, begun + min(job.limit_s, left_s) - time.monotonic())
+            )
         except subprocess.TimeoutExpired:
             code = None
             stop(process)
-        row: dict[str, object] = {"job": "ended", "name": job.name, "seconds": round(time.monotonic() - begun, 1), "code": code}
+        row: dict[str, object] = {
+            "job": "ended",
+            "name": job.name,
+            "seconds": round(time.monotonic() - begun, 1),
+            "code": code,
+        }
         if job.name.startswith("kit"):
             row |= laws_in((rows.path.parent / f"{job.name}.txt").read_text())
         rows.add(row)
@@ -172,9 +222,17 @@ def laws_in(text: str) -> dict[str, object]:
     return {"held": len(outcomes) - len(broken), "broken": broken}
 
 
-def rank_main(rank: int, world_size: int, port: int, path: str, kind: str, layouts: list[str]) -> None:
+def rank_main(
+    rank: int, world_size: int, port: int, path: str, kind: str, layouts: list[str]
+) -> None:
     """One rank of a job."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for layout in layouts:
@@ -195,12 +253,18 @@ def started(engine: BaseEngine) -> Iterator[BaseEngine]:
 
 def config_of(case: Case, layout: str) -> MegatronConfig:
     """A case in a layout."""
-    return megatron_config(case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora)
+    return megatron_config(
+        case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora
+    )
 
 
-def megatron_config(architecture: Mapping[str, Scalar], layout: str, **changes: object) -> MegatronConfig:
+def megatron_config(
+    architecture: Mapping[str, Scalar], layout: str, **changes: object
+) -> MegatronConfig:
     """A model in a layout on CUDA."""
-    base = MegatronConfig(model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda")
+    base = MegatronConfig(
+        model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda"
+    )
     return replace(base, **LAYOUTS[layout], **changes)  # type: ignore[arg-type]
 
 
@@ -218,30 +282,51 @@ def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
         config = config_of(case, layout)
         engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(config)}
         if layout == "alone" and not case.has_experts:
-            shared = {"model": config.model, "optimizer": config.optimizer, "precision": config.precision, "lora": config.lora}
+            shared = {
+                "model": config.model,
+                "optimizer": config.optimizer,
+                "precision": config.precision,
+                "lora": config.lora,
+            }
             engines["fsdp"] = FSDPEngine(FSDPConfig(device="cuda", **shared))  # type: ignore[arg-type]
         for name, engine in engines.items():
             with started(engine):
                 packed = engine.shard_data(small_batch(), max_tokens=1024)
                 found = [update(engine, packed) for _ in range(5)]
             if rank == 0:
-                rows.add({"job": "norms", "who": name, "layout": layout, "world_size": world_size, "case": case.name, "norms": found})
+                rows.add(
+                    {
+                        "job": "norms",
+                        "who": name,
+                        "layout": layout,
+                        "world_size": world_size,
+                        "case": case.name,
+                        "norms": found,
+                    }
+                )
 
 
 def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     """The RL update of a half-billion model by the bare loop, by the engine and by FSDPEngine, and the update of the next two again."""
     rate = gemm_rate()
     fields = LAYOUTS[layout]
-    tensor, pipeline = (int(str(fields.get(f"{axis}_parallel", 1))) for axis in ("tensor", "pipeline"))
+    tensor, pipeline = (
+        int(str(fields.get(f"{axis}_parallel", 1))) for axis in ("tensor", "pipeline")
+    )
     replica = tensor * pipeline
-    measure = partial(report, rows, rank=rank, layout=layout, num_replicas=world_size // replica, gemm=rate)
+    measure = partial(
+        report, rows, rank=rank, layout=layout, num_replicas=world_size // replica, gemm=rate
+    )
     bare(measure, lengths=long_tail(rank // replica), tensor=tensor, pipeline=pipeline)
     architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE}
     cases: dict[str, Callable[[], BaseEngine]] = {
         "engine": lambda: MegatronEngine(megatron_config(architecture, layout, compile_head=True)),
         "fsdp": lambda: FSDPEngine(
             FSDPConfig(
-                model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda", reshard_after_forward=False
+                model=ModelSpec(architecture=architecture),
+                optimizer=OptimizerSpec(lr=1e-3),
+                device="cuda",
+                reshard_after_forward=False,
             )
         ),
         "engine, eager head": lambda: MegatronEngine(megatron_config(architecture, layout)),
@@ -252,15 +337,25 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
             # The ranks of a replica draw the same tokens.
             torch.manual_seed(engine.topology.dp.rank)
             packed = policy_batch(lengths, world_size=engine.topology.dp.size)
-            measure(name, lambda e=engine, p=packed: update(e, p, (Query.ENTROPY,)), lengths=lengths, num_replicas=engine.topology.dp.size)  # type: ignore[misc]
+            measure(
+                name,
+                lambda e=engine, p=packed: update(e, p, (Query.ENTROPY,)),  # type: ignore[misc]
+                lengths=lengths,
+                num_replicas=engine.topology.dp.size,
+            )
 
 
-def bare(measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int) -> None:
+def bare(
+    measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int
+) -> None:
     """The bare loop."""
     from tools.gpu.megatron_loop import BareLoop, pack_of
 
     torch.manual_seed(0)
-    packs = [pack_of(torch.randint(0, SHAPE["vocab_size"], (sum(sizes),), device="cuda"), sizes) for sizes in lengths]
+    packs = [
+        pack_of(torch.randint(0, SHAPE["vocab_size"], (sum(sizes),), device="cuda"), sizes)
+        for sizes in lengths
+    ]
     loop = BareLoop(SHAPE, tensor=tensor, pipeline=pipeline, max_tokens=MICRO_BATCH_TOKENS)
     measure("bare", lambda: loop.update(packs), lengths=lengths)
     loop.close()
@@ -299,15 +394,29 @@ RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {"norms": norms
 def table(rows: list[dict[str, object]]) -> str:
     """Ratios to the bare loop, norms that differ from one rank's, and what did not end well."""
     lines = []
-    base = {row["layout"]: row["tokens_per_s_and_gpu"] for row in rows if row.get("job") == "speed" and row["who"] == "bare"}
+    base = {
+        row["layout"]: row["tokens_per_s_and_gpu"]
+        for row in rows
+        if row.get("job") == "speed" and row["who"] == "bare"
+    }
     for row in (row for row in rows if row.get("job") == "speed"):
         of = base.get(row["layout"])
         ratio = f"{float(str(row['tokens_per_s_and_gpu'])) / float(str(of)):.3f}" if of else "?"
-        lines.append(f"{row['layout']:12} {row['who']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  mfu {row['mfu']}  to bare {ratio}")
+        lines.append(
+            f"{row['layout']:12} {row['who']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  mfu {row['mfu']}  to bare {ratio}"
+        )
     norms_rows = [row for row in rows if row.get("job") == "norms"]
-    alone = {row["case"]: row["norms"] for row in norms_rows if (row["who"], row["layout"]) == ("megatron", "alone")}
+    alone = {
+        row["case"]: row["norms"]
+        for row in norms_rows
+        if (row["who"], row["layout"]) == ("megatron", "alone")
+    }
     for row in norms_rows:
-        verdict = "agree" if norms_agree(row["norms"], alone.get(row["case"]), case=str(row["case"])) else "DIFFER"
+        verdict = (
+            "agree"
+            if norms_agree(row["norms"], alone.get(row["case"]), case=str(row["case"]))
+            else "DIFFER"
+        )
         lines.append(f"norms {row['who']} {row['layout']} {row['case']}: {verdict} {row['norms']}")
     lines += [f"{row}" for row in rows if row.get("job") == "ended"]
     return "\n".join(lines)
@@ -318,16 +427,29 @@ def norms_agree(found: object, wanted: object, *, case: str) -> bool:
     near, count = (1e-4, 3) if case.endswith("fp32") else (2e-2, 2)
     if not isinstance(found, list) or not isinstance(wanted, list):
         return False
-    return all(math.isclose(a, b, rel_tol=near) for a, b in zip(found[:count], wanted[:count], strict=True))
+    return all(
+        math.isclose(a, b, rel_tol=near) for a, b in zip(found[:count], wanted[:count], strict=True)
+    )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", choices=RANK_JOBS, help="run this job on every GPU that is visible, instead of the phases")
-    parser.add_argument("--only", help="names of jobs, with commas, as they stand in the rows of an earlier run; default all")
-    parser.add_argument("--limit", type=float, default=470.0, help="seconds for all phases together; default 470")
+    parser.add_argument(
+        "--ranks",
+        choices=RANK_JOBS,
+        help="run this job on every GPU that is visible, instead of the phases",
+    )
+    parser.add_argument(
+        "--only",
+        help="names of jobs, with commas, as they stand in the rows of an earlier run; default all",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=470.0, help="seconds for all phases together; default 470"
+    )
     parser.add_argument("--layouts", default="alone", help="of that job")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -337,11 +459,24 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         world_size = torch.cuda.device_count()
-        spawn(rank_main, args=(world_size, port, str(rows.path), options.ranks, options.layouts.split(",")), nprocs=world_size)
+        spawn(
+            rank_main,
+            args=(world_size, port, str(rows.path), options.ranks, options.layouts.split(",")),
+            nprocs=world_size,
+        )
         return
-    rows.add({"job": "machine", "torch": torch.__version__, "device": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()})
+    rows.add(
+        {
+            "job": "machine",
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+        }
+    )
     deadline = time.monotonic() + options.limit
-    for jobs in phases_for(torch.cuda.device_count(), options.only.split(",") if options.only else None):
+    for jobs in phases_for(
+        torch.cuda.device_count(), options.only.split(",") if options.only else None
+    ):
         left_s = deadline - time.monotonic()
         if left_s < SHORTEST_PHASE_S:
             rows.add({"job": "left out", "names": [job.name for job in jobs]})

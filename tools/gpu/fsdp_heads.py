@@ -25,12 +25,18 @@ LIMIT = 0.02
 def _cut_cross_entropy() -> Head:
     compute = import_module("cut_cross_entropy").linear_cross_entropy
     # Without a filter, which leaves out small gradients.
-    return lambda hidden, weight, labels: -compute(hidden, weight, labels, reduction="none", filter_eps=None)
+    return lambda hidden, weight, labels: (
+        -compute(hidden, weight, labels, reduction="none", filter_eps=None)
+    )
 
 
 def _liger() -> Head:
-    function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
-    return lambda hidden, weight, labels: -function.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, "none")[0]
+    function = import_module(
+        "liger_kernel.ops.fused_linear_cross_entropy"
+    ).LigerFusedLinearCrossEntropyFunction
+    return lambda hidden, weight, labels: (
+        -function.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, "none")[0]
+    )
 
 
 def _own(function: Callable[..., object], **options: object) -> Head:
@@ -56,14 +62,25 @@ def heads(place: Place) -> None:
     scale, shape = place.scale, place.scale.shapes["0.5B"]
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = scale.micro_batch_tokens, shape["hidden_size"], shape["vocab_size"]
-    hidden = torch.randn(rows, width, generator=generator).to(scale.device, torch.bfloat16).requires_grad_()
-    weight = (0.02 * torch.randn(vocabulary, width, generator=generator)).to(scale.device, torch.bfloat16).requires_grad_()
+    hidden = (
+        torch.randn(rows, width, generator=generator)
+        .to(scale.device, torch.bfloat16)
+        .requires_grad_()
+    )
+    weight = (
+        (0.02 * torch.randn(vocabulary, width, generator=generator))
+        .to(scale.device, torch.bfloat16)
+        .requires_grad_()
+    )
     labels = torch.randint(0, vocabulary, (rows,), generator=generator).to(scale.device)
     slopes = torch.randn(rows, generator=generator).to(scale.device)
     few = slice(0, EXACT_ROWS)
     wide_hidden, wide_weight = (t.detach().double().requires_grad_() for t in (hidden[few], weight))
     exact = torch.log_softmax(wide_hidden @ wide_weight.t(), -1).gather(1, labels[few, None])[:, 0]
-    wanted = (exact.detach(), *torch.autograd.grad(exact, (wide_hidden, wide_weight), slopes[few].double()))
+    wanted = (
+        exact.detach(),
+        *torch.autograd.grad(exact, (wide_hidden, wide_weight), slopes[few].double()),
+    )
     for who, make in _makers(place).items():
         row: dict[str, object] = {"job": "heads", "who": who}
         try:
@@ -72,8 +89,18 @@ def heads(place: Place) -> None:
             found = head(part, weight, labels[few])
             gradients = torch.autograd.grad(found, (part, weight), slopes[few].to(found.dtype))
             worst = [_relative(a, b) for a, b in zip((found, *gradients), wanted, strict=True)]
-            row |= {"errors": worst, "equals": max(worst) < LIMIT, **_cost(place, partial(_pass, head, hidden, weight, labels, slopes))}
-        except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:  # of packages that are others'
+            row |= {
+                "errors": worst,
+                "equals": max(worst) < LIMIT,
+                **_cost(place, partial(_pass, head, hidden, weight, labels, slopes)),
+            }
+        except (
+            ImportError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AssertionError,
+        ) as error:  # of packages that are others'
             row["says"] = f"{type(error).__name__}: {error}"[:300]
         place.rows.add(row)
 

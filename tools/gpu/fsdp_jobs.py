@@ -39,14 +39,22 @@ COMPILED: Mapping[str, object] = {"compile_layers": True, "head_keeps_logits": T
 
 def small_config(scale: Scale, **changes: object) -> FSDPConfig:
     """A small model."""
-    base = FSDPConfig(model=ModelSpec(architecture=SMALL), optimizer=OptimizerSpec(lr=1e-3), device=scale.device)
+    base = FSDPConfig(
+        model=ModelSpec(architecture=SMALL), optimizer=OptimizerSpec(lr=1e-3), device=scale.device
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def large_config(scale: Scale, shape: str, **changes: object) -> FSDPConfig:
     """One of the shapes whose speed is measured."""
-    architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **scale.shapes[shape]}
-    return small_config(scale, model=ModelSpec(architecture=architecture), **{**SETTINGS, **changes})
+    architecture: dict[str, Scalar] = {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        **scale.shapes[shape],
+    }
+    return small_config(
+        scale, model=ModelSpec(architecture=architecture), **{**SETTINGS, **changes}
+    )
 
 
 def started(config: FSDPConfig) -> FSDPEngine:
@@ -70,7 +78,9 @@ def logprobs(config: FSDPConfig) -> Tensor:
     engine = started(config)
     with engine.eval_mode():
         packed = engine.shard_data(small_batch(), max_tokens=1024)
-        result = engine.forward_backward_batch(packed, forward_only=True, outputs=[Query.LOGPROB, Query.ENTROPY])
+        result = engine.forward_backward_batch(
+            packed, forward_only=True, outputs=[Query.LOGPROB, Query.ENTROPY]
+        )
     assert result.outputs is not None
     ordered = result.outputs.in_order_of(small_batch().sample_ids)
     engine.close()
@@ -83,29 +93,68 @@ def attention(place: Place) -> None:
     kernels += [("bf16", "torch_varlen", 0.1)] if place.scale.device == "cuda" else []
     for family in ("qwen2", "qwen3", "llama"):
         model = ModelSpec(architecture={**SMALL, "model_type": family})
-        exact = logprobs(small_config(place.scale, model=model, device="cpu", precision=PrecisionSpec(compute="fp32")))
+        exact = logprobs(
+            small_config(
+                place.scale, model=model, device="cpu", precision=PrecisionSpec(compute="fp32")
+            )
+        )
         for compute, kernel, limit in kernels:
             precision = PrecisionSpec(compute=compute)  # type: ignore[arg-type]
-            ours = logprobs(small_config(place.scale, model=model, precision=precision, attention=kernel))
+            ours = logprobs(
+                small_config(place.scale, model=model, precision=precision, attention=kernel)
+            )
             worst = float((ours - exact).abs().max())
-            place.rows.add({"job": "attention", "model": family, "kernel": kernel, "compute": compute, "worst": worst, "ok": worst < limit})
+            place.rows.add(
+                {
+                    "job": "attention",
+                    "model": family,
+                    "kernel": kernel,
+                    "compute": compute,
+                    "worst": worst,
+                    "ok": worst < limit,
+                }
+            )
 
 
 def head(place: Place) -> None:
     """The fused head in bf16 at the half-billion shape: exactness at 2048 positions; time, and memory on CUDA, at a full micro-batch."""
     scale, shape = place.scale, place.scale.shapes["0.5B"]
-    positions, vocabulary, width = scale.micro_batch_tokens, shape["vocab_size"], shape["hidden_size"]
-    hidden = torch.randn(positions, width, device=scale.device, dtype=torch.bfloat16).requires_grad_()
-    weight = (0.02 * torch.randn(vocabulary, width, device=scale.device)).bfloat16().requires_grad_()
+    positions, vocabulary, width = (
+        scale.micro_batch_tokens,
+        shape["vocab_size"],
+        shape["hidden_size"],
+    )
+    hidden = torch.randn(
+        positions, width, device=scale.device, dtype=torch.bfloat16
+    ).requires_grad_()
+    weight = (
+        (0.02 * torch.randn(vocabulary, width, device=scale.device)).bfloat16().requires_grad_()
+    )
     labels = torch.randint(0, vocabulary, (positions,), device=scale.device)
     few = slice(0, 2048)
     fused = chunked_logprobs(hidden[few], weight, labels[few], needs_entropy=True)
     wide = torch.log_softmax((hidden[few] @ weight.t()).float(), -1)
     naive, entropy = wide.gather(1, labels[few, None])[:, 0], -(wide.exp() * wide).sum(-1)
-    ours, theirs = (torch.autograd.grad(x.sum(), (hidden, weight), retain_graph=True) for x in (fused.logprob, naive))
-    worst = max(float((fused.logprob - naive).detach().abs().max()), float((fused.entropy - entropy).detach().abs().max()))
-    gradient = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True))
-    place.rows.add({"job": "head", "what": "exactness", "worst": worst, "gradient": gradient, "ok": worst < 1e-3 and gradient < 1e-2})
+    ours, theirs = (
+        torch.autograd.grad(x.sum(), (hidden, weight), retain_graph=True)
+        for x in (fused.logprob, naive)
+    )
+    worst = max(
+        float((fused.logprob - naive).detach().abs().max()),
+        float((fused.entropy - entropy).detach().abs().max()),
+    )
+    gradient = max(
+        float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)
+    )
+    place.rows.add(
+        {
+            "job": "head",
+            "what": "exactness",
+            "worst": worst,
+            "gradient": gradient,
+            "ok": worst < 1e-3 and gradient < 1e-2,
+        }
+    )
     del wide, naive, entropy, fused, ours, theirs
 
     def once() -> None:
@@ -117,9 +166,19 @@ def head(place: Place) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     seconds = times_of(scale, once, repeats=5)[2]
-    flops = 8 * positions * weight.numel()  # forward, its recomputation, and two products in the backward pass
+    flops = (
+        8 * positions * weight.numel()
+    )  # forward, its recomputation, and two products in the backward pass
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if scale.device == "cuda" else None
-    place.rows.add({"job": "head", "what": "speed", "seconds": seconds, "tflops": flops / seconds / 1e12, "peak_gib": peak})
+    place.rows.add(
+        {
+            "job": "head",
+            "what": "speed",
+            "seconds": seconds,
+            "tflops": flops / seconds / 1e12,
+            "peak_gib": peak,
+        }
+    )
 
 
 def residency(place: Place) -> None:
@@ -131,7 +190,13 @@ def residency(place: Place) -> None:
     norms = [(update(engine, packed), update(here, packed)) for _ in range(3)]
     tensors = (*engine._components.model_tensors(), *engine._components.optimizer_tensors())
     kept = sum(t.untyped_storage().nbytes() for t in tensors)
-    place.rows.add({"job": "residency", "bytes_on_device": kept, "ok": kept == 0 and all(a == b for a, b in norms)})
+    place.rows.add(
+        {
+            "job": "residency",
+            "bytes_on_device": kept,
+            "ok": kept == 0 and all(a == b for a, b in norms),
+        }
+    )
     here.close()
     engine.close()
 
@@ -148,9 +213,21 @@ def ranks_agree(place: Place) -> None:
         engine.load_checkpoint(step)
         resumed = update(engine, packed)
         if place.is_first:
-            row = {"job": "ranks", "world_size": place.world_size, "compute": compute, "norms": norms}
+            row = {
+                "job": "ranks",
+                "world_size": place.world_size,
+                "compute": compute,
+                "norms": norms,
+            }
             shutil.rmtree(folder)
-            place.rows.add({**row, "ok": math.isclose(goes_on, resumed, rel_tol=1e-5 if compute == "fp32" else 1e-3)})
+            place.rows.add(
+                {
+                    **row,
+                    "ok": math.isclose(
+                        goes_on, resumed, rel_tol=1e-5 if compute == "fp32" else 1e-3
+                    ),
+                }
+            )
         engine.close()
 
 
@@ -183,7 +260,9 @@ def strategies(place: Place) -> None:
     """Norms of five updates with each strategy, precision and residency, and of a sixth after a save in the background."""
     for compute in ("fp32", "fp16"):
         for name, changes in _strategies(place.world_size).items():
-            engine = started(small_config(place.scale, precision=PrecisionSpec(compute=compute), **changes))
+            engine = started(
+                small_config(place.scale, precision=PrecisionSpec(compute=compute), **changes)
+            )
             packed = engine.shard_data(small_batch(), max_tokens=1024)
             norms = [update(engine, packed) for _ in range(5)]
             folder = _folder_of_all_ranks(f"{compute}-{name.replace(', ', '-').replace(' ', '-')}")
@@ -193,9 +272,23 @@ def strategies(place: Place) -> None:
             resumed = [update(engine, packed) for _ in range(2)]
             if place.is_first:
                 shutil.rmtree(folder)
-                row = {"job": "strategies", "case": name, "world_size": place.world_size, "compute": compute, "norms": norms}
+                row = {
+                    "job": "strategies",
+                    "case": name,
+                    "world_size": place.world_size,
+                    "compute": compute,
+                    "norms": norms,
+                }
                 near = 1e-4 if compute == "fp32" else 2e-2
-                place.rows.add({**row, "ok": all(math.isclose(a, b, rel_tol=near) for a, b in zip(goes_on, resumed, strict=True))})
+                place.rows.add(
+                    {
+                        **row,
+                        "ok": all(
+                            math.isclose(a, b, rel_tol=near)
+                            for a, b in zip(goes_on, resumed, strict=True)
+                        ),
+                    }
+                )
             engine.close()
             dist.barrier()
 
@@ -204,7 +297,10 @@ def background(place: Place) -> None:
     """How long training stands still for a save at the half-billion shape, in the foreground and in the background."""
     scale = place.scale
     engine = started(large_config(scale, "0.5B"))
-    packed = engine.shard_data(mini_batch(scale, scale.shapes["0.5B"], world_size=place.world_size), max_tokens=scale.micro_batch_tokens)
+    packed = engine.shard_data(
+        mini_batch(scale, scale.shapes["0.5B"], world_size=place.world_size),
+        max_tokens=scale.micro_batch_tokens,
+    )
     folder = _folder_of_all_ranks("saves")
     for _ in range(2):
         update(engine, packed)
@@ -212,7 +308,9 @@ def background(place: Place) -> None:
     for step, in_background in ((1, False), (2, True), (3, True)):
         synchronize(scale)
         begun = time.perf_counter()
-        engine.save_checkpoint(str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1)
+        engine.save_checkpoint(
+            str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1
+        )
         stands_still_s = time.perf_counter() - begun
         (during_s,) = times_of(scale, partial(update, engine, packed), repeats=1)
         engine.finish_saving()
@@ -227,12 +325,23 @@ def background(place: Place) -> None:
         shutil.rmtree(folder)
 
 
-def engine_speed(place: Place, *, shape: str, is_compiled: bool = True, has_liger: bool = False, together: int = 1) -> None:
+def engine_speed(
+    place: Place,
+    *,
+    shape: str,
+    is_compiled: bool = True,
+    has_liger: bool = False,
+    together: int = 1,
+) -> None:
     """The RL update of the engine: log-prob with gradient, entropy, clipped objective; planned by the engine."""
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     changes = COMPILED if is_compiled and scale.compiles else {}
-    changes = {**changes, "liger_layers": has_liger and scale.device == "cuda", "wrap_together": together}
+    changes = {
+        **changes,
+        "liger_layers": has_liger and scale.device == "cuda",
+        "wrap_together": together,
+    }
     engine = started(large_config(scale, shape, **changes))
     packed = engine.shard_data(batch, max_tokens=scale.micro_batch_tokens)
     once = partial(update, engine, packed, (Query.ENTROPY,))
@@ -250,22 +359,44 @@ def plain_speed(place: Place, *, shape: str, is_compiled: bool = True) -> None:
     config = Qwen2Config(**scale.shapes[shape], tie_word_embeddings=True)
     loop = PlainLoop(config, device=scale.device, is_compiled=is_compiled and scale.compiles)
     once = partial(loop.update, packed)
-    report_speed(place, once, who="plain, compiled" if is_compiled else "plain, eager", shape=shape, batch=batch)
+    report_speed(
+        place,
+        once,
+        who="plain, compiled" if is_compiled else "plain, eager",
+        shape=shape,
+        batch=batch,
+    )
 
 
 def compiled_agrees(place: Place) -> None:
     """Gradient norms of three updates of a small model, compiled and not, in float32 and bf16."""
     for compute in ("fp32", "bf16"):
         found = {}
-        for name, settings in {"eager": {}, "compiled": COMPILED if place.scale.compiles else {}}.items():
-            engine = started(small_config(place.scale, precision=PrecisionSpec(compute=compute), **settings))
+        for name, settings in {
+            "eager": {},
+            "compiled": COMPILED if place.scale.compiles else {},
+        }.items():
+            engine = started(
+                small_config(place.scale, precision=PrecisionSpec(compute=compute), **settings)
+            )
             packed = engine.shard_data(small_batch(), max_tokens=1024)
             found[name] = [update(engine, packed) for _ in range(3)]
             engine.close()
         limit = 1e-4 if compute == "fp32" else 2e-2
-        same = all(math.isclose(a, b, rel_tol=limit) for a, b in zip(found["compiled"], found["eager"], strict=True))
+        same = all(
+            math.isclose(a, b, rel_tol=limit)
+            for a, b in zip(found["compiled"], found["eager"], strict=True)
+        )
         if place.is_first:
-            place.rows.add({"job": "compiled", "world_size": place.world_size, "compute": compute, "norms": found, "ok": same})
+            place.rows.add(
+                {
+                    "job": "compiled",
+                    "world_size": place.world_size,
+                    "compute": compute,
+                    "norms": found,
+                    "ok": same,
+                }
+            )
 
 
 JOBS: Mapping[str, Callable[[Place], None]] = {
@@ -278,16 +409,32 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
     "background": background,
     **{f"engine-{shape}": partial(engine_speed, shape=shape) for shape in FULL.shapes},
     **{f"plain-{shape}": partial(plain_speed, shape=shape) for shape in FULL.shapes},
-    **{f"engine-{shape}-by-{n}": partial(engine_speed, shape=shape, together=n) for shape in FULL.shapes for n in (2, 4, 8)},
+    **{
+        f"engine-{shape}-by-{n}": partial(engine_speed, shape=shape, together=n)
+        for shape in FULL.shapes
+        for n in (2, 4, 8)
+    },
     "heads": heads,
-    **{f"liger-{shape}": partial(engine_speed, shape=shape, is_compiled=False, has_liger=True) for shape in FULL.shapes},
-    **{f"eager-{shape}": partial(engine_speed, shape=shape, is_compiled=False) for shape in FULL.shapes},
+    **{
+        f"liger-{shape}": partial(engine_speed, shape=shape, is_compiled=False, has_liger=True)
+        for shape in FULL.shapes
+    },
+    **{
+        f"eager-{shape}": partial(engine_speed, shape=shape, is_compiled=False)
+        for shape in FULL.shapes
+    },
 }
 
 
 def rank_main(rank: int, world_size: int, port: int, path: str, job: str, scale: Scale) -> None:
     """One rank of a job."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     if scale.device == "cuda":
         torch.cuda.set_device(rank)
     # One group for all engines of this process: they join it, and leave it as it is.
@@ -298,7 +445,9 @@ def rank_main(rank: int, world_size: int, port: int, path: str, job: str, scale:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--world-size", type=int, default=1)
@@ -308,7 +457,11 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     scale = REHEARSAL if options.rehearse else FULL
-    spawn(rank_main, args=(options.world_size, port, str(options.rows), options.job, scale), nprocs=options.world_size)
+    spawn(
+        rank_main,
+        args=(options.world_size, port, str(options.rows), options.job, scale),
+        nprocs=options.world_size,
+    )
 
 
 if __name__ == "__main__":

@@ -12,18 +12,43 @@ Row = Mapping[str, object]
 def table(rows: list[dict[str, object]]) -> str:
     """Rows as text: speed first, what failed last."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    lines = [f"torch {torch.__version__}, transformers {transformers.__version__}, {device}", *_speeds(rows), ""]
-    lines += ["  ".join(f"{key}={value}" for key, value in row.items()) for row in rows if row["job"] != "update"]
+    lines = [
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {device}",
+        *_speeds(rows),
+        "",
+    ]
+    lines += [
+        "  ".join(f"{key}={value}" for key, value in row.items())
+        for row in rows
+        if row["job"] != "update"
+    ]
     failed = [f"not ok: {row}" for row in rows if row.get("ok") is False] + disagreements(rows)
     return "\n".join([*lines, *failed, f"{len(failed)} failures"])
 
 
 def _speeds(rows: Iterable[Row]) -> list[str]:
     updates = [row for row in rows if row["job"] == "update"]
-    speed = {(row["shape"], row["who"], row["world_size"]): _number(row, "tokens_per_s") for row in updates}
-    heads = ("shape", "who", "GPUs", "tok/s/GPU", "of one GPU", "of plain", "MFU", "imbalance", "bare comm. ms", "idle ms", "GiB")
+    speed = {
+        (row["shape"], row["who"], row["world_size"]): _number(row, "tokens_per_s")
+        for row in updates
+    }
+    heads = (
+        "shape",
+        "who",
+        "GPUs",
+        "tok/s/GPU",
+        "of one GPU",
+        "of plain",
+        "MFU",
+        "imbalance",
+        "bare comm. ms",
+        "idle ms",
+        "GiB",
+    )
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in sorted(updates, key=lambda row: (str(row["shape"]), str(row["who"]), _number(row, "world_size"))):
+    for row in sorted(
+        updates, key=lambda row: (str(row["shape"]), str(row["who"]), _number(row, "world_size"))
+    ):
         alone = speed.get((row["shape"], row["who"], 1), math.nan)
         plain = speed.get((row["shape"], "plain, compiled", row["world_size"]), math.nan)
         own = _number(row, "tokens_per_s")
@@ -48,11 +73,19 @@ def disagreements(rows: Iterable[Row]) -> list[str]:
     """
     found = []
     first: dict[tuple[object, object], list[float]] = {}
-    for row in sorted((r for r in rows if r["job"] in ("ranks", "strategies") and "norms" in r), key=lambda r: _number(r, "world_size")):
+    for row in sorted(
+        (r for r in rows if r["job"] in ("ranks", "strategies") and "norms" in r),
+        key=lambda r: _number(r, "world_size"),
+    ):
         ours = row["norms"]
         assert isinstance(ours, list)
         theirs = first.setdefault((row["job"], row["compute"]), ours)
         limit, count = (1e-4, 3) if row["compute"] == "fp32" else (2e-2, 2)
-        if any(not math.isclose(a, b, rel_tol=limit) for a, b in zip(ours[:count], theirs[:count], strict=True)):
-            found.append(f"{row.get('case', '')} {row['compute']} at {row['world_size']} ranks: norms {ours}, expected {theirs}")
+        if any(
+            not math.isclose(a, b, rel_tol=limit)
+            for a, b in zip(ours[:count], theirs[:count], strict=True)
+        ):
+            found.append(
+                f"{row.get('case', '')} {row['compute']} at {row['world_size']} ranks: norms {ours}, expected {theirs}"
+            )
     return found

@@ -58,7 +58,9 @@ def gemm_rate(scale: Scale) -> float:
     return float(2 * size**3 / seconds[10])
 
 
-def report_speed(place: Place, once: Callable[[], float], *, who: str, shape: str, batch: SequenceBatch) -> None:
+def report_speed(
+    place: Place, once: Callable[[], float], *, who: str, shape: str, batch: SequenceBatch
+) -> None:
     """Tokens per second and GPU of the median update, the share of the matmul rate they use, and where the rest went.
 
     Args:
@@ -82,7 +84,9 @@ def report_speed(place: Place, once: Callable[[], float], *, who: str, shape: st
     median = seconds[len(seconds) // 2]
     tokens = batch.num_tokens / world_size
     per_token, per_square = flops_per_token_and_square(scale.shapes[shape])
-    flops = per_token * tokens + per_square * float(batch.lengths.double().square().sum()) / world_size
+    flops = (
+        per_token * tokens + per_square * float(batch.lengths.double().square().sum()) / world_size
+    )
     place.rows.add({
         "job": "update", "who": who, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / median),
         "mfu": round(flops / median / gemm, 3), "gemm_tflops": round(gemm / 1e12), "seconds": [round(s, 4) for s in seconds],
@@ -91,7 +95,9 @@ def report_speed(place: Place, once: Callable[[], float], *, who: str, shape: st
     })  # fmt: skip
 
 
-def where_time_goes(place: Place, once: Callable[[], float], *, shape: str, who: str) -> dict[str, object]:
+def where_time_goes(
+    place: Place, once: Callable[[], float], *, shape: str, who: str
+) -> dict[str, object]:
     """Profile one update: milliseconds of kernels, exposed communication and idle device.
 
     The table of the most expensive kernels goes to `profile-*.txt` beside the rows.
@@ -102,14 +108,26 @@ def where_time_goes(place: Place, once: Callable[[], float], *, shape: str, who:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         once()
         torch.cuda.synchronize()
-    spans = [(e.name, (e.time_range.start, e.time_range.end)) for e in seen.events() if e.device_type == DeviceType.CUDA]
+    spans = [
+        (e.name, (e.time_range.start, e.time_range.end))
+        for e in seen.events()
+        if e.device_type == DeviceType.CUDA
+    ]
     talk = _union(span for name, span in spans if "nccl" in name.lower())
-    work = _union(span for name, span in spans if "nccl" not in name.lower() and not name.startswith("ProfilerStep"))
+    work = _union(
+        span
+        for name, span in spans
+        if "nccl" not in name.lower() and not name.startswith("ProfilerStep")
+    )
     busy = _union([*talk, *work])
     whole = busy[-1][1] - busy[0][0]
     if place.is_first and place.world_size in (1, 2, 4):
-        told = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
-        place.rows.path.with_name(f"profile-{who.split(',')[0]}-{shape}-{place.world_size}.txt").write_text(told)
+        told = seen.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90
+        )
+        place.rows.path.with_name(
+            f"profile-{who.split(',')[0]}-{shape}-{place.world_size}.txt"
+        ).write_text(told)
     return {
         "work_ms": round(_length(work) / 1e3, 1),
         "bare_communication_ms": round((_length(busy) - _length(work)) / 1e3, 1),

@@ -33,7 +33,15 @@ def rank_main(device: Literal["cuda", "cpu"]) -> None:
     logging.basicConfig(level=logging.INFO)
     precision = PrecisionSpec(compute="bf16" if device == "cuda" else "fp32")
     model, optimizer = ModelSpec(architecture=SMALL), OptimizerSpec(lr=1e-3)
-    engine = FSDPEngine(FSDPConfig(model=model, optimizer=optimizer, precision=precision, device=device, collective_timeout_s=TIMEOUT_S))
+    engine = FSDPEngine(
+        FSDPConfig(
+            model=model,
+            optimizer=optimizer,
+            precision=precision,
+            device=device,
+            collective_timeout_s=TIMEOUT_S,
+        )
+    )
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
     packed = engine.shard_data(small_batch(), max_tokens=1024)
@@ -48,7 +56,9 @@ def rank_main(device: Literal["cuda", "cpu"]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if "RANK" in os.environ:

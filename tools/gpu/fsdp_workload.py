@@ -66,7 +66,9 @@ REHEARSAL = Scale(
 )  # fmt: skip
 
 
-def _policy_batch(lengths: Sequence[int], *, vocabulary: int, generator: torch.Generator) -> SequenceBatch:
+def _policy_batch(
+    lengths: Sequence[int], *, vocabulary: int, generator: torch.Generator
+) -> SequenceBatch:
     """Random tokens; all but the first of each sequence are trained."""
     return from_sequences(
         [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths],
@@ -88,8 +90,17 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
     shortest, total = scale.longest // 64, scale.tokens_per_rank
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
-        lengths.append(min(left, scale.longest, max(shortest, int(draw.lognormvariate(math.log(scale.longest / 3), 0.9)))))
-    moved = [max(shortest, min(scale.longest, round(length * shift.uniform(0.9, 1.1)))) for length in lengths]
+        lengths.append(
+            min(
+                left,
+                scale.longest,
+                max(shortest, int(draw.lognormvariate(math.log(scale.longest / 3), 0.9))),
+            )
+        )
+    moved = [
+        max(shortest, min(scale.longest, round(length * shift.uniform(0.9, 1.1))))
+        for length in lengths
+    ]
     for i in range(10 * scale.longest):
         missing = total - sum(moved)
         if missing == 0:
@@ -103,12 +114,16 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
 def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
     """A whole mini-batch over all ranks, the same on each of them."""
     lengths = [length for copy in range(world_size) for length in long_tail(scale, copy=copy)]
-    return _policy_batch(lengths, vocabulary=shape["vocab_size"], generator=torch.Generator().manual_seed(0))
+    return _policy_batch(
+        lengths, vocabulary=shape["vocab_size"], generator=torch.Generator().manual_seed(0)
+    )
 
 
 def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
     """What an engine's ``shard_data`` does with it."""
-    return plan_mini_batch(batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens)
+    return plan_mini_batch(
+        batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens
+    )
 
 
 def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
@@ -122,7 +137,11 @@ def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: i
     lengths = batch.lengths.tolist()
     per_token, per_square = flops_per_token_and_square(shape)
     work = [
-        sum(per_token * lengths[i] + per_square * lengths[i] ** 2 for micro in rank.micro_batches for i in micro)
+        sum(
+            per_token * lengths[i] + per_square * lengths[i] ** 2
+            for micro in rank.micro_batches
+            for i in micro
+        )
         for rank in plan_of(scale, batch, world_size=world_size).ranks
     ]
     return float(max(work) * len(work) / sum(work))

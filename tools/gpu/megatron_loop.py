@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -32,7 +36,16 @@ class _VarlenAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
     def __init__(self, config: Any, *_: object, **__: object) -> None:
         super().__init__(config=config)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: PackedSeqParams, **_: object) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: object,
+    ) -> Tensor:
         starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.local_cp_size
         q, k, v = (x[:, 0].contiguous() for x in (query, key, value))
         flags: dict[str, Any] = {"enable_gqa": True} if _NEEDS_FLAG else {}
@@ -56,7 +69,12 @@ def pack_of(tokens: Tensor, sizes: Sequence[int]) -> Pack:
     starts = torch.tensor([0, *sizes]).cumsum(0).to(tokens.device, torch.int32)
     whole = tokens.shape[0]
     layout = PackedSeqParams(
-        qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=whole, max_seqlen_kv=whole, local_cp_size=max(sizes)
+        qkv_format="sbhd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=whole,
+        max_seqlen_kv=whole,
+        local_cp_size=max(sizes),
     )
     return Pack(tokens=tokens, layout=layout)
 
@@ -64,7 +82,9 @@ def pack_of(tokens: Tensor, sizes: Sequence[int]) -> Pack:
 class BareLoop:
     """One rank of the loop; needs a default process group, and no Megatron groups beside its own."""
 
-    def __init__(self, shape: Mapping[str, int], *, tensor: int, pipeline: int, max_tokens: int) -> None:
+    def __init__(
+        self, shape: Mapping[str, int], *, tensor: int, pipeline: int, max_tokens: int
+    ) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(0)
         config = _settings(shape, tensor=tensor, pipeline=pipeline)
@@ -84,8 +104,12 @@ class BareLoop:
         self._max_tokens = max_tokens
         wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self._model = DistributedDataParallel(config, wrapping, Float16Module(config, model))
-        optimizing = OptimizerConfig(optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0)
-        self._optimizer = get_megatron_optimizer(optimizing, [self._model], use_gloo_process_groups=False)
+        optimizing = OptimizerConfig(
+            optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0
+        )
+        self._optimizer = get_megatron_optimizer(
+            optimizing, [self._model], use_gloo_process_groups=False
+        )
 
     def update(self, packs: Sequence[Pack]) -> float:
         """One update over these micro-batches; the gradient norm."""
@@ -139,6 +163,14 @@ def _forward_step(packs: Iterator[Pack], model: Any) -> tuple[Tensor, object]:
     places = torch.arange(pack.tokens.shape[0], device=pack.tokens.device)
     labels = torch.roll(pack.tokens, -1)
     output: Tensor = model(
-        input_ids=pack.tokens[None], position_ids=places[None], attention_mask=None, labels=labels[None], packed_seq_params=pack.layout
+        input_ids=pack.tokens[None],
+        position_ids=places[None],
+        attention_mask=None,
+        labels=labels[None],
+        packed_seq_params=pack.layout,
     )
-    return output, lambda losses: (losses.sum(), torch.tensor(pack.tokens.shape[0], dtype=torch.int, device="cuda"), {})
+    return output, lambda losses: (
+        losses.sum(),
+        torch.tensor(pack.tokens.shape[0], dtype=torch.int, device="cuda"),
+        {},
+    )

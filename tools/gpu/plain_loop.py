@@ -31,7 +31,9 @@ class _Pack:
 _PACK = _Pack()
 
 
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> tuple[Tensor, None]:
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
+) -> tuple[Tensor, None]:
     q, k, v = (x[0].transpose(0, 1).to(torch.bfloat16).contiguous() for x in (query, key, value))
     starts, longest = _PACK.starts, _PACK.longest
     attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
@@ -39,10 +41,17 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     return attended[None], None
 
 
-def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> tuple[Tensor, None]:
+def _attend_on_cpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
+) -> tuple[Tensor, None]:
     q, k = query.to(value.dtype), key.to(value.dtype)
     spans = [slice(first, last) for first, last in pairwise(_PACK.bounds)]
-    parts = [scaled_dot_product_attention(q[:, :, x], k[:, :, x], value[:, :, x], is_causal=True, enable_gqa=True) for x in spans]
+    parts = [
+        scaled_dot_product_attention(
+            q[:, :, x], k[:, :, x], value[:, :, x], is_causal=True, enable_gqa=True
+        )
+        for x in spans
+    ]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
@@ -50,7 +59,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk):  # type: ignore[no-untyped-def]
         loss = torch.zeros((), device=hidden.device)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden, grad_weight = (
+            torch.empty_like(hidden),
+            torch.zeros_like(weight, dtype=torch.float32),
+        )
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = (hidden[rows] @ weight.t()).float()
@@ -67,7 +79,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), (grad_weight * grad).to(torch.bfloat16), None, None
+        return (
+            grad_hidden * grad.to(grad_hidden.dtype),
+            (grad_weight * grad).to(torch.bfloat16),
+            None,
+            None,
+        )
 
 
 class PlainLoop:
@@ -94,7 +111,9 @@ class PlainLoop:
         AttentionInterface.register(KERNEL, _attend if device == "cuda" else _attend_on_cpu)
         config.use_cache = False
         with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=KERNEL, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=KERNEL, dtype=torch.float32
+            )
         self.model.train()
         if recomputes:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -110,17 +129,24 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         # A head of its own: FSDP shards the tied one away from the loss.
         size = (config.vocab_size, config.hidden_size)
-        self.head = torch.randn(size, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+        self.head = (
+            torch.randn(size, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+        )
 
     def update(self, batch: PackedBatch) -> float:
         """One update over these micro-batches; the gradient norm."""
         micro_batches = list(batch.micro_batches())
         for i, micro in enumerate(micro_batches):
             self.model.model.set_requires_gradient_sync(i == len(micro_batches) - 1)
-            _PACK.starts, _PACK.longest = self._send(micro.sequence_starts), int(micro.lengths.max())
+            _PACK.starts, _PACK.longest = (
+                self._send(micro.sequence_starts),
+                int(micro.lengths.max()),
+            )
             _PACK.bounds = micro.sequence_starts.tolist()
             ids, positions = self._send(micro.tokens), self._send(micro.positions())
-            hidden = self.model.model(input_ids=ids[None], position_ids=positions[None]).last_hidden_state[0]
+            hidden = self.model.model(
+                input_ids=ids[None], position_ids=positions[None]
+            ).last_hidden_state[0]
             labels = torch.roll(ids, -1)
             loss: Tensor = _CrossEntropy.apply(hidden.to(torch.bfloat16), self.head, labels, 2048)  # type: ignore[no-untyped-call]
             (loss / batch.denominators.tokens).backward()
@@ -131,4 +157,6 @@ class PlainLoop:
         return float(norm.full_tensor())  # type: ignore[attr-defined]
 
     def _send(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to("cuda", non_blocking=True) if self._device == "cuda" else tensor
+        return (
+            tensor.pin_memory().to("cuda", non_blocking=True) if self._device == "cuda" else tensor
+        )

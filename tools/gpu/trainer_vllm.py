@@ -52,32 +52,63 @@ class Job:
 
 def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
     """The actor on the first GPU, servers on the others."""
-    servers = (f"rollout.num_replicas={(gpus - 1) // per_server}", f"rollout.vllm.tensor_parallel_size={per_server}")
-    return Job(gpus=gpus, per_server=per_server, overrides=(*servers, "weight_sync.transport=collective", *more))
+    servers = (
+        f"rollout.num_replicas={(gpus - 1) // per_server}",
+        f"rollout.vllm.tensor_parallel_size={per_server}",
+    )
+    return Job(
+        gpus=gpus,
+        per_server=per_server,
+        overrides=(*servers, "weight_sync.transport=collective", *more),
+    )
 
 
 def _killed(job: Job, *, way: str) -> Job:
     """The transport is chosen by the run, the server is killed in the second step."""
-    overrides = (*(setting for setting in job.overrides if "transport" not in setting), "weight_sync.transport=auto")
-    return replace(job, overrides=overrides, kill_after=1, says=(f"weights get to the servers by {way}", "is started again"))
+    overrides = (
+        *(setting for setting in job.overrides if "transport" not in setting),
+        "weight_sync.transport=auto",
+    )
+    return replace(
+        job,
+        overrides=overrides,
+        kill_after=1,
+        says=(f"weights get to the servers by {way}", "is started again"),
+    )
 
 
 def _adapter(job: Job) -> Job:
     """The adapter alone is sent."""
-    lora = ("actor.engine.lora.rank=16", "actor.engine.lora.alpha=32", "actor.engine.optimizer.lr=1e-4", "weight_sync.content=adapter")
-    kept = (setting for setting in job.overrides if "transport" not in setting and "sleep_level" not in setting)
+    lora = (
+        "actor.engine.lora.rank=16",
+        "actor.engine.lora.alpha=32",
+        "actor.engine.optimizer.lr=1e-4",
+        "weight_sync.content=adapter",
+    )
+    kept = (
+        setting
+        for setting in job.overrides
+        if "transport" not in setting and "sleep_level" not in setting
+    )
     asleep = ("rollout.vllm.sleep_level=1",) if job.gpus == 1 else ()
     return replace(job, overrides=(*kept, *asleep, *lora), warm_start=True)
 
 
 _COLOCATED = Job(
-    gpus=1, overrides=("rollout.vllm.sleep_level=2", "rollout.vllm.gpu_memory_utilization=0.5", "weight_sync.transport=cuda_ipc")
+    gpus=1,
+    overrides=(
+        "rollout.vllm.sleep_level=2",
+        "rollout.vllm.gpu_memory_utilization=0.5",
+        "weight_sync.transport=cuda_ipc",
+    ),
 )
 
 
 JOBS: dict[str, Job] = {
     "colocated": _COLOCATED,
-    "colocated_shared_memory": Job(gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")),
+    "colocated_shared_memory": Job(
+        gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")
+    ),
     "separate": _apart(2),
     "separate_tp2": _apart(3, per_server=2),
     "one_step_off": _apart(2, "loop=one_step_off"),
@@ -91,10 +122,25 @@ JOBS: dict[str, Job] = {
     "adapter_colocated": _adapter(_COLOCATED),
 }
 
-TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/annotate_s", "time/weight_sync_s", "time/wait_s", "rollout/tokens_per_s")
+TIMES = (
+    "time/step_s",
+    "time/rollout_s",
+    "time/update_s",
+    "time/annotate_s",
+    "time/weight_sync_s",
+    "time/wait_s",
+    "rollout/tokens_per_s",
+)
 LARGEST = ("weight_sync/canary_difference", "mismatch/kl")
 """Of these the largest is told too: wrong weights in one step hide behind a median."""
-OTHERS = ("weight_sync/canary_difference", "mismatch/kl", "staleness/max", "rollout/tokens", "groups/dead_share", "actor/grad_norm")
+OTHERS = (
+    "weight_sync/canary_difference",
+    "mismatch/kl",
+    "staleness/max",
+    "rollout/tokens",
+    "groups/dead_share",
+    "actor/grad_norm",
+)
 
 
 def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
@@ -127,32 +173,71 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
     ]
 
 
-def settings_of(name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path) -> list[str]:
+def settings_of(
+    name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path
+) -> list[str]:
     """The overrides of a job on these GPUs: the first is the actor's, each other one a server's."""
-    shared = overrides(shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}")
+    shared = overrides(
+        shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}"
+    )
     job = JOBS[name]
     # An update that changes nothing but the head's least bits: what is saved is a model of this shape.
-    warm = ("warm_start.total_steps=2", "warm_start.optimizer.lr=1e-6") if job.warm_start else ("warm_start=null",)
-    sets = [",".join(gpus[first : first + job.per_server]) for first in range(1, job.gpus, job.per_server)]
+    warm = (
+        ("warm_start.total_steps=2", "warm_start.optimizer.lr=1e-6")
+        if job.warm_start
+        else ("warm_start=null",)
+    )
+    sets = [
+        ",".join(gpus[first : first + job.per_server])
+        for first in range(1, job.gpus, job.per_server)
+    ]
     servers = ",".join(f'"{devices}"' for devices in sets)
-    return [*shared, *warm, *job.overrides, *([f"runtime.rollout_devices=[{servers}]"] if servers else [])]
+    return [
+        *shared,
+        *warm,
+        *job.overrides,
+        *([f"runtime.rollout_devices=[{servers}]"] if servers else []),
+    ]
 
 
-def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path, limit_s: float) -> None:
+def run_job(
+    rows: Rows,
+    name: str,
+    gpus: Sequence[str],
+    *,
+    shape: str,
+    steps: int,
+    rollout_python: str,
+    out: Path,
+    limit_s: float,
+) -> None:
     """One run, and its row; a run that fails leaves a row with the end of its log."""
     job = JOBS[name]
     if len(gpus) < job.gpus:
         rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and has {len(gpus)}"})
         return
     folder = out / f"{name}-{shape}"
-    settings = settings_of(name, gpus[: job.gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out)
-    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUDA_VISIBLE_DEVICES": ",".join(gpus[: job.gpus])}
+    settings = settings_of(
+        name, gpus[: job.gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out
+    )
+    environment = os.environ | {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus[: job.gpus]),
+    }
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         command = [sys.executable, "-m", "temper_trainer", *settings]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        code, killed = watch(process, folder / "metrics.jsonl", kill_after=job.kill_after, limit_s=limit_s)
-    row: dict[str, object] = {"job": name, "shape": shape, "gpus": job.gpus, "exit": code, "wall_s": round(time.perf_counter() - begin, 1)}
+        code, killed = watch(
+            process, folder / "metrics.jsonl", kill_after=job.kill_after, limit_s=limit_s
+        )
+    row: dict[str, object] = {
+        "job": name,
+        "shape": shape,
+        "gpus": job.gpus,
+        "exit": code,
+        "wall_s": round(time.perf_counter() - begin, 1),
+    }
     said = (out / f"{name}.log").read_text(errors="replace")
     row["said"] = [line for line in said.splitlines() if any(text in line for text in job.says)]
     row["missing"] = [text for text in job.says if text not in said]
@@ -165,7 +250,9 @@ def run_job(rows: Rows, name: str, gpus: Sequence[str], *, shape: str, steps: in
     rows.add(row)
 
 
-def watch(process: "subprocess.Popen[bytes]", metrics: Path, *, kill_after: int | None, limit_s: float) -> tuple[int | str, bool]:
+def watch(
+    process: "subprocess.Popen[bytes]", metrics: Path, *, kill_after: int | None, limit_s: float
+) -> tuple[int | str, bool]:
     """Wait for a run, and kill its first server once so many steps are logged and the next one samples.
 
     Returns:
@@ -249,11 +336,21 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.check:
         for name in chosen.jobs.split(","):
-            check_job(name, shape=chosen.shape, steps=chosen.steps, rollout_python=chosen.rollout_python, out=chosen.out)
+            check_job(
+                name,
+                shape=chosen.shape,
+                steps=chosen.steps,
+                rollout_python=chosen.rollout_python,
+                out=chosen.out,
+            )
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.rows or chosen.out / "rows.jsonl")
-    gpus = chosen.gpus.split(",") if chosen.gpus else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    gpus = (
+        chosen.gpus.split(",")
+        if chosen.gpus
+        else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    )
     for name in chosen.jobs.split(","):
         run_job(
             rows,

@@ -56,7 +56,9 @@ def grpo_update_seconds(
         def on_step_end(self, *args: object, **kwargs: object) -> None:
             moments.append(_now(device))
 
-        def on_log(self, *args: object, logs: dict[str, float] | None = None, **kwargs: object) -> None:
+        def on_log(
+            self, *args: object, logs: dict[str, float] | None = None, **kwargs: object
+        ) -> None:
             norms.extend([logs["grad_norm"]] if logs and "grad_norm" in logs else [])
 
     class PreparedTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
@@ -84,7 +86,9 @@ def grpo_update_seconds(
         logging_steps=1,
         disable_tqdm=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     trainer = PreparedTrainer(
         model=model,
         reward_funcs=_no_reward,

@@ -28,7 +28,17 @@ from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
-from temper_trainer.rollout.parcels import Parcel, check_digest, cut, digest_of, fill, layout_of, named_weights, open_parcel, write_parcel
+from temper_trainer.rollout.parcels import (
+    Parcel,
+    check_digest,
+    cut,
+    digest_of,
+    fill,
+    layout_of,
+    named_weights,
+    open_parcel,
+    write_parcel,
+)
 from tools.gpu.workload import CARDS, SHAPES, Rows
 
 BUCKET_BYTES = 512 << 20
@@ -62,7 +72,9 @@ def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
     """Return bf16 tensors with the names and shapes of a Qwen2 model, or of a public card's."""
     card = CARDS.get(shape)
     sizes = TINY if shape == "tiny" else SHAPES.get(shape) or _integers(CARDS[shape])
-    hidden, inner, layers = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    hidden, inner, layers = (
+        sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
     head_dim = sizes.get("head_dim", hidden // sizes["num_attention_heads"])
     large = head_dim * sizes["num_attention_heads"]
     small = head_dim * sizes["num_key_value_heads"]
@@ -93,7 +105,12 @@ def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
         norms = ("input_layernorm", "post_attention_layernorm")
         shapes |= {f"{layer}.{name}.weight": (hidden,) for name in norms}
     generator = torch.Generator(device=device).manual_seed(0)
-    return [NamedWeight(name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)) for name, size in shapes.items()]
+    return [
+        NamedWeight(
+            name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        )
+        for name, size in shapes.items()
+    ]
 
 
 def _integers(card: Mapping[str, object]) -> dict[str, int]:
@@ -106,7 +123,14 @@ def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
-def receive_all(rank: int, spec: ChannelSpec, parcels: list[Parcel], digests: list[int], gpu: int, arrived: Barrier) -> None:
+def receive_all(
+    rank: int,
+    spec: ChannelSpec,
+    parcels: list[Parcel],
+    digests: list[int],
+    gpu: int,
+    arrived: Barrier,
+) -> None:
     """A receiver's process; the first set is compared."""
     device = device_of(gpu)
     if device.type == "cuda":
@@ -117,7 +141,9 @@ def receive_all(rank: int, spec: ChannelSpec, parcels: list[Parcel], digests: li
         for parcel, digest in zip(parcels, digests, strict=True):
             data = channel.receive(parcel)
             if round_ == 0 and digest_of(data) != digest:
-                raise SystemExit(f"receiver {rank}: other bytes than were sent, in the bucket from {parcel.entries[0].name} on")
+                raise SystemExit(
+                    f"receiver {rank}: other bytes than were sent, in the bucket from {parcel.entries[0].name} on"
+                )
             keep(held, data, parcel)
         settle(device)
         arrived.wait(WAIT_S)
@@ -125,11 +151,16 @@ def receive_all(rank: int, spec: ChannelSpec, parcels: list[Parcel], digests: li
     channel.close()
 
 
-def measure_channel(rows: Rows, shape: str, *, backend: Backend, gpus: list[int], with_digest: bool) -> None:
+def measure_channel(
+    rows: Rows, shape: str, *, backend: Backend, gpus: list[int], with_digest: bool
+) -> None:
     """One transport to receivers on the given GPUs."""
     device = device_of(0)
     parts = list(cut(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
-    parcels = [Parcel(entries=entries, num_bytes=size, digest=None) for entries, size in map(layout_of, parts)]
+    parcels = [
+        Parcel(entries=entries, num_bytes=size, digest=None)
+        for entries, size in map(layout_of, parts)
+    ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -150,7 +181,10 @@ def measure_channel(rows: Rows, shape: str, *, backend: Backend, gpus: list[int]
     context = multiprocessing.get_context("spawn")
     arrived = context.Barrier(1 + len(gpus))
     receivers = [
-        context.Process(target=receive_all, args=(1 + i, spec, parcels, digests, gpu, arrived), daemon=True) for i, gpu in enumerate(gpus)
+        context.Process(
+            target=receive_all, args=(1 + i, spec, parcels, digests, gpu, arrived), daemon=True
+        )
+        for i, gpu in enumerate(gpus)
     ]
     for receiver in receivers:
         receiver.start()
@@ -179,7 +213,15 @@ def measure_channel(rows: Rows, shape: str, *, backend: Backend, gpus: list[int]
         for receiver in receivers:
             receiver.terminate()
     num_bytes = sum(parcel.num_bytes for parcel in parcels)
-    report(rows, backend, shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=len(gpus), with_digest=with_digest)
+    report(
+        rows,
+        backend,
+        shape=shape,
+        seconds=seconds,
+        num_bytes=num_bytes,
+        receivers=len(gpus),
+        with_digest=with_digest,
+    )
 
 
 def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
@@ -207,24 +249,50 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
             raise RuntimeError("other weights were read than were written")
         num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)
         seconds = timed_min(send, device=device)
-    report(rows, "shared_memory", shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=1, with_digest=with_digest)
+    report(
+        rows,
+        "shared_memory",
+        shape=shape,
+        seconds=seconds,
+        num_bytes=num_bytes,
+        receivers=1,
+        with_digest=with_digest,
+    )
 
 
 def measure_copies(rows: Rows, shape: str) -> None:
     """What the machine itself can do: copies on the device, to another one, and a checksum."""
     device = device_of(0)
-    num_bytes = sum(weight.tensor.numel() * 2 for weight in model_weights(shape, device=device)) // 8 * 8
+    num_bytes = (
+        sum(weight.tensor.numel() * 2 for weight in model_weights(shape, device=device)) // 8 * 8
+    )
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     targets = {"copy_same_device": torch.empty_like(data)}
     if torch.cuda.device_count() > 1:
         targets["copy_other_gpu"] = torch.empty_like(data, device="cuda:1")
     for name, target in targets.items():
         seconds = timed_min(partial(_copy, data, target), device=device)
-        report(rows, name, shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=1, with_digest=False)
+        report(
+            rows,
+            name,
+            shape=shape,
+            seconds=seconds,
+            num_bytes=num_bytes,
+            receivers=1,
+            with_digest=False,
+        )
         if not torch.equal(target.to(device), data):
             raise RuntimeError(f"{name} brought other bytes")
     seconds = timed_min(lambda: digest_of(data), device=device)
-    report(rows, "checksum", shape=shape, seconds=seconds, num_bytes=num_bytes, receivers=0, with_digest=True)
+    report(
+        rows,
+        "checksum",
+        shape=shape,
+        seconds=seconds,
+        num_bytes=num_bytes,
+        receivers=0,
+        with_digest=True,
+    )
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -245,7 +313,16 @@ def timed_min(call: Callable[[], object], *, device: torch.device) -> float:
     return min(taken)
 
 
-def report(rows: Rows, what: str, *, shape: str, seconds: float, num_bytes: int, receivers: int, with_digest: bool) -> None:
+def report(
+    rows: Rows,
+    what: str,
+    *,
+    shape: str,
+    seconds: float,
+    num_bytes: int,
+    receivers: int,
+    with_digest: bool,
+) -> None:
     """One row."""
     rows.add(
         {
@@ -263,9 +340,16 @@ def report(rows: Rows, what: str, *, shape: str, seconds: float, num_bytes: int,
 def describe_machine(rows: Rows) -> None:
     """What the numbers were measured on."""
     count = torch.cuda.device_count()
-    row: dict[str, object] = {"python": platform.python_version(), "torch": torch.__version__, "gpus": count}
+    row: dict[str, object] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpus": count,
+    }
     if count:
-        row |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        row |= {
+            "gpu": torch.cuda.get_device_name(0),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     if count > 1:
         row["peer_access"] = torch.cuda.can_device_access_peer(0, 1)
     rows.add(row)
@@ -277,21 +361,40 @@ def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
     channels: list[tuple[str, Backend, list[int]]] = [("gloo", "gloo", [0])]
     if torch.cuda.is_available():
         further = range(1, torch.cuda.device_count())
-        channels = [("cuda_ipc", "cuda_ipc", [0]), *((f"nccl_{gpu}", "nccl", list(range(1, gpu + 1))) for gpu in further)]
+        channels = [
+            ("cuda_ipc", "cuda_ipc", [0]),
+            *((f"nccl_{gpu}", "nccl", list(range(1, gpu + 1))) for gpu in further),
+        ]
     for with_digest in (True, False):
         suffix = "" if with_digest else "_unchecked"
         for name, backend, gpus in channels:
-            jobs[name + suffix] = partial(measure_channel, rows, shape, backend=backend, gpus=gpus, with_digest=with_digest)
-        jobs[f"shared_memory{suffix}"] = partial(measure_shared_memory, rows, shape, with_digest=with_digest)
+            jobs[name + suffix] = partial(
+                measure_channel, rows, shape, backend=backend, gpus=gpus, with_digest=with_digest
+            )
+        jobs[f"shared_memory{suffix}"] = partial(
+            measure_shared_memory, rows, shape, with_digest=with_digest
+        )
     return jobs
 
 
 def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
     """One job in a process of its own, so that neither a hang nor a broken device touches the others; whether it went well."""
-    command = [sys.executable, "-m", "tools.gpu.weight_sync", "--out", str(folder), "--shape", shape, "--job", name]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.weight_sync",
+        "--out",
+        str(folder),
+        "--shape",
+        shape,
+        "--job",
+        name,
+    ]
     log = folder / f"{name}.log"
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code: int | str = process.wait(JOB_S)
         except subprocess.TimeoutExpired:

@@ -123,7 +123,9 @@ class ClippedPolicy(Objective):
         """-min(ratio A, clip(ratio) A)."""
         advantages = batch.columns["advantages"]
         ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
-        return LossTerms(loss=-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+        return LossTerms(
+            loss=-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        )
 
 
 def characters(prompt: "Prompt", completion: str) -> float:
@@ -171,7 +173,9 @@ def long_tail(rank: int) -> list[list[int]]:
     for _ in range(NUM_MICRO_BATCHES):
         sizes: list[int] = []
         while (left := MICRO_BATCH_TOKENS - sum(sizes)) > 0:
-            sizes.append(min(left, LONGEST, max(64, int(chance.lognormvariate(math.log(LONGEST / 3), 0.9)))))
+            sizes.append(
+                min(left, LONGEST, max(64, int(chance.lognormvariate(math.log(LONGEST / 3), 0.9))))
+            )
         found.append(sizes)
     return found
 
@@ -187,7 +191,11 @@ def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
             "old_logprobs": [torch.full((size,), -math.log(151936.0)) for size in flat],
         },
     )
-    counts = Denominators(tokens=int(whole.loss_mask.sum()) * world_size, sequences=len(flat) * world_size, groups=len(flat))
+    counts = Denominators(
+        tokens=int(whole.loss_mask.sum()) * world_size,
+        sequences=len(flat) * world_size,
+        groups=len(flat),
+    )
     starts = torch.tensor([0, *(len(sizes) for sizes in lengths)]).cumsum(0).int()
     fields = {name: getattr(whole, name) for name in SequenceBatch.__dataclass_fields__}
     return PackedBatch(**fields, micro_batch_starts=starts, denominators=counts)
@@ -208,7 +216,9 @@ def flops_per_token_and_square(shape: Mapping[str, int]) -> tuple[float, float]:
     section 4.1). Recomputed operations are not counted, as in model FLOPs utilization (Chowdhery
     et al. 2022, arXiv:2204.02311, appendix B).
     """
-    hidden, layers, heads = (shape[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    hidden, layers, heads = (
+        shape[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
     head_dim = shape.get("head_dim", hidden // heads)
     attention = 2 * hidden * head_dim * (heads + shape["num_key_value_heads"])
     layer = attention + 3 * hidden * shape["intermediate_size"]

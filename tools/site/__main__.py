@@ -50,7 +50,10 @@ def gather(root: Path, folder: Path) -> None:
     _write(pages / "reference" / "compatibility.md", compatibility_page(root))
     for package in PACKAGES:
         _write(pages / "reference" / f"{package}.md", _reference_page(root, package))
-    _write(folder / "mkdocs.yml", f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n{_paths(root)}nav:\n{_nav(pages)}")
+    _write(
+        folder / "mkdocs.yml",
+        f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n{_paths(root)}nav:\n{_nav(pages)}",
+    )
 
 
 def _with_files(page: Path, *, root: Path, pages: Path) -> str:
@@ -61,7 +64,9 @@ def _with_files(page: Path, *, root: Path, pages: Path) -> str:
         if "://" in match.group(3) or target.suffix == ".md":
             return match.group(0)
         if target.is_dir():
-            return f"`{match.group(3)}`" if match.group(2) in ("", match.group(3)) else match.group(2)
+            return (
+                f"`{match.group(3)}`" if match.group(2) in ("", match.group(3)) else match.group(2)
+            )
         copy = pages / target.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(target, copy)
@@ -73,21 +78,38 @@ def _with_files(page: Path, *, root: Path, pages: Path) -> str:
 def _reference_page(root: Path, package: str) -> str:
     """Every public module of a package, for mkdocstrings."""
     lines = [f"# temper-{package}", "", "Generated from the docstrings of the public modules.", ""]
-    top = griffe.load("temper_" + package.replace("-", "_"), search_paths=[root / "packages" / package / "src"], allow_inspection=False)
+    top = griffe.load(
+        "temper_" + package.replace("-", "_"),
+        search_paths=[root / "packages" / package / "src"],
+        allow_inspection=False,
+    )
     assert isinstance(top, griffe.Module)
-    return "\n".join(lines + [f"::: {module.path}" for module in public_modules(top, package) if module.docstring]) + "\n"
+    return (
+        "\n".join(
+            lines
+            + [f"::: {module.path}" for module in public_modules(top, package) if module.docstring]
+        )
+        + "\n"
+    )
 
 
 def _paths(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    options = "          options: {show_root_heading: true}\n"  # a module's name above what is in it
+    options = (
+        "          options: {show_root_heading: true}\n"  # a module's name above what is in it
+    )
     return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n{options}"
 
 
 def _nav(pages: Path) -> str:
     lines, placed = [], set[Path]()
     for title, patterns in TITLES.items():
-        found = [path for pattern in patterns for path in sorted(pages.glob(pattern)) if path not in placed]
+        found = [
+            path
+            for pattern in patterns
+            for path in sorted(pages.glob(pattern))
+            if path not in placed
+        ]
         placed.update(found)
         if len(found) == 1:
             lines.append(f"  - {title}: {found[0].relative_to(pages)}")
@@ -103,4 +125,7 @@ def _write(path: Path, text: str) -> None:
 
 if __name__ == "__main__":
     gather(ROOT, ROOT / ".temper" / "site")
-    print("the pages are in .temper/site; next: mkdocs build --strict -f .temper/site/mkdocs.yml", file=sys.stderr)
+    print(
+        "the pages are in .temper/site; next: mkdocs build --strict -f .temper/site/mkdocs.yml",
+        file=sys.stderr,
+    )

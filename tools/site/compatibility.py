@@ -32,13 +32,19 @@ other as it was last released.
 
 def compatibility_page(root: Path) -> str:
     """The page, in Markdown."""
-    lines = [HEAD, "| package | version here | Python | torch | siblings |", "|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        "| package | version here | Python | torch | siblings |",
+        "|---|---|---|---|---|",
+    ]
     for name in PACKAGES:
         folder = root / "packages" / name
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {})
         torch = _torch(folder, extras)
-        siblings = sorted({f"{each.name} {each.specifier}" for each in sibling_requirements(folder)})
+        siblings = sorted(
+            {f"{each.name} {each.specifier}" for each in sibling_requirements(folder)}
+        )
         cells = [
             f"temper-{name}",
             declared_version(folder),
@@ -49,7 +55,10 @@ def compatibility_page(root: Path) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", TRIED, *_trials(root)]
     lines += ["", "## Released", "", "| release | date | commit |", "|---|---|---|"]
-    lines += [f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` |" for record in read_records(root)]
+    lines += [
+        f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` |"
+        for record in read_records(root)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -57,7 +66,10 @@ def _torch(folder: Path, extras: Iterable[str]) -> str:
     """The torch that a package requires; of one that does so in extras alone, which."""
     required = [str(each.specifier) for each in declared(folder) if each.name == "torch"]
     in_extras = [
-        f"{each.specifier} with `[{extra}]`" for extra in extras for each in declared(folder, extras=[extra]) if each.name == "torch"
+        f"{each.specifier} with `[{extra}]`"
+        for extra in extras
+        for each in declared(folder, extras=[extra])
+        if each.name == "torch"
     ]
     return ", ".join(required or ["none", *in_extras])
 
@@ -69,7 +81,11 @@ def _trials(root: Path) -> list[str]:
     for pair in pairs(root / "packages" / name for name in PACKAGES):
         dependency, dependent = pair.split(":")
         found = green.get(pair)
-        cells = ["no trial is kept", "", ""] if found is None else ["; ".join(found.passed), found.at[:16], _where(root, found)]
+        cells = (
+            ["no trial is kept", "", ""]
+            if found is None
+            else ["; ".join(found.passed), found.at[:16], _where(root, found)]
+        )
         rows.append("| " + " | ".join([dependency, dependent, *cells]) + " |")
     return rows
 
@@ -77,4 +93,6 @@ def _trials(root: Path) -> list[str]:
 def _where(root: Path, green: Green) -> str:
     """The commit of a trial, and what is no longer as it was then: a release would ask for the trial again."""
     changed = changed_since(root, green)
-    return f"`{green.commit[:7]}`" + (f"; since then changed: {', '.join(changed)}" if changed else "")
+    return f"`{green.commit[:7]}`" + (
+        f"; since then changed: {', '.join(changed)}" if changed else ""
+    )

@@ -66,13 +66,60 @@ UNITS = {
 
 NO_UNIT = frozenset(
     (
-        *("seed", "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "warmup_ratio", "min_lr_ratio", "initial_loss_scale"),
-        *("rank", "alpha", "dropout", "temperature", "top_p", "canary_tolerance", "gpu_memory_utilization", "sleep_level"),
+        *(
+            "seed",
+            "lr",
+            "betas",
+            "eps",
+            "weight_decay",
+            "clip_grad_norm",
+            "warmup_ratio",
+            "min_lr_ratio",
+            "initial_loss_scale",
+        ),
+        *(
+            "rank",
+            "alpha",
+            "dropout",
+            "temperature",
+            "top_p",
+            "canary_tolerance",
+            "gpu_memory_utilization",
+            "sleep_level",
+        ),
         *("wrong_first_operation", "max_failure_share", "max_changed_share", "prometheus_port"),
         *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
-        *("cov_share", "cov_low", "cov_high", "kl_cov_coef", "sapo_positive_temperature", "sapo_negative_temperature", "entropy_coef"),
-        *("entropy_coef_step", "kl_loss_coef", "kl_reward_coef", "gamma", "gae_lambda", "value_clip", "truncate_at", "mask_low"),
-        *("mask_high", "exponent", "weight", "mixture", "coef", "clamp", "turn_discount", "beta", "label_smoothing", "sft_coef"),
+        *(
+            "cov_share",
+            "cov_low",
+            "cov_high",
+            "kl_cov_coef",
+            "sapo_positive_temperature",
+            "sapo_negative_temperature",
+            "entropy_coef",
+        ),
+        *(
+            "entropy_coef_step",
+            "kl_loss_coef",
+            "kl_reward_coef",
+            "gamma",
+            "gae_lambda",
+            "value_clip",
+            "truncate_at",
+            "mask_low",
+        ),
+        *(
+            "mask_high",
+            "exponent",
+            "weight",
+            "mixture",
+            "coef",
+            "clamp",
+            "turn_discount",
+            "beta",
+            "label_smoothing",
+            "sft_coef",
+        ),
         *("center_coef", "router_aux_loss", "router_z_loss", "reshard_after_forward"),
     )
 )
@@ -88,16 +135,24 @@ that appears in several places is listed where it appears first. What `temper-tr
 
 def configuration_page() -> str:
     """The page, in Markdown; the blocks of both engines stand at its end."""
-    parts = [HEAD.replace("{name}", ANY_NAME), *_block("", TrainerConfig, engine_class=EngineConfig, seen={})]
+    parts = [
+        HEAD.replace("{name}", ANY_NAME),
+        *_block("", TrainerConfig, engine_class=EngineConfig, seen={}),
+    ]
     for name in ("fsdp", "megatron"):
         cls = engine_config_class(name)
         known = {entry.name for entry in entries_of(EngineConfig, engine_class=EngineConfig)}
         own = [entry for entry in entries_of(cls, engine_class=cls) if entry.name not in known]
-        parts += [f"\n## With `model_engine={name}`, under every `engine` block\n", *_table("", own, meanings_of(cls))]
+        parts += [
+            f"\n## With `model_engine={name}`, under every `engine` block\n",
+            *_table("", own, meanings_of(cls)),
+        ]
     return "\n".join(parts) + "\n"
 
 
-def _block(prefix: str, cls: type, *, engine_class: type[EngineConfig], seen: dict[type, str]) -> Iterator[str]:
+def _block(
+    prefix: str, cls: type, *, engine_class: type[EngineConfig], seen: dict[type, str]
+) -> Iterator[str]:
     """One heading and table for a block, then its blocks."""
     entries = list(entries_of(cls, engine_class=engine_class))
     meanings = meanings_of(cls)
@@ -122,7 +177,13 @@ def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Itera
     for entry in entries:
         default = f"`{scalar_text(entry.default)}`" if entry.has_default else "must be set"
         kind = describe_type(entry.annotation)
-        cells = [f"`{prefix}{entry.name}`", kind, default, _unit(entry.name) if "number" in kind else "", meanings.get(entry.name, "")]
+        cells = [
+            f"`{prefix}{entry.name}`",
+            kind,
+            default,
+            _unit(entry.name) if "number" in kind else "",
+            meanings.get(entry.name, ""),
+        ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

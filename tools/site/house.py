@@ -20,16 +20,22 @@ INK, PAPER, FILLS = "#1f2937", "#ffffff", ("#dbeafe", "#dcfce7", "#fef3c7")
 
 def contract_layers(root: Path, *, name: str) -> list[list[str]]:
     """The rows of one layers contract, top first, each with its rooms side by side."""
-    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     found = next(contract for contract in contracts if contract["name"].startswith(name))
     return [[room.strip(" ()") for room in row.split("|")] for row in found["layers"]]
 
 
 def house(root: Path) -> str:
     """The figure as SVG: packages to the left, the trainer's rooms to the right."""
-    packages = [[room.replace("temper_", "").replace("_", "-") for room in row] for row in contract_layers(root, name="Packages")]
+    packages = [
+        [room.replace("temper_", "").replace("_", "-") for room in row]
+        for row in contract_layers(root, name="Packages")
+    ]
     rooms = [
-        [room.strip("_") if room.startswith("__") else room for room in row] for row in contract_layers(root, name="Inside the trainer")
+        [room.strip("_") if room.startswith("__") else room for room in row]
+        for row in contract_layers(root, name="Inside the trainer")
     ]
     height = MARGIN * 3 + 20 + max(len(packages), len(rooms)) * (ROW + GAP)
     half = (WIDTH - 3 * MARGIN) / 2
@@ -40,7 +46,9 @@ def house(root: Path) -> str:
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" fill="{INK}" role="img">\n'
-        f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
     )
 
 
@@ -49,7 +57,9 @@ def main() -> None:
     (ROOT / FIGURE).write_text(house(ROOT))
 
 
-def _column(title: str, rows: Sequence[Sequence[str]], *, left: float, width: float) -> Iterator[str]:
+def _column(
+    title: str, rows: Sequence[Sequence[str]], *, left: float, width: float
+) -> Iterator[str]:
     yield f'<text x="{left}" y="{MARGIN}" font-size="15" font-weight="bold">{escape(title)}</text>'
     for number, row in enumerate(rows):
         top = MARGIN + 14 + number * (ROW + GAP)

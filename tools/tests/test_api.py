@@ -93,11 +93,15 @@ def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
 )  # fmt: skip
 def test_what_breaks_a_user_is_found(package: Path, old: str, new: str, sentence: str) -> None:
     _change(package, old, new)
-    assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [f"temper_example.{sentence}"]
+    assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [
+        f"temper_example.{sentence}"
+    ]
 
 
 def test_a_module_that_is_imported_is_locked_where_it_lies(package: Path) -> None:
-    (package / "src" / "temper_example" / "room.py").write_text("import temper_example\nfrom temper_example import other\nSIZE = 1\n")
+    (package / "src" / "temper_example" / "room.py").write_text(
+        "import temper_example\nfrom temper_example import other\nSIZE = 1\n"
+    )
     (package / "src" / "temper_example" / "other.py").write_text("WIDTH = 1\n")
     assert [line for line in api(package) if "room" in line or "other" in line] == [
         "temper_example.other.WIDTH: value",
@@ -107,7 +111,9 @@ def test_a_module_that_is_imported_is_locked_where_it_lies(package: Path) -> Non
 
 def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
     _change(package, "class Engine(ABC):", "class _Engine(ABC):")
-    assert list(breaks((package / LOCK).read_text().splitlines(), api(package))) == ["temper_example.Engine"]
+    assert list(breaks((package / LOCK).read_text().splitlines(), api(package))) == [
+        "temper_example.Engine"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,10 @@ def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
         ("cap: int,", "cap: int, seed: int = 0,"),
         ("limit: int = 2", "limit: int = 2\n    width: int = 1"),
         ("def _helper() -> None: ...", "def more(size: int) -> None: ..."),
-        ("    def _inner(self)", "    def outer(self, size: int) -> None: ...\n    def _inner(self, size: int)"),
+        (
+            "    def _inner(self)",
+            "    def outer(self, size: int) -> None: ...\n    def _inner(self, size: int)",
+        ),
     ],
 )
 def test_what_is_only_added_breaks_nobody(package: Path, old: str, new: str) -> None:
@@ -147,7 +156,10 @@ def test_a_promise_is_not_taken_back_by_editing_the_lock(package: Path) -> None:
     _change(package, "cap: int,", "cap: float,")
     write_lock(package)
     (sentence,) = complaints(package)
-    assert "temper_example.plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'" in sentence
+    assert (
+        "temper_example.plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'"
+        in sentence
+    )
     (package / LOCK).unlink()
     assert complaints(package) == [sentence]
     (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
@@ -179,7 +191,9 @@ def test_a_name_goes_only_after_a_release_has_deprecated_it(package: Path) -> No
     ]
     (package / "changes" / "limit.removed.md").write_text("`LIMIT` is gone.\n")
     (told,) = complaints(package)
-    assert told.startswith("example: temper_example.LIMIT is gone, and no release has deprecated it: bring it back and deprecate it")
+    assert told.startswith(
+        "example: temper_example.LIMIT is gone, and no release has deprecated it: bring it back and deprecate it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,10 +222,15 @@ def test_a_name_that_was_deprecated_may_go(package: Path, old: str, new: str, wh
         (("0.0.9", "0.1.0"), "0.3.0", "released with the warning: 1, and 2 must be"),
     ],
 )
-def test_it_goes_after_two_minor_versions_and_not_before(package: Path, released: tuple[str, ...], version: str, sentence: str) -> None:
+def test_it_goes_after_two_minor_versions_and_not_before(
+    package: Path, released: tuple[str, ...], version: str, sentence: str
+) -> None:
     root = package.parent.parent
     (root / "tools").mkdir()
-    write_records(root, [Record(package="example", version=each, date="2026-01-01", tree="") for each in released])
+    write_records(
+        root,
+        [Record(package="example", version=each, date="2026-01-01", tree="") for each in released],
+    )
     _deprecate(package, "temper_example.LIMIT", since="0.1", removed_in="0.3")
     _change(package, "LIMIT = 3", "")
     if not sentence:
@@ -221,12 +240,16 @@ def test_it_goes_after_two_minor_versions_and_not_before(package: Path, released
         check_notice(root, "example", version)
 
 
-def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = package.parent.parent
     before = (package / LOCK).read_text()
     _change(package, "cap: int,", "")
     assert main(["--update", "example"], root=root) == 1
-    assert "temper_example.plan(cap) is gone. Bring it back, or tell users" in capsys.readouterr().out
+    assert (
+        "temper_example.plan(cap) is gone. Bring it back, or tell users" in capsys.readouterr().out
+    )
     assert (package / LOCK).read_text() == before
     _change(package, "cap: int,", "cap: int, seed: int = 0,")
     assert main(["--update", "example"], root=root) == 0

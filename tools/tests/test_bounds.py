@@ -26,7 +26,10 @@ def test_every_requirement_has_a_lower_bound(package: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_the_everyday_pins_lie_within_what_is_declared(package: Path) -> None:
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints" / "cpu.txt").read_text().splitlines())
+    lines = (
+        line.partition("#")[0].strip()
+        for line in (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
+    )
     pins = dict(line.split("==") for line in lines if line)
     outside = [
         f"{each} leaves out {pins[each.name]}"
@@ -38,7 +41,10 @@ def test_the_everyday_pins_lie_within_what_is_declared(package: Path) -> None:
 
 def test_upper_bounds_and_markers_do_not_hide_a_floor() -> None:
     assert floor(Requirement("hydra-core>=1.3,<1.4")) == "hydra-core==1.3"
-    assert floor(Requirement("pyarrow>=15; python_version < '3.13'")) == 'pyarrow==15; python_version < "3.13"'
+    assert (
+        floor(Requirement("pyarrow>=15; python_version < '3.13'"))
+        == 'pyarrow==15; python_version < "3.13"'
+    )
 
 
 @pytest.mark.parametrize("line", ["numpy", "numpy<3", "numpy==2.0", "numpy>=1,>=2"])
@@ -57,13 +63,24 @@ def test_the_highest_floor_of_several_counts(tmp_path: Path) -> None:
 
 
 def test_each_python_has_a_floor_of_its_own(tmp_path: Path) -> None:
-    lines = ["core>=0.16,<0.17; python_version != '3.12'", "core>=0.19,<0.20; python_version == '3.12'"]
+    lines = [
+        "core>=0.16,<0.17; python_version != '3.12'",
+        "core>=0.19,<0.20; python_version == '3.12'",
+    ]
     (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = {lines}\n")
-    assert sorted(floors(tmp_path)) == ['core==0.16; python_version != "3.12"', 'core==0.19; python_version == "3.12"']
+    assert sorted(floors(tmp_path)) == [
+        'core==0.16; python_version != "3.12"',
+        'core==0.19; python_version == "3.12"',
+    ]
 
 
 def test_every_package_is_paired_with_what_it_requires_of_ours() -> None:
     found = pairs(PACKAGES)
-    assert {"engine-api:engine-fsdp", "engine-fsdp:trainer", "engine-megatron:trainer", "trainer:legacy-shim"} <= set(found)
+    assert {
+        "engine-api:engine-fsdp",
+        "engine-fsdp:trainer",
+        "engine-megatron:trainer",
+        "trainer:legacy-shim",
+    } <= set(found)
     assert all(one != other for one, other in (pair.split(":") for pair in found))
     assert len(set(found)) == len(found)

@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAIR = "engine-api:engine-fsdp"
 
 METHOD = ("init_model", "build_model")
-ARGUMENT = ("sample_ids: Sequence[int] | None = None,\n    group_ids", "sample_ids: Sequence[int],\n    group_ids")
+ARGUMENT = (
+    "sample_ids: Sequence[int] | None = None,\n    group_ids",
+    "sample_ids: Sequence[int],\n    group_ids",
+)
 
 SMALLEST = {
     "trainer": "batching/test_step_plan.py::test_denominators_are_counted_over_the_mini_batch_after_masking",
@@ -46,33 +49,55 @@ SIBLINGS = ["trainer", pytest.param("engine-fsdp", marks=pytest.mark.nightly)]
 def _trial(dependent: str) -> Trial:
     """This checkout's engine-api with the last release of a sibling."""
     try:
-        found = [each for each in trials(ROOT, f"engine-api:{dependent}") if each.released.package == dependent]
+        found = [
+            each
+            for each in trials(ROOT, f"engine-api:{dependent}")
+            if each.released.package == dependent
+        ]
     except ReleaseTrouble as trouble:
         pytest.skip(f"a clone with its whole history runs this: {trouble}")
     if not found:
-        pytest.skip(f"the last release of {dependent} is for an earlier contract than the one that is here; the next one runs this")
+        pytest.skip(
+            f"the last release of {dependent} is for an earlier contract than the one that is here; the next one runs this"
+        )
     return found[0]
 
 
 def _lowest(dependent: str) -> Trial:
     """A sibling as it is here with the first engine-api that its bounds let in."""
-    bounds = [each.specifier for each in sibling_requirements(ROOT / "packages" / dependent) if each.name == "temper-engine-api"]
+    bounds = [
+        each.specifier
+        for each in sibling_requirements(ROOT / "packages" / dependent)
+        if each.name == "temper-engine-api"
+    ]
     records = [each for each in read_records(ROOT) if each.package == "engine-api"]
-    first = next((each for each in records if all(each.version in each_bound for each_bound in bounds)), None)
+    first = next(
+        (each for each in records if all(each.version in each_bound for each_bound in bounds)), None
+    )
     if first is None:
-        pytest.skip(f"{dependent} asks for a later engine-api than the last release: the next one runs this")
+        pytest.skip(
+            f"{dependent} asks for a later engine-api than the last release: the next one runs this"
+        )
     if first == records[-1]:
-        pytest.skip(f"{dependent} accepts no earlier engine-api than the last one, with which nox -s compat tries it")
+        pytest.skip(
+            f"{dependent} accepts no earlier engine-api than the last one, with which nox -s compat tries it"
+        )
     if not has_object(ROOT, first.commit):
         pytest.skip("a clone with its whole history runs this")
-    source = Source(package="engine-api", version=first.version, treeish=first.tree, commit=first.commit)
+    source = Source(
+        package="engine-api", version=first.version, treeish=first.tree, commit=first.commit
+    )
     return Trial(dependency="engine-api", dependent=dependent, released=source, tree=first.tree)
 
 
 def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
     """A copy of this checkout's engine-api in which something is called otherwise, everywhere."""
     copy = folder / "engine-api"
-    shutil.copytree(ROOT / "packages" / "engine-api", copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    shutil.copytree(
+        ROOT / "packages" / "engine-api",
+        copy,
+        ignore=shutil.ignore_patterns("__pycache__", "tests"),
+    )
     for path in sorted(copy.glob("src/**/*.py")):
         text = path.read_text()
         for old, new in changes:
@@ -81,16 +106,33 @@ def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
     return copy
 
 
-def _run(folder: Path, trial: Trial, *, engine_api: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, trial: Trial, *, engine_api: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """The smallest test of a trial, with what nox would install on the path instead."""
     laid = lay_out(ROOT, trial, folder)
     sources = {**laid.sources, "engine-api": engine_api or laid.sources["engine-api"]}
     path = os.pathsep.join(str(each / "src") for each in sources.values())
-    command = [sys.executable, *pytest_arguments(laid, [SMALLEST[trial.dependent]]), "-q", "-p", "no:cacheprovider"]
-    return subprocess.run(command, cwd=laid.root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        *pytest_arguments(laid, [SMALLEST[trial.dependent]]),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    return subprocess.run(
+        command,
+        cwd=laid.root,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def test_a_test_that_a_release_can_not_be_held_to_is_left_out_of_its_trials_alone(tmp_path: Path) -> None:
+def test_a_test_that_a_release_can_not_be_held_to_is_left_out_of_its_trials_alone(
+    tmp_path: Path,
+) -> None:
     laid = lay_out(ROOT, _trial("trainer"), tmp_path)
     left_out = [argument for argument in pytest_arguments(laid) if argument.startswith("--ignore=")]
     assert left_out == [f"--ignore={laid.tests / each}" for each in laid.left_out]
@@ -100,28 +142,38 @@ def test_a_test_that_a_release_can_not_be_held_to_is_left_out_of_its_trials_alon
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_the_last_release_of_a_sibling_runs_on_this_contract(dependent: str, tmp_path: Path) -> None:
+def test_the_last_release_of_a_sibling_runs_on_this_contract(
+    dependent: str, tmp_path: Path
+) -> None:
     done = _run(tmp_path, _trial(dependent))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_this_checkout_runs_on_the_first_contract_that_its_bounds_let_in(dependent: str, tmp_path: Path) -> None:
+def test_this_checkout_runs_on_the_first_contract_that_its_bounds_let_in(
+    dependent: str, tmp_path: Path
+) -> None:
     trial = _lowest(dependent)
     done = _run(tmp_path, trial)
-    assert done.returncode == 0, f"{trial.name}: raise the bound in {dependent}/pyproject.toml, or mend\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{trial.name}: raise the bound in {dependent}/pyproject.toml, or mend\n{done.stdout}{done.stderr}"
+    )
     assert "1 passed" in done.stdout
 
 
 @pytest.mark.slow
-def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(tmp_path: Path) -> None:
+def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(
+    tmp_path: Path,
+) -> None:
     try:
         found = [each for each in trials(ROOT, PAIR) if each.released.package == "engine-api"]
     except ReleaseTrouble as trouble:
         pytest.skip(f"a clone with its whole history runs this: {trouble}")
     if not found:
-        pytest.skip("the engine asks for a later contract than the last release: the next one runs this")
+        pytest.skip(
+            "the engine asks for a later contract than the last release: the next one runs this"
+        )
     laid = lay_out(ROOT, found[0], tmp_path)
     path = os.pathsep.join(str(each / "src") for each in laid.sources.values())
     program = """
@@ -133,12 +185,16 @@ for adapter in (of_fsdp, of_megatron):
     adapter._fresh_config(LoraSpec(rank=2, alpha=4.0), model=ModelSpec(path='model'))
 """
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_an_argument_that_must_now_be_given_turns_compat_red(dependent: str, tmp_path: Path) -> None:
+def test_an_argument_that_must_now_be_given_turns_compat_red(
+    dependent: str, tmp_path: Path
+) -> None:
     done = _run(tmp_path, _trial(dependent), engine_api=_broken_copy(tmp_path, ARGUMENT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "from_sequences() missing 1 required keyword-only argument: 'sample_ids'" in done.stdout
@@ -160,17 +216,30 @@ def test_both_break_the_lock_on_public_names(tmp_path: Path) -> None:
 def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path) -> None:
     copy = _broken_copy(tmp_path)
     declared = (copy / "pyproject.toml").read_text()
-    (copy / "pyproject.toml").write_text(re.sub(r'(?m)^version = ".*"$', 'version = "0.99.0"', declared))
+    (copy / "pyproject.toml").write_text(
+        re.sub(r'(?m)^version = ".*"$', 'version = "0.99.0"', declared)
+    )
     released = lay_out(ROOT, _trial("engine-fsdp"), tmp_path / "released").sources["engine-fsdp"]
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
     for package in (copy, released):
-        subprocess.run([sys.executable, "-c", build, str(wheels)], cwd=package, check=True, stdout=subprocess.DEVNULL)
-    path = os.pathsep.join(str(each) for each in sorted(wheels.iterdir()))  # Python reads a wheel where it lies
+        subprocess.run(
+            [sys.executable, "-c", build, str(wheels)],
+            cwd=package,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    path = os.pathsep.join(
+        str(each) for each in sorted(wheels.iterdir())
+    )  # Python reads a wheel where it lies
     program = "from temper_engine_api.registry import engine_class; engine_class('fsdp')"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert "ContractVersionError: engine 'fsdp' of temper-engine-fsdp 0." in done.stderr
@@ -182,7 +251,9 @@ def trial() -> Trial:
     return _trial("engine-fsdp")
 
 
-def test_a_trial_runs_the_tests_of_the_package_that_depends_on_the_other(trial: Trial, tmp_path: Path) -> None:
+def test_a_trial_runs_the_tests_of_the_package_that_depends_on_the_other(
+    trial: Trial, tmp_path: Path
+) -> None:
     laid = lay_out(ROOT, trial, tmp_path)
     assert laid.tests == laid.root / "packages" / "engine-fsdp" / "tests"
     assert laid.sources["engine-fsdp"] == laid.root / "packages" / "engine-fsdp"
@@ -204,7 +275,9 @@ def test_the_other_way_round_runs_the_tests_of_this_checkout(tmp_path: Path) -> 
     laid = lay_out(ROOT, there, tmp_path / "released")
     assert laid.tests == ROOT / "packages" / "engine-fsdp" / "tests"
     assert laid.sources["engine-api"].is_relative_to(tmp_path)
-    assert set(laid.sources) == {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
+    assert set(laid.sources) == {
+        path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")
+    }
 
 
 def test_what_pip_would_never_install_together_is_not_tried(trial: Trial) -> None:
@@ -248,7 +321,11 @@ def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> No
     kept = {green.pair: green for green in read_matrix(clone)}
     assert kept == others | {PAIR: kept[PAIR]}
     assert kept[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
-    (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
+    (row,) = (
+        line
+        for line in compatibility_page(clone).splitlines()
+        if line.startswith("| engine-api | engine-fsdp |")
+    )
     assert all(trial.name in row for trial in trials(clone, PAIR))
     assert row.endswith(f"`{kept[PAIR].commit[:7]}` |")
 
@@ -257,7 +334,11 @@ def test_the_table_of_the_site_says_what_changed_since_a_trial(clone: Path) -> N
     record_green(clone, PAIR, trials(clone, PAIR))
     keep(clone)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
-    (row,) = (line for line in compatibility_page(clone).splitlines() if line.startswith("| engine-api | engine-fsdp |"))
+    (row,) = (
+        line
+        for line in compatibility_page(clone).splitlines()
+        if line.startswith("| engine-api | engine-fsdp |")
+    )
     assert row.endswith("; since then changed: engine-fsdp |")
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
 
@@ -272,7 +353,9 @@ def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
 
 
-def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(clone: Path) -> None:
+def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(
+    clone: Path,
+) -> None:
     record_green(clone, PAIR, trials(clone, PAIR))
     keep(clone)
     begin(clone, PAIR)  # as nox does before it runs the tests
@@ -284,7 +367,9 @@ def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_ke
 def test_an_edit_during_a_trial_leaves_no_green_record(clone: Path) -> None:
     begin(clone, PAIR)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
-    with pytest.raises(ReleaseTrouble, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"):
+    with pytest.raises(
+        ReleaseTrouble, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"
+    ):
         record_green(clone, PAIR, trials(clone, PAIR))
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
     (sentence,) = _about(clone)
@@ -294,8 +379,12 @@ def test_an_edit_during_a_trial_leaves_no_green_record(clone: Path) -> None:
 
 
 def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR)).write_text('{"pair": "engine-api:engine-fsdp", "green": true}')
-    with pytest.raises(ReleaseTrouble, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"):
+    record_green(clone, PAIR, trials(clone, PAIR)).write_text(
+        '{"pair": "engine-api:engine-fsdp", "green": true}'
+    )
+    with pytest.raises(
+        ReleaseTrouble, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"
+    ):
         untried(clone, "engine-api", "0.1.9")
 
 

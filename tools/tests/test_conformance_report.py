@@ -20,9 +20,22 @@ def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_i
     assert "cuda" in parts[0].command(Path("f.json"), ())
 
 
-def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--engines", "fsdp", "--only", "fsdp:4-ranks", "--gpus", "0,1", "--out", str(tmp_path / "report")])
+        main(
+            [
+                "--engines",
+                "fsdp",
+                "--only",
+                "fsdp:4-ranks",
+                "--gpus",
+                "0,1",
+                "--out",
+                str(tmp_path / "report"),
+            ]
+        )
     assert caught.value.code == 2
     assert "4-ranks need more than 2 GPUs" in capsys.readouterr().err
 
@@ -32,8 +45,12 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
     (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
     parts = [replace(run, groups=group) for group in ("gradient", "update")]
     for part in parts:
-        law = Finding(law=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.HELD)
-        findings = Findings(engine="fsdp", layouts=("1-rank",), versions={}, found=[law], num_deselected=7)
+        law = Finding(
+            law=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.HELD
+        )
+        findings = Findings(
+            engine="fsdp", layouts=("1-rank",), versions={}, found=[law], num_deselected=7
+        )
         (tmp_path / f"{part.name}.json").write_text(to_json(findings))
     finished = [part.name for part in parts]
     (path,) = join_parts(tmp_path, parts, finished=finished if is_whole else finished[:1])
@@ -44,7 +61,10 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
 
 def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
     before, now = tmp_path / "before", tmp_path / "now"
-    run, kit = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out"], ["--", "--groups", "value,rfc_loop"]
+    run, kit = (
+        ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out"],
+        ["--", "--groups", "value,rfc_loop"],
+    )
     assert main([*run, str(before), *kit, "-k", "rfc"]) == 0
     held = {finding.law for finding in from_json((before / "fsdp-1-rank.json").read_text()).found}
     assert main(["--continues", str(before), *run, str(now), *kit]) == 0

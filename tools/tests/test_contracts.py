@@ -44,7 +44,12 @@ def _broken_contracts(folder: Path, files: dict[str, str]) -> list[str]:
         (path.parent / "__init__.py").touch()
         path.write_text(files.get(name, ""))
     done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command as c; c()",
+            "--no-cache",
+        ],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
@@ -64,7 +69,11 @@ def test_the_house_as_drawn_keeps_every_contract(tmp_path: Path) -> None:
     ("name", "source", "contract"),
     [
         ("temper_engine_fsdp/extra.py", "import temper_trainer", "Packages"),
-        ("temper_engine_fsdp/model/extra.py", "import temper_engine_fsdp.sharding.fsdp2", "Folders"),
+        (
+            "temper_engine_fsdp/model/extra.py",
+            "import temper_engine_fsdp.sharding.fsdp2",
+            "Folders",
+        ),
         ("temper_trainer/loops/extra.py", "import temper_engine_fsdp", "Packages"),
         ("temper_engine_api/extra.py", "import temper_engine_fsdp", "Packages"),
         ("temper_trainer/config/extra.py", "import temper_trainer.types", "Inside"),
@@ -78,6 +87,8 @@ def test_the_house_as_drawn_keeps_every_contract(tmp_path: Path) -> None:
         ("temper_legacy_shim/errors.py", "import temper_legacy_shim.cli", "Rooms"),
     ],
 )
-def test_each_way_to_break_one_is_seen(tmp_path: Path, name: str, source: str, contract: str) -> None:
+def test_each_way_to_break_one_is_seen(
+    tmp_path: Path, name: str, source: str, contract: str
+) -> None:
     broken = _broken_contracts(tmp_path, ALLOWED | {name: source})
     assert [line.split()[0] for line in broken] == [contract]

@@ -17,7 +17,9 @@ def _package(root: Path, source: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("package", sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
+@pytest.mark.parametrize(
+    "package", sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+)
 def test_every_package_keeps_the_policy(package: str) -> None:
     folder = ROOT / "packages" / package
     assert faults(folder, declared_version(folder)) == []
@@ -44,7 +46,9 @@ def test_records_and_decorators_are_found_and_what_hands_on_is_not(tmp_path: Pat
 def test_a_promise_is_overdue_from_its_release_on(tmp_path: Path) -> None:
     package = _package(tmp_path, 'OLD = Deprecation(since="0.1", removed_in="0.3")\n')
     assert faults(package, "0.2.9") == []
-    assert faults(package, "0.3.0") == ["example/src/temper_example/old.py:1: promised to be gone in 0.3, and this is 0.3.0: delete it"]
+    assert faults(package, "0.3.0") == [
+        "example/src/temper_example/old.py:1: promised to be gone in 0.3, and this is 0.3.0: delete it"
+    ]
 
 
 def test_one_minor_version_is_too_short(tmp_path: Path) -> None:

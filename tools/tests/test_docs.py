@@ -36,7 +36,10 @@ def _python(page: str) -> str:
 def test_only_python_is_code_and_lines_stay_where_they_were() -> None:
     code = _python(PAGE)
     lines = dict(enumerate(code.splitlines(), start=1))
-    assert {number: line for number, line in lines.items() if line} == {4: "x = 1", 18: "assert x == 1"}
+    assert {number: line for number, line in lines.items() if line} == {
+        4: "x = 1",
+        18: "assert x == 1",
+    }
 
 
 def test_a_longer_fence_holds_a_shorter_one() -> None:
@@ -60,7 +63,9 @@ def test_a_link_is_followed_from_its_own_page(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "page.md"
     prose = "## Here\n[a](there.md#a-part-of-it) [b](../docs/there.md) [c](https://example.org/x#y) [d](#here) `[e](code.md)`"
     assert broken_links(page, prose) == []
-    assert broken_links(page, "\n[f](missing.md)") == [f"{page}:2: the link missing.md leads nowhere"]
+    assert broken_links(page, "\n[f](missing.md)") == [
+        f"{page}:2: the link missing.md leads nowhere"
+    ]
 
 
 def test_a_link_to_a_heading_that_is_not_there_is_broken(tmp_path: Path) -> None:
@@ -72,7 +77,9 @@ def test_a_link_to_a_heading_that_is_not_there_is_broken(tmp_path: Path) -> None
     ]
 
 
-def test_the_command_fails_when_one_page_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fails_when_one_page_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "README.md").write_text("```python\nprint('fine')\n```\n")
     assert main([str(tmp_path)]) == 0
     (tmp_path / "docs").mkdir()
@@ -87,5 +94,7 @@ def test_a_folder_without_pages_is_not_a_pass(tmp_path: Path) -> None:
 
 def test_a_number_that_was_never_filled_in_is_named() -> None:
     page = Path("page.md")
-    assert placeholders(page, "took 5 s\n| run | @@CLOCK |\n") == [f"{page}:2: @@CLOCK was never filled in"]
+    assert placeholders(page, "took 5 s\n| run | @@CLOCK |\n") == [
+        f"{page}:2: @@CLOCK was never filled in"
+    ]
     assert placeholders(page, "mail@example.org, step@2, a todo list") == []

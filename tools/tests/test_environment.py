@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from tools import environment
-from tools.environment import EnvironmentTrouble, check_disk, ensure_environment, env_python, fingerprints, outdated
+from tools.environment import (
+    EnvironmentTrouble,
+    check_disk,
+    ensure_environment,
+    env_python,
+    fingerprints,
+    outdated,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What the environment is made from, copied, so that it can be changed."""
-    for path in [Path("constraints/cpu.txt"), *(p.relative_to(ROOT) for p in ROOT.glob("packages/*/pyproject.toml"))]:
+    for path in [
+        Path("constraints/cpu.txt"),
+        *(p.relative_to(ROOT) for p in ROOT.glob("packages/*/pyproject.toml")),
+    ]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     return tmp_path
@@ -49,7 +59,9 @@ def test_a_second_call_installs_nothing(checkout: Path, stages: list[str]) -> No
 
 
 @pytest.mark.parametrize("file", ["packages/trainer/pyproject.toml", "constraints/cpu.txt"])
-def test_a_changed_declaration_installs_the_packages_alone(checkout: Path, stages: list[str], file: str) -> None:
+def test_a_changed_declaration_installs_the_packages_alone(
+    checkout: Path, stages: list[str], file: str
+) -> None:
     ensure_environment(checkout)
     stages.clear()
     with (checkout / file).open("a") as changed:
@@ -60,7 +72,11 @@ def test_a_changed_declaration_installs_the_packages_alone(checkout: Path, stage
 
 def test_another_python_begins_afresh() -> None:
     wanted = fingerprints(ROOT)
-    assert outdated(wanted | {"python": "3.9 at elsewhere"}, wanted) == ["python", "torch", "packages"]
+    assert outdated(wanted | {"python": "3.9 at elsewhere"}, wanted) == [
+        "python",
+        "torch",
+        "packages",
+    ]
     assert outdated(wanted | {"torch": "torch==1.0"}, wanted) == ["torch", "packages"]
     assert outdated(wanted, wanted) == []
 
@@ -74,7 +90,9 @@ def test_a_damaged_stamp_begins_afresh(checkout: Path, stages: list[str], damage
     assert stages == ["python", "torch", "packages"]
 
 
-def test_a_stage_that_fails_is_run_again_and_no_earlier_one(checkout: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
+    checkout: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     working = environment._STAGES["packages"]
 
     def fail(root: Path) -> None:
@@ -83,7 +101,10 @@ def test_a_stage_that_fails_is_run_again_and_no_earlier_one(checkout: Path, stag
     monkeypatch.setitem(environment._STAGES, "packages", fail)
     with pytest.raises(EnvironmentTrouble, match="no network"):
         ensure_environment(checkout)
-    assert sorted(json.loads((checkout / ".temper" / "stamp.json").read_text())) == ["python", "torch"]
+    assert sorted(json.loads((checkout / ".temper" / "stamp.json").read_text())) == [
+        "python",
+        "torch",
+    ]
     monkeypatch.setitem(environment._STAGES, "packages", working)
     stages.clear()
     ensure_environment(checkout)
@@ -99,24 +120,38 @@ def test_a_full_disk_is_told_before_the_install(tmp_path: Path) -> None:
 def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
     (tmp_path / ".temper").mkdir()
     command = [sys.executable, "-c", "print('no such wheel'); raise SystemExit(2)"]
-    with pytest.raises(EnvironmentTrouble, match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log"):
+    with pytest.raises(
+        EnvironmentTrouble,
+        match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log",
+    ):
         environment._run(tmp_path, command, doing="installing it")
 
 
 @pytest.mark.slow
-def test_a_python_without_venv_makes_its_environment_with_pip_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ensurepip", None)  # find_spec then finds nothing, as on Debian without python3-venv
+def test_a_python_without_venv_makes_its_environment_with_pip_alone(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "ensurepip", None
+    )  # find_spec then finds nothing, as on Debian without python3-venv
     (checkout / ".temper").mkdir()
     environment._create(checkout)
     assert "virtualenv = " in (checkout / ".temper" / "env" / "pyvenv.cfg").read_text()
-    asked = subprocess.run([env_python(checkout), "-m", "pip", "--version"], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [env_python(checkout), "-m", "pip", "--version"], capture_output=True, text=True, check=True
+    )
     assert str(checkout / ".temper" / "env") in asked.stdout
 
 
-def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for missing in ("ensurepip", "pip"):
         monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(EnvironmentTrouble, match=r"has neither pip nor what makes environments: .*python3-pip or python3-venv"):
+    with pytest.raises(
+        EnvironmentTrouble,
+        match=r"has neither pip nor what makes environments: .*python3-pip or python3-venv",
+    ):
         environment._create(checkout)
 
 
@@ -126,8 +161,14 @@ def test_torch_is_pinned_in_one_voice() -> None:
 
 def test_an_old_python_gets_a_sentence() -> None:
     # The real file with a newer floor: what an older interpreter would see.
-    source = (ROOT / "tools" / "dev.py").read_text().replace("OLDEST_PYTHON = (3, 11)", "OLDEST_PYTHON = (9, 0)")
-    done = subprocess.run([sys.executable, "-c", source, "test"], capture_output=True, text=True, check=False)
+    source = (
+        (ROOT / "tools" / "dev.py")
+        .read_text()
+        .replace("OLDEST_PYTHON = (3, 11)", "OLDEST_PYTHON = (9, 0)")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, "test"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("Temper needs Python 9.0 or newer, and this is Python 3.")
 

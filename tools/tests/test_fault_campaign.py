@@ -14,7 +14,13 @@ PASSED: Row = {
     "leftovers": [],
     "problems": [],
 }
-FAILED: Row = {**PASSED, "seed": 1, "equal": False, "leftovers": ["run.lock"], "problems": ["the numbers differ"]}
+FAILED: Row = {
+    **PASSED,
+    "seed": 1,
+    "equal": False,
+    "leftovers": ["run.lock"],
+    "problems": ["the numbers differ"],
+}
 
 
 def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ RELEASED = [record for record in read_records(ROOT) if record.package in WRITERS
 @pytest.mark.parametrize("record", RELEASED, ids=lambda record: record.tag)
 def test_a_release_left_files_for_later_versions(record: Record) -> None:
     tests = ROOT / "packages" / record.package / "tests"
-    assert [name for name in WRITERS[record.package] if not any((tests / name / record.version).glob("*"))] == []
+    assert [
+        name
+        for name in WRITERS[record.package]
+        if not any((tests / name / record.version).glob("*"))
+    ] == []
 
 
 def test_files_of_a_release_are_written_once() -> None:

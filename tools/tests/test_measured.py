@@ -53,7 +53,18 @@ def root(tmp_path: Path) -> Path:
 
 def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
     begin(root)
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(root), str(root / "test_example.py"))
+    command = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(root),
+        str(root / "test_example.py"),
+    )
     step = Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
     (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
     assert (result.failures, result.counts) == ((), Counts(passed=3))
@@ -65,7 +76,11 @@ def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
 
 def test_a_step_without_tests_is_not_measured(root: Path) -> None:
     begin(root)
-    step = Step(name="example", budget_s=60, commands=(("-c", "import sys; print('coverage' in sys.modules)"),))
+    step = Step(
+        name="example",
+        budget_s=60,
+        commands=(("-c", "import sys; print('coverage' in sys.modules)"),),
+    )
     (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
     assert result.tail == ("False",)
 

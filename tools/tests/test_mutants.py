@@ -41,11 +41,16 @@ def test_a_fault_that_no_test_sees_is_told(tmp_path: Path) -> None:
     (package / "src").mkdir(parents=True)
     (package / "tests").mkdir()
     (package / "src" / "halves.py").write_text(SOURCE)
-    (package / "tests" / "test_halves.py").write_text("from halves import half\n\ndef test_four() -> None:\n    assert half(4) == 2\n")
+    (package / "tests" / "test_halves.py").write_text(
+        "from halves import half\n\ndef test_four() -> None:\n    assert half(4) == 2\n"
+    )
     subject = Subject(package="example", module="halves.py", tests=("test_halves.py",))
     missed, num_tried, num_all = survivors(tmp_path, subject, num_faults=9, seed=0)
     # A test of 4 alone sees the division, its number, and the turned condition, and neither edge of it.
-    assert [str(fault) for fault in missed] == ["line 9: `0` became `1`", "line 9: `n < 0` became `n <= 0`"]
+    assert [str(fault) for fault in missed] == [
+        "line 9: `0` became `1`",
+        "line 9: `n < 0` became `n <= 0`",
+    ]
     assert (num_tried, num_all) == (5, 5)
 
 
@@ -56,7 +61,12 @@ def test_tests_that_fail_anyway_say_nothing(tmp_path: Path) -> None:
     (package / "src" / "halves.py").write_text(SOURCE)
     (package / "tests" / "test_halves.py").write_text("def test_it() -> None:\n    assert False\n")
     with pytest.raises(RuntimeError, match="fail without any fault"):
-        survivors(tmp_path, Subject(package="example", module="halves.py", tests=("test_halves.py",)), num_faults=1, seed=0)
+        survivors(
+            tmp_path,
+            Subject(package="example", module="halves.py", tests=("test_halves.py",)),
+            num_faults=1,
+            seed=0,
+        )
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -27,8 +27,15 @@ def _package(root: Path, **sources: str) -> Path:
 def test_modules_that_need_an_extra_are_those_of_the_table(package: str) -> None:
     tops = NEEDS_EXTRA.get(package, ())
     needing = needing_an_extra(ROOT / "packages" / package)
-    assert without_their_packages(needing, tops) - {f"temper_{package.replace('-', '_')}.__main__"} == set()
-    assert [top for top in tops if not any(name == top or name.startswith(f"{top}.") for name in needing)] == []
+    assert (
+        without_their_packages(needing, tops) - {f"temper_{package.replace('-', '_')}.__main__"}
+        == set()
+    )
+    assert [
+        top
+        for top in tops
+        if not any(name == top or name.startswith(f"{top}.") for name in needing)
+    ] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -36,7 +43,9 @@ def test_every_import_is_declared(package: str) -> None:
     assert undeclared(ROOT / "packages" / package) == []
 
 
-def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(tmp_path: Path) -> None:
+def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(
+    tmp_path: Path,
+) -> None:
     package = _package(
         tmp_path,
         adapter="from peft import LoraConfig",
@@ -45,7 +54,9 @@ def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(tmp
         later="import torch, yaml\ndef attach():\n    import peft",
         typed="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import peft",
     )
-    assert needing_an_extra(package) == {f"temper_example.{name}" for name in ("adapter", "through", "member")}
+    assert needing_an_extra(package) == {
+        f"temper_example.{name}" for name in ("adapter", "through", "member")
+    }
 
 
 def test_a_package_whose_init_needs_an_extra_takes_its_modules_with_it(tmp_path: Path) -> None:

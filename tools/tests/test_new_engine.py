@@ -31,20 +31,26 @@ def test_every_file_carries_the_new_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Acme", "acme-engine", "class", "3d", ""])
-def test_a_name_that_python_would_not_take_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_python_would_not_take_is_refused(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "acme"), name]) == 1
     assert "such as acme_engine" in capsys.readouterr().err
     assert not (tmp_path / "acme").exists()
 
 
 @pytest.mark.parametrize("name", ["fsdp", "megatron", "torch", "types", "temper_engine_api"])
-def test_a_name_that_would_hide_another_module_or_engine_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_would_hide_another_module_or_engine_is_refused(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "acme"), name]) == 1
     assert f"{name!r} is taken" in capsys.readouterr().err
     assert not (tmp_path / "acme").exists()
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "acme").touch()
     assert main([str(tmp_path / "acme"), "acme_engine"]) == 1
     assert "acme is a file: name a new folder" in capsys.readouterr().err
@@ -58,14 +64,33 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_template_is_built_for_the_contract_that_is_here() -> None:
-    assert (TEMPLATE / "pyproject.toml").read_text().count("temper-engine-api>=0.2.0.dev0,<0.3") == 1
+    assert (TEMPLATE / "pyproject.toml").read_text().count(
+        "temper-engine-api>=0.2.0.dev0,<0.3"
+    ) == 1
     assert 'version = "0.2.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
 
 
 def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> None:
     oracle = "temper_engine_api.conformance.oracle:OracleEngine"
-    kit = ["-m", "pytest", "-p", "no:timeout", "-p", "no:cacheprovider", "--pyargs", "temper_engine_api.conformance", "--engine", oracle]
-    done = subprocess.run([sys.executable, *kit, "--collect-only", "-q"], cwd=ROOT, capture_output=True, text=True, check=False)
+    kit = [
+        "-m",
+        "pytest",
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:cacheprovider",
+        "--pyargs",
+        "temper_engine_api.conformance",
+        "--engine",
+        oracle,
+    ]
+    done = subprocess.run(
+        [sys.executable, *kit, "--collect-only", "-q"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout[-2000:]
 
 
@@ -74,13 +99,33 @@ def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> N
 def test_a_new_engine_holds_the_mandatory_laws_in_a_clean_environment(tmp_path: Path) -> None:
     new_engine(tmp_path / "acme", "acme_engine")
     python = tmp_path / "env" / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints" / "cpu.txt")]
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        str(ROOT / "constraints" / "cpu.txt"),
+    ]
     for command in (
         [sys.executable, "-m", "venv", str(python.parents[1])],
         [*install, TORCH],
         [*install, f"{ROOT / 'packages/engine-api'}[conformance]", f"{tmp_path / 'acme'}[test]"],
     ):
         subprocess.run(command, check=True)
-    kit = ["-m", "pytest", "-q", "--pyargs", "temper_engine_api.conformance", "--engine", "acme_engine", "--world-sizes", "1"]
-    done = subprocess.run([str(python), *kit], cwd=tmp_path, capture_output=True, text=True, check=False)
+    kit = [
+        "-m",
+        "pytest",
+        "-q",
+        "--pyargs",
+        "temper_engine_api.conformance",
+        "--engine",
+        "acme_engine",
+        "--world-sizes",
+        "1",
+    ]
+    done = subprocess.run(
+        [str(python), *kit], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

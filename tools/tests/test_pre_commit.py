@@ -7,7 +7,9 @@ import yaml
 from tools.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_PLACE_OF_SCRIPTS = {"-c from importlinter.cli import lint_imports_command as c; c()": "lint-imports"}
+IN_PLACE_OF_SCRIPTS = {
+    "-c from importlinter.cli import lint_imports_command as c; c()": "lint-imports"
+}
 
 
 def _asked(words: list[str]) -> str:
@@ -19,5 +21,12 @@ def _asked(words: list[str]) -> str:
 def test_every_command_of_lint_and_layers_is_a_hook() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = {_asked(hook["entry"].split()) for hook in repository["hooks"]}
-    commands = [" ".join(command) for step in STEPS if step.name in ("lint", "layers") for command in step.commands]
-    assert {IN_PLACE_OF_SCRIPTS.get(command) or _asked(command.split()) for command in commands} == hooks
+    commands = [
+        " ".join(command)
+        for step in STEPS
+        if step.name in ("lint", "layers")
+        for command in step.commands
+    ]
+    assert {
+        IN_PLACE_OF_SCRIPTS.get(command) or _asked(command.split()) for command in commands
+    } == hooks

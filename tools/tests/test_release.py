@@ -11,11 +11,30 @@ import pytest
 from tools.compat import record_green, trials
 from tools.release import main, verify
 from tools.release_checks import check_before, check_tried, declared_version
-from tools.releases import RECORDS, Record, ReleaseTrouble, git, last_release, read_records, record_commits, unpack, write_records
+from tools.releases import (
+    RECORDS,
+    Record,
+    ReleaseTrouble,
+    git,
+    last_release,
+    read_records,
+    record_commits,
+    unpack,
+    write_records,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = (("0.1.0", ""), ("0.1.1", 'only "words" changed: \\ and ü'))
-IDENTITY = ("-c", "user.name=Tester", "-c", "user.email=tester@example.org", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
+IDENTITY = (
+    "-c",
+    "user.name=Tester",
+    "-c",
+    "user.email=tester@example.org",
+    "-c",
+    "commit.gpgsign=false",
+    "-c",
+    "tag.gpgsign=false",
+)
 
 
 def _repository(root: Path) -> Path:
@@ -29,12 +48,18 @@ def _repository(root: Path) -> Path:
         sources.mkdir(parents=True)
         declared = (ROOT / "packages" / name / "pyproject.toml").read_text()
         declared = re.sub(r'(?m)^version = ".*"$', 'version = "0.3.0"', declared)
-        declared = re.sub(r"temper-engine-api>=[\w.]+,<[\d.]+", "temper-engine-api>=0.3,<0.4", declared)
+        declared = re.sub(
+            r"temper-engine-api>=[\w.]+,<[\d.]+", "temper-engine-api>=0.3,<0.4", declared
+        )
         (folder / "pyproject.toml").write_text(declared)
-        (folder / "CHANGELOG.md").write_text("# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n")
+        (folder / "CHANGELOG.md").write_text(
+            "# Changes\n\n<!-- releases below -->\n\n## 0.2.0 (2020-01-01)\n\nOld.\n"
+        )
         (folder / "README.md").write_text(f"# temper-{name}\n")
         shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-        (sources / "__init__.py").write_text("def plan(lengths: list[int]) -> int:\n    return len(lengths)\n")
+        (sources / "__init__.py").write_text(
+            "def plan(lengths: list[int]) -> int:\n    return len(lengths)\n"
+        )
         (sources / "py.typed").touch()
         (folder / "changes").mkdir()
     (root / "packages/engine-api/changes/plan.added.md").write_text("The plan.\n")
@@ -74,7 +99,12 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
     after_draft = git(root, "status", "--porcelain", "--ignored")
     assert main(["engine-api", "0.3.0"], root=root) == 0
     staged = git(root, "status", "--porcelain")
-    return Released(root=root, after_draft=after_draft, staged=staged, commit=_commit(root, "engine-api: release 0.3.0"))
+    return Released(
+        root=root,
+        after_draft=after_draft,
+        staged=staged,
+        commit=_commit(root, "engine-api: release 0.3.0"),
+    )
 
 
 def test_a_draft_changes_nothing(released: Released) -> None:
@@ -93,7 +123,15 @@ def test_a_release_is_staged_and_not_committed(released: Released) -> None:
 
 def test_a_release_binds_the_fragments_above_the_older_entry(released: Released) -> None:
     text = (released.root / "packages/engine-api/CHANGELOG.md").read_text()
-    order = ["<!-- releases below -->", "## 0.3.0 (", "### Added", "* The plan.", "### Fixed", "* The seed.", "## 0.2.0"]
+    order = [
+        "<!-- releases below -->",
+        "## 0.3.0 (",
+        "### Added",
+        "* The plan.",
+        "### Fixed",
+        "* The seed.",
+        "## 0.2.0",
+    ]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
 
@@ -101,7 +139,10 @@ def test_a_release_binds_the_fragments_above_the_older_entry(released: Released)
 def test_a_release_keeps_its_files_and_their_hashes(released: Released) -> None:
     (record,) = read_records(released.root)
     assert sorted(record.sha256) == sorted(path.name for path in (released.root / "dist").iterdir())
-    assert sorted(record.sha256) == ["temper_engine_api-0.3.0-py3-none-any.whl", "temper_engine_api-0.3.0.tar.gz"]
+    assert sorted(record.sha256) == [
+        "temper_engine_api-0.3.0-py3-none-any.whl",
+        "temper_engine_api-0.3.0.tar.gz",
+    ]
 
 
 def test_a_release_is_found_without_a_tag_and_with_one(released: Released, tmp_path: Path) -> None:
@@ -109,10 +150,23 @@ def test_a_release_is_found_without_a_tag_and_with_one(released: Released, tmp_p
     git(released.root, "clone", "--quiet", "--no-tags", str(released.root), str(clone))
     by_record = last_release(clone, "engine-api")
     assert by_record is not None
-    git(clone, *IDENTITY, "tag", "-a", "engine-api/v0.3.0", "-m", "temper-engine-api 0.3.0", released.commit)
+    git(
+        clone,
+        *IDENTITY,
+        "tag",
+        "-a",
+        "engine-api/v0.3.0",
+        "-m",
+        "temper-engine-api 0.3.0",
+        released.commit,
+    )
     by_tag = last_release(clone, "engine-api")
     assert by_tag is not None
-    assert (by_record.version, by_tag.version, by_tag.treeish) == ("0.3.0", "0.3.0", "engine-api/v0.3.0:packages/engine-api")
+    assert (by_record.version, by_tag.version, by_tag.treeish) == (
+        "0.3.0",
+        "0.3.0",
+        "engine-api/v0.3.0:packages/engine-api",
+    )
     assert git(clone, "rev-parse", by_tag.treeish).strip() == by_record.treeish
     assert declared_version(unpack(clone, by_record.treeish, tmp_path / "unpacked")) == "0.3.0"
 
@@ -127,7 +181,9 @@ def test_the_commit_is_recorded_once_it_is_made(released: Released, tmp_path: Pa
     assert record_commits(clone) == []
 
 
-def test_a_commit_that_holds_more_than_was_built_is_refused(released: Released, tmp_path: Path) -> None:
+def test_a_commit_that_holds_more_than_was_built_is_refused(
+    released: Released, tmp_path: Path
+) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     (clone / "packages/engine-api/README.md").write_text("changed after the build\n")
@@ -143,11 +199,16 @@ def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: 
     # Only the wheel is named below: the sdist came out as it was recorded.
     text = (clone / RECORDS).read_text()
     (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
-    with pytest.raises(ReleaseTrouble, match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl came out with another hash"):
+    with pytest.raises(
+        ReleaseTrouble,
+        match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl came out with another hash",
+    ):
         verify(clone, "engine-api", "0.3.0")
 
 
-def test_a_version_is_released_once_and_the_next_one_is_higher(released: Released, tmp_path: Path) -> None:
+def test_a_version_is_released_once_and_the_next_one_is_higher(
+    released: Released, tmp_path: Path
+) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     (clone / "packages/engine-api/changes").mkdir()
@@ -161,14 +222,21 @@ def test_a_version_is_released_once_and_the_next_one_is_higher(released: Release
         check_before(clone, "engine-api", "0.3.1")
 
 
-def test_a_promise_that_is_broken_in_silence_stops_the_next_release(released: Released, tmp_path: Path) -> None:
+def test_a_promise_that_is_broken_in_silence_stops_the_next_release(
+    released: Released, tmp_path: Path
+) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     folder = clone / "packages/engine-api"
     (folder / "changes").mkdir()
     (folder / "changes/late.fixed.md").write_text("Late.\n")
-    (folder / "src/temper_engine_api/__init__.py").write_text("def plan(lengths: list[int]) -> float:\n    return 0.0\n")
-    with pytest.raises(ReleaseTrouble, match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'"):
+    (folder / "src/temper_engine_api/__init__.py").write_text(
+        "def plan(lengths: list[int]) -> float:\n    return 0.0\n"
+    )
+    with pytest.raises(
+        ReleaseTrouble,
+        match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'",
+    ):
         check_before(clone, "engine-api", "0.3.1")
 
 
@@ -183,7 +251,9 @@ def sibling(released: Released, tmp_path: Path) -> Path:
     return clone
 
 
-def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(sibling: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(
+    sibling: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["engine-fsdp", "0.3.0"], root=sibling) == 1
     told = capsys.readouterr().err
     assert "engine-fsdp with engine-api 0.3.0 (" in told
@@ -191,7 +261,9 @@ def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(sibling:
     assert git(sibling, "status", "--porcelain") == ""
 
 
-@pytest.mark.parametrize(("version", "told"), [("0.2.7", "0.2.7 is below it"), ("v0.3.0", "write three numbers")])
+@pytest.mark.parametrize(
+    ("version", "told"), [("0.2.7", "0.2.7 is below it"), ("v0.3.0", "write three numbers")]
+)
 def test_a_version_that_can_not_be_is_told_before_anybody_is_sent_to_trials(
     sibling: Path, capsys: pytest.CaptureFixture[str], version: str, told: str
 ) -> None:
@@ -201,7 +273,9 @@ def test_a_version_that_can_not_be_is_told_before_anybody_is_sent_to_trials(
     assert "nox -s" not in error
 
 
-def test_a_package_beside_record_is_refused_and_not_passed_over(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_beside_record_is_refused_and_not_passed_over(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["engine-api", "--record"], root=repository)
     assert "give PACKAGE and VERSION, or --record alone" in capsys.readouterr().err
@@ -216,18 +290,26 @@ def test_a_green_record_lets_it_through(sibling: Path) -> None:
 
 def test_a_reason_is_recorded_as_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
-    records = [Record(package="engine-api", version=version, date="2026-01-01", tree="", untried=reason) for version, reason in REASONS]
+    records = [
+        Record(package="engine-api", version=version, date="2026-01-01", tree="", untried=reason)
+        for version, reason in REASONS
+    ]
     write_records(tmp_path, records)
     assert list(read_records(tmp_path)) == records
     assert (tmp_path / RECORDS).read_text().count("untried") == 1
 
 
-def test_the_file_names_the_tag_and_a_wrong_one_is_refused(released: Released, tmp_path: Path) -> None:
+def test_the_file_names_the_tag_and_a_wrong_one_is_refused(
+    released: Released, tmp_path: Path
+) -> None:
     text = (released.root / RECORDS).read_text()
     assert text.count('tag = "engine-api/v0.3.0"\n') == 1
     (tmp_path / "tools").mkdir()
     (tmp_path / RECORDS).write_text(text.replace('"engine-api/v0.3.0"', '"engine-api/v0.4.0"'))
-    with pytest.raises(ReleaseTrouble, match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0: it is 'engine-api/v0\.3\.0'"):
+    with pytest.raises(
+        ReleaseTrouble,
+        match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0: it is 'engine-api/v0\.3\.0'",
+    ):
         read_records(tmp_path)
 
 
@@ -237,7 +319,9 @@ def test_a_reason_for_an_untried_release_is_kept(sibling: Path) -> None:
     assert [record.untried for record in read_records(sibling)] == ["", 'only "words" changed']
 
 
-def test_changes_that_are_not_committed_stop_a_release(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_that_are_not_committed_stop_a_release(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (repository / "note.txt").touch()
     assert main(["engine-api", "0.3.0"], root=repository) == 1
     assert "note.txt" in capsys.readouterr().err
@@ -257,13 +341,19 @@ def test_a_version_below_the_declared_one_is_refused(repository: Path) -> None:
 
 def test_siblings_must_let_a_new_version_in(repository: Path) -> None:
     with pytest.raises(
-        ReleaseTrouble, match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, which leaves out engine-api 0\.4\.0"
+        ReleaseTrouble,
+        match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, which leaves out engine-api 0\.4\.0",
     ):
         check_before(repository, "engine-api", "0.4.0")
 
 
-@pytest.mark.parametrize(("name", "text"), [("speed.faster.md", "Faster."), ("notes.txt", "Hm."), ("empty.fixed.md", " \n")])
-def test_a_fragment_that_would_be_lost_stops_the_release(repository: Path, name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("speed.faster.md", "Faster."), ("notes.txt", "Hm."), ("empty.fixed.md", " \n")],
+)
+def test_a_fragment_that_would_be_lost_stops_the_release(
+    repository: Path, name: str, text: str
+) -> None:
     (repository / "packages/engine-api/changes" / name).write_text(text)
     with pytest.raises(ReleaseTrouble, match=re.escape(name)):
         check_before(repository, "engine-api", "0.3.0")
@@ -275,13 +365,25 @@ def test_nothing_to_say_is_nothing_to_release(repository: Path) -> None:
 
 
 def test_what_is_recorded_here_is_what_was_committed() -> None:
-    inside = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=False)
+    inside = subprocess.run(
+        ["git", "rev-parse", "--is-shallow-repository"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if inside.stdout.strip() != "false":
         pytest.skip("this is no clone with its whole history; one that is runs this")
     for record in read_records(ROOT):
         source = last_release(ROOT, record.package)
         assert source is not None
         if record.commit:
-            assert git(ROOT, "rev-parse", f"{record.commit}:packages/{record.package}").strip() == record.tree
+            assert (
+                git(ROOT, "rev-parse", f"{record.commit}:packages/{record.package}").strip()
+                == record.tree
+            )
         if git(ROOT, "tag", "--list", record.tag):
-            assert git(ROOT, "rev-parse", f"{record.tag}:packages/{record.package}").strip() == record.tree
+            assert (
+                git(ROOT, "rev-parse", f"{record.tag}:packages/{record.package}").strip()
+                == record.tree
+            )

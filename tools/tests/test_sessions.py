@@ -12,7 +12,8 @@ NOXFILE = Path(__file__).resolve().parents[2] / "noxfile.py"
 SESSIONS = [
     node
     for node in ast.parse(NOXFILE.read_text()).body
-    if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark).startswith("nox.session") for mark in node.decorator_list)
+    if isinstance(node, ast.FunctionDef)
+    and any(ast.unparse(mark).startswith("nox.session") for mark in node.decorator_list)
 ]
 
 
@@ -32,7 +33,12 @@ def test_a_python_that_is_not_there_is_a_failure_and_no_green_run(tmp_path: Path
         "HOME": str(tmp_path),
     }
     done = subprocess.run(
-        [*command, "-s", f"pythons-{other}(package='engine-api')"], env=bare, capture_output=True, text=True, check=False, timeout=60
+        [*command, "-s", f"pythons-{other}(package='engine-api')"],
+        env=bare,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 1, done.stderr
     assert f"Python interpreter {other} not found" in done.stderr

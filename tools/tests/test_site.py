@@ -27,20 +27,32 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_link_leads_somewhere_inside_the_site(site: Path) -> None:
-    found = [line for page in (site / "pages").rglob("*.md") for line in broken_links(page, split_page(page.read_text())[1])]
+    found = [
+        line
+        for page in (site / "pages").rglob("*.md")
+        for line in broken_links(page, split_page(page.read_text())[1])
+    ]
     assert found == []
 
 
 def test_every_page_stands_in_the_navigation(site: Path) -> None:
     navigation = (site / "mkdocs.yml").read_text()
-    pages = sorted(path.relative_to(site / "pages").as_posix() for path in (site / "pages").rglob("*.md"))
+    pages = sorted(
+        path.relative_to(site / "pages").as_posix() for path in (site / "pages").rglob("*.md")
+    )
     assert [page for page in pages if page not in navigation] == []
-    assert {f"reference/{name}.md" for name in (*PACKAGES, "configuration", "compatibility")} <= set(pages)
+    assert {
+        f"reference/{name}.md" for name in (*PACKAGES, "configuration", "compatibility")
+    } <= set(pages)
 
 
 def test_the_compatibility_table_says_who_needs_no_torch(site: Path) -> None:
     page = (site / "pages/reference/compatibility.md").read_text()
-    torch = {cells[1].strip(): cells[4].strip() for line in page.splitlines() if len(cells := line.split("|")) == 7}
+    torch = {
+        cells[1].strip(): cells[4].strip()
+        for line in page.splitlines()
+        if len(cells := line.split("|")) == 7
+    }
     assert torch["temper-legacy-shim"].startswith("none, >=")
     assert "with `[checkpoint]`" in torch["temper-legacy-shim"]
     assert torch["temper-engine-api"].startswith(">=")
@@ -58,9 +70,15 @@ def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -
 
 
 def test_every_number_of_the_configuration_has_its_unit_or_is_known_to_have_none() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| ((?:\\\||[^|])*) \| (?:\\\||[^|])* \| ((?:\\\||[^|])*) \|", configuration_page(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)` \| ((?:\\\||[^|])*) \| (?:\\\||[^|])* \| ((?:\\\||[^|])*) \|",
+        configuration_page(),
+        re.MULTILINE,
+    )
     units = {key: unit.strip() for key, kind, unit in rows if "number" in kind}
-    assert [key for key, unit in units.items() if not unit] == [], "name them in UNITS or NO_UNIT of tools/site/configuration.py"
+    assert [key for key, unit in units.items() if not unit] == [], (
+        "name them in UNITS or NO_UNIT of tools/site/configuration.py"
+    )
     assert units["run.save_every"] == "steps"
     assert units["run.num_table_rows"] == "completions"
     assert units["algorithm.gamma"] == "none"
@@ -68,7 +86,9 @@ def test_every_number_of_the_configuration_has_its_unit_or_is_known_to_have_none
 
 
 def test_the_figure_shows_the_rooms_of_the_contracts(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"'))
+    (tmp_path / "pyproject.toml").write_text(
+        (ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"')
+    )
     assert "a_new_room" in house(tmp_path)
     assert (ROOT / FIGURE).read_text() == house(ROOT), "draw it anew: python -m tools.site.house"
     drawn = re.findall(r">([^<>]+)</text>", house(ROOT))

@@ -28,10 +28,19 @@ print(len(imported), *sorted(guest for guest in unwanted if guest in sys.modules
 """
 
 
-def _guests(*modules: str, unwanted: tuple[str, ...], left_out: tuple[str, ...] = ("-",)) -> tuple[int, list[str]]:
+def _guests(
+    *modules: str, unwanted: tuple[str, ...], left_out: tuple[str, ...] = ("-",)
+) -> tuple[int, list[str]]:
     """How many modules were imported in a fresh process, those within packages included, and which unwanted guests came along."""
     sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
-    command = [sys.executable, "-c", PROGRAM, ",".join(modules), ",".join(left_out), ",".join(unwanted)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        ",".join(modules),
+        ",".join(left_out),
+        ",".join(unwanted),
+    ]
     variables = os.environ | {"PYTHONPATH": sources}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -63,10 +72,27 @@ def test_configurations_are_read_without_anything_heavy(
 
 @pytest.mark.nightly  # imports torch and transformers; every day import-linter asks the same of what is written
 def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
-    doors = ("runtime.ray_replica", "runtime.ray_runtime", "runtime.ray_workers", "rollout.vllm", "config_loading", "__main__")
+    doors = (
+        "runtime.ray_replica",
+        "runtime.ray_runtime",
+        "runtime.ray_workers",
+        "rollout.vllm",
+        "config_loading",
+        "__main__",
+    )
     number, guests = _guests(
         "temper_trainer",
-        unwanted=("ray", "vllm", "hydra", "omegaconf", "wandb", "datasets", "math_verify", "temper_engine_fsdp", "temper_engine_megatron"),
+        unwanted=(
+            "ray",
+            "vllm",
+            "hydra",
+            "omegaconf",
+            "wandb",
+            "datasets",
+            "math_verify",
+            "temper_engine_fsdp",
+            "temper_engine_megatron",
+        ),
         left_out=tuple(f"temper_trainer.{door}" for door in doors),
     )
     assert guests == []
@@ -74,4 +100,7 @@ def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
 
 
 def test_a_guest_that_comes_along_is_seen() -> None:
-    assert _guests("temper_engine_api.versions", "fractions", unwanted=("numpy", "fractions")) == (2, ["fractions"])
+    assert _guests("temper_engine_api.versions", "fractions", unwanted=("numpy", "fractions")) == (
+        2,
+        ["fractions"],
+    )

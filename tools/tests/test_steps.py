@@ -8,14 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from tools.steps import ENVIRONMENT, STEPS, Counts, Step, count_tests, report, run_side_by_side, run_step, stream, whole_budget_s
+from tools.steps import (
+    ENVIRONMENT,
+    STEPS,
+    Counts,
+    Step,
+    count_tests,
+    report,
+    run_side_by_side,
+    run_step,
+    stream,
+    whole_budget_s,
+)
 
 PYTHON = Path(sys.executable)
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _step(*programs: str, budget_s: float = 60) -> Step:
-    return Step(name="example", budget_s=budget_s, commands=tuple(("-c", program) for program in programs))
+    return Step(
+        name="example", budget_s=budget_s, commands=tuple(("-c", program) for program in programs)
+    )
 
 
 def _pytest_step(file: Path) -> Step:
@@ -95,7 +108,9 @@ def test_a_step_past_four_budgets_is_killed_with_what_it_started(tmp_path: Path)
     assert _is_gone(int(result.tail[0]))
 
 
-def test_steps_run_two_at_a_time_and_are_told_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_run_two_at_a_time_and_are_told_in_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Each waits for a file that the other one writes: one after the other, the first would never end.
     program = (
         "import pathlib, sys, time\n"
@@ -109,7 +124,10 @@ def test_steps_run_two_at_a_time_and_are_told_in_their_order(tmp_path: Path, cap
         for mine, others, budget in (("short", "long", 6), ("long", "short", 8))
     ]
     results = run_side_by_side(steps, python=PYTHON, root=tmp_path)
-    assert [(result.step.name, result.failures, result.tail) for result in results] == [("short", (), ("met",)), ("long", (), ("met",))]
+    assert [(result.step.name, result.failures, result.tail) for result in results] == [
+        ("short", (), ("met",)),
+        ("long", (), ("met",)),
+    ]
     assert {"short | met", "long | met"} <= set(capsys.readouterr().out.splitlines())
 
 
@@ -129,7 +147,14 @@ def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
         "run_side_by_side(steps, python=pathlib.Path(sys.executable), root=pathlib.Path('.'))\n"
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert "KeyboardInterrupt" in done.stderr
     assert time.monotonic() - started < 20
     assert _is_gone(int((tmp_path / "pid").read_text()))
@@ -139,7 +164,10 @@ def test_what_a_step_leaves_running_is_killed(tmp_path: Path) -> None:
     program = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
     tail = deque[str]()
     started = time.monotonic()
-    assert stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30, name="example") == 0
+    assert (
+        stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30, name="example")
+        == 0
+    )
     assert time.monotonic() - started < 20
     assert _is_gone(int(tail[0]))
 
@@ -152,7 +180,12 @@ def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
     assert "the reason" in lines
-    assert [line.split(" | ")[0].strip() for line in lines if " | " in line] == ["step", "example", "example", "all"]
+    assert [line.split(" | ")[0].strip() for line in lines if " | " in line] == [
+        "step",
+        "example",
+        "example",
+        "all",
+    ]
 
 
 def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
@@ -162,7 +195,9 @@ def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
 def _is_gone(pid: int) -> bool:
     """Whether a process has ended; one that waits for its parent to notice has."""
     for _ in range(50):
-        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+        ).stdout
         if not state.strip() or state.startswith("Z"):
             return True
         time.sleep(0.1)

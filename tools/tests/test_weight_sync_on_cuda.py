@@ -12,14 +12,33 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.nightly
 def test_every_job_leaves_its_row_and_one_that_fails_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.gpu.weight_sync", "--out", str(tmp_path), "--shape", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.weight_sync",
+        "--out",
+        str(tmp_path),
+        "--shape",
+        "tiny",
+    ]
     done = subprocess.run(
-        [*command, "--jobs", "copies,gloo,shared_memory_unchecked"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "--jobs", "copies,gloo,shared_memory_unchecked"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row.get("transport") for row in rows[1:]] == ["copy_same_device", "checksum", "gloo", "shared_memory"]
+    assert [row.get("transport") for row in rows[1:]] == [
+        "copy_same_device",
+        "checksum",
+        "gloo",
+        "shared_memory",
+    ]
     assert [row["checksum"] for row in rows[3:]] == [True, False]
-    wrong = subprocess.run([*command, "--jobs", "nccl_1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    wrong = subprocess.run(
+        [*command, "--jobs", "nccl_1"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert wrong.returncode == 2
     assert "nccl_1" in wrong.stderr

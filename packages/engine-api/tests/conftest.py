@@ -47,34 +47,47 @@ class Meeting:
     def run(self, action: Callable[[int], T]) -> list[T]:
         """Every rank runs the action; their results, or the first rank's error."""
         with ThreadPoolExecutor(self.num_ranks) as pool:
-            return [future.result() for future in [pool.submit(action, rank) for rank in range(self.num_ranks)]]
+            return [
+                future.result()
+                for future in [pool.submit(action, rank) for rank in range(self.num_ranks)]
+            ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BigramConfig(EngineConfig):
-    model: ModelSpec = field(default_factory=lambda: ModelSpec(architecture={"model_type": "bigram"}))
+    model: ModelSpec = field(
+        default_factory=lambda: ModelSpec(architecture={"model_type": "bigram"})
+    )
 
 
 class BigramEngine(BaseEngine):
     """log p(t | previous token) is a row of one table; AdamW; gradients are summed over the ranks of a meeting."""
 
     config_class = BigramConfig
-    capabilities: ClassVar = frozenset({Capability.LANGUAGE_MODEL, Capability.DATA_PARALLEL, Capability.PORTABLE_STATE})
+    capabilities: ClassVar = frozenset(
+        {Capability.LANGUAGE_MODEL, Capability.DATA_PARALLEL, Capability.PORTABLE_STATE}
+    )
 
-    def __init__(self, config: EngineConfig, *, meeting: Meeting | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, *, meeting: Meeting | None = None, rank: int = 0
+    ) -> None:
         super().__init__(config)
         self.meeting = meeting or Meeting(1)
         self.rank = rank
         self.residency: list[str] = []
 
     def _build(self) -> Topology:
-        start = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(self.config.model.seed))
+        start = torch.randn(
+            VOCAB, VOCAB, generator=torch.Generator().manual_seed(self.config.model.seed)
+        )
         self.table = torch.nn.Parameter(start)
         self.optimizer = torch.optim.AdamW([self.table], weight_decay=0.0)
         size = self.meeting.num_ranks
         return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
 
-    def _run_schedule(self, batch: PackedBatch, *, queries, micro_loss, forward_only, reduce_gradients) -> list[Answers]:  # type: ignore[no-untyped-def]
+    def _run_schedule(
+        self, batch: PackedBatch, *, queries, micro_loss, forward_only, reduce_gradients
+    ) -> list[Answers]:  # type: ignore[no-untyped-def]
         found = []
         for micro in batch.micro_batches():
             with torch.set_grad_enabled(not forward_only):
@@ -92,7 +105,9 @@ class BigramEngine(BaseEngine):
         assert query is Query.LOGPROB
         logits = self.table[micro.tokens.roll(1)] / micro.temperature[micro.sequence_index][:, None]
         picked = logits.log_softmax(-1).gather(1, micro.tokens[:, None])[:, 0]
-        first = torch.zeros_like(micro.loss_mask).index_fill(0, micro.sequence_starts.long()[:-1], True)
+        first = torch.zeros_like(micro.loss_mask).index_fill(
+            0, micro.sequence_starts.long()[:-1], True
+        )
         return picked.masked_fill(first, 0.0)
 
     def _reduce_pending_gradients(self) -> None:
@@ -101,7 +116,11 @@ class BigramEngine(BaseEngine):
 
     def _apply_gradients(self, *, lr: float) -> float:
         assert self.config.optimizer is not None
-        norm = float(torch.nn.utils.clip_grad_norm_([self.table], self.config.optimizer.clip_grad_norm or float("inf")))
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                [self.table], self.config.optimizer.clip_grad_norm or float("inf")
+            )
+        )
         self.optimizer.param_groups[0]["lr"] = lr
         if torch.isfinite(torch.tensor(norm)):
             self.optimizer.step()
@@ -123,8 +142,13 @@ class BigramEngine(BaseEngine):
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         arrived = list(stream)
-        entries = [WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in arrived]
-        check_complete([WeightEntry(name="table", shape=(VOCAB, VOCAB), dtype=torch.float32)], entries)
+        entries = [
+            WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype)
+            for w in arrived
+        ]
+        check_complete(
+            [WeightEntry(name="table", shape=(VOCAB, VOCAB), dtype=torch.float32)], entries
+        )
         self.table.data.copy_(arrived[0].tensor)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
@@ -142,11 +166,17 @@ class BigramEngine(BaseEngine):
         (state,) = stream
         self.table.data.copy_(state.master)
         moments = {"exp_avg": state.first_moment, "exp_avg_sq": state.second_moment}
-        self.optimizer.state[self.table] = {"step": torch.tensor(float(state.update_count)), **moments}
+        self.optimizer.state[self.table] = {
+            "step": torch.tensor(float(state.update_count)),
+            **moments,
+        }
 
     def _write_state(self, directory: str) -> list[str]:
         name = f"rank_{self.rank}.pt"
-        torch.save({"table": self.table.detach(), "optimizer": self.optimizer.state_dict()}, Path(directory) / name)
+        torch.save(
+            {"table": self.table.detach(), "optimizer": self.optimizer.state_dict()},
+            Path(directory) / name,
+        )
         return [name]
 
     def _read_state(self, directory: str) -> None:
@@ -215,9 +245,17 @@ def objective() -> Objective:
 def make_engines() -> Callable[..., list[BigramEngine]]:
     """num_ranks initialised engines that meet; lr, schedule and other settings by keyword."""
 
-    def make(num_ranks: int = 1, *, lr: float = 0.1, schedule: ScheduleSpec | None = None, **settings: Any) -> list[BigramEngine]:
+    def make(
+        num_ranks: int = 1,
+        *,
+        lr: float = 0.1,
+        schedule: ScheduleSpec | None = None,
+        **settings: Any,
+    ) -> list[BigramEngine]:
         meeting = Meeting(num_ranks)
-        settings.setdefault("optimizer", OptimizerSpec(lr=lr, clip_grad_norm=None, max_consecutive_skips=2))
+        settings.setdefault(
+            "optimizer", OptimizerSpec(lr=lr, clip_grad_norm=None, max_consecutive_skips=2)
+        )
         config = BigramConfig(schedule=schedule or ScheduleSpec(), **settings)
         engines = [BigramEngine(config, meeting=meeting, rank=rank) for rank in range(num_ranks)]
         for engine in engines:

@@ -12,14 +12,28 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 def loads_of(costs: list[int], ranks: list[int], num_ranks: int) -> list[int]:
-    return [sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(num_ranks)]
+    return [
+        sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r)
+        for r in range(num_ranks)
+    ]
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
-def test_the_heaviest_rank_is_near_the_best_of_all_assignments(costs: list[int], num_ranks: int) -> None:
-    best = min(max(loads_of(costs, list(choice), num_ranks)) for choice in product(range(num_ranks), repeat=len(costs)))
-    heaviest = max(loads_of(costs, assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist(), num_ranks))
-    assert heaviest <= 4 / 3 * best + 1  # Graham's bound for longest-first without limits on the counts is 4/3 - 1/(3 ranks)
+def test_the_heaviest_rank_is_near_the_best_of_all_assignments(
+    costs: list[int], num_ranks: int
+) -> None:
+    best = min(
+        max(loads_of(costs, list(choice), num_ranks))
+        for choice in product(range(num_ranks), repeat=len(costs))
+    )
+    heaviest = max(
+        loads_of(
+            costs, assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist(), num_ranks
+        )
+    )
+    assert (
+        heaviest <= 4 / 3 * best + 1
+    )  # Graham's bound for longest-first without limits on the counts is 4/3 - 1/(3 ranks)
 
 
 def test_forced_places_are_mended_by_exchanges() -> None:
@@ -38,7 +52,9 @@ def test_one_rank_takes_everything() -> None:
 
 
 @given(sizes=SIZES, capacity=st.integers(40, 90))
-def test_bins_hold_every_item_once_and_at_most_their_capacity(sizes: list[int], capacity: int) -> None:
+def test_bins_hold_every_item_once_and_at_most_their_capacity(
+    sizes: list[int], capacity: int
+) -> None:
     bins = fill_bins(sizes, capacity=capacity)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in b) <= capacity for b in bins)
@@ -51,10 +67,16 @@ def test_no_two_bins_could_be_one(sizes: list[int], capacity: int) -> None:
 
 
 @given(sizes=SIZES, num_bins=st.integers(1, 12), capacity=st.integers(40, 200))
-def test_spreading_respects_the_capacity_or_gives_up(sizes: list[int], num_bins: int, capacity: int) -> None:
-    bins = spread_over_bins(sizes, [size**2 for size in sizes], num_bins=num_bins, capacity=capacity)
+def test_spreading_respects_the_capacity_or_gives_up(
+    sizes: list[int], num_bins: int, capacity: int
+) -> None:
+    bins = spread_over_bins(
+        sizes, [size**2 for size in sizes], num_bins=num_bins, capacity=capacity
+    )
     if bins is None:
-        assert sum(sizes) + max(sizes) * num_bins > capacity * num_bins  # some bin was left with less room than the largest item
+        assert (
+            sum(sizes) + max(sizes) * num_bins > capacity * num_bins
+        )  # some bin was left with less room than the largest item
         return
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert len(bins) == num_bins

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from temper_engine_api import batch as batch_module
-from temper_engine_api.batch import Denominators, SequenceBatch, concatenate, from_sequences, slice_sequences
+from temper_engine_api.batch import (
+    Denominators,
+    SequenceBatch,
+    concatenate,
+    from_sequences,
+    slice_sequences,
+)
 from temper_engine_api.errors import BatchError
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 
@@ -29,7 +35,9 @@ def test_lengths_positions_and_index_count_from_the_starts(make_batch: MakeBatch
 
 
 @given(lengths=LENGTHS, data=st.data())
-def test_selecting_equals_taking_sequences_one_by_one(make_batch: MakeBatch, lengths: list[int], data: st.DataObject) -> None:
+def test_selecting_equals_taking_sequences_one_by_one(
+    make_batch: MakeBatch, lengths: list[int], data: st.DataObject
+) -> None:
     batch = make_batch(lengths)
     order = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=8))
     chosen = batch.select(order)
@@ -80,7 +88,9 @@ def test_every_field_of_a_batch_declares_its_axis() -> None:
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 3))
-def test_packing_keeps_every_column_of_every_sequence(make_batch: MakeBatch, lengths: list[int], dp_size: int) -> None:
+def test_packing_keeps_every_column_of_every_sequence(
+    make_batch: MakeBatch, lengths: list[int], dp_size: int
+) -> None:
     batch = make_batch(lengths)
     batch = replace(
         batch,
@@ -91,7 +101,9 @@ def test_packing_keeps_every_column_of_every_sequence(make_batch: MakeBatch, len
     )
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=10)
     counts = Denominators(tokens=1, sequences=1, groups=1)
-    packed = [pack_rank(batch, plan=plan, rank=rank, denominators=counts) for rank in range(dp_size)]
+    packed = [
+        pack_rank(batch, plan=plan, rank=rank, denominators=counts) for rank in range(dp_size)
+    ]
     joined = concatenate(packed)
     real = [i for i, is_dummy in enumerate(joined.is_dummy.tolist()) if not is_dummy]
     joined = joined.select(sorted(real, key=lambda i: int(joined.sample_ids[i])))
@@ -100,7 +112,9 @@ def test_packing_keeps_every_column_of_every_sequence(make_batch: MakeBatch, len
         if isinstance(expected, Tensor):
             assert torch.equal(actual, expected), field.name
         elif isinstance(expected, dict):
-            assert all(torch.equal(actual[name], column) for name, column in expected.items()), field.name
+            assert all(torch.equal(actual[name], column) for name, column in expected.items()), (
+                field.name
+            )
         else:
             assert actual == expected, field.name
 
@@ -119,14 +133,25 @@ def test_batches_with_different_columns_are_not_joined(make_batch: MakeBatch) ->
         ({"tokens": torch.zeros(5, dtype=torch.int32)}, r"tokens must be \[T\] int64"),
         ({"sequence_starts": torch.tensor([0, 5, 5])}, "without empty sequences"),
         ({"sequence_starts": torch.tensor([0, 2, 4])}, "must rise from 0 to 5"),
-        ({"loss_mask": torch.tensor([False, True, True, True, True])}, "True at the first token of a sequence"),
+        (
+            {"loss_mask": torch.tensor([False, True, True, True, True])},
+            "True at the first token of a sequence",
+        ),
         ({"loss_mask": torch.ones(5)}, "loss_mask must be bool"),
-        ({"columns": {"advantages": torch.zeros(4)}}, r"column 'advantages' has shape \(4,\), but there are 5 tokens"),
-        ({"sequence_columns": {"scores": torch.zeros(3)}}, r"column 'scores' has shape \(3,\), but there are 2 sequences"),
+        (
+            {"columns": {"advantages": torch.zeros(4)}},
+            r"column 'advantages' has shape \(4,\), but there are 5 tokens",
+        ),
+        (
+            {"sequence_columns": {"scores": torch.zeros(3)}},
+            r"column 'scores' has shape \(3,\), but there are 2 sequences",
+        ),
         ({"position_ids": torch.zeros(3, 4)}, "column 'position_ids' has shape"),
     ],
 )
-def test_a_batch_that_breaks_its_contract_is_refused(make_batch: MakeBatch, change: dict[str, object], sentence: str) -> None:
+def test_a_batch_that_breaks_its_contract_is_refused(
+    make_batch: MakeBatch, change: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(BatchError, match=sentence):
         replace(make_batch([2, 3]), **change)  # type: ignore[arg-type]
 
@@ -146,9 +171,20 @@ def test_a_packed_batch_refuses_an_empty_micro_batch(make_batch: MakeBatch) -> N
 def test_moving_keeps_every_column_and_the_type(make_batch: MakeBatch) -> None:
     batch = replace(make_batch([2, 3]), position_ids=torch.arange(5), media=("a", "b"))
     denominators = Denominators(tokens=1, sequences=1, groups=1)
-    packed = pack_rank(batch, plan=plan_mini_batch([2, 3], dp_size=1, max_tokens=3), rank=0, denominators=denominators)
+    packed = pack_rank(
+        batch,
+        plan=plan_mini_batch([2, 3], dp_size=1, max_tokens=3),
+        rank=0,
+        denominators=denominators,
+    )
     moved = packed.to("meta")
-    tensors = [moved.tokens, moved.micro_batch_starts, moved.position_ids, *moved.columns.values(), *moved.sequence_columns.values()]
+    tensors = [
+        moved.tokens,
+        moved.micro_batch_starts,
+        moved.position_ids,
+        *moved.columns.values(),
+        *moved.sequence_columns.values(),
+    ]
     assert type(moved) is type(packed)
     assert {tensor.device.type for tensor in tensors if tensor is not None} == {"meta"}
     assert (moved.media, moved.denominators) == (("b", "a"), denominators)
@@ -162,6 +198,11 @@ def test_a_batch_survives_pickling(make_batch: MakeBatch) -> None:
 
 
 def test_ids_default_to_the_sample_and_temperature_to_one() -> None:
-    batch = from_sequences([torch.tensor([1, 2]), torch.tensor([3])], loss_masks=[torch.tensor([False, True]), torch.tensor([False])])
-    assert batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+    batch = from_sequences(
+        [torch.tensor([1, 2]), torch.tensor([3])],
+        loss_masks=[torch.tensor([False, True]), torch.tensor([False])],
+    )
+    assert (
+        batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+    )
     assert batch.temperature.tolist() == [1.0, 1.0]

@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from temper_engine_api.deprecation import Deprecation, TemperDeprecationWarning, deprecated, warn_caller
+from temper_engine_api.deprecation import (
+    Deprecation,
+    TemperDeprecationWarning,
+    deprecated,
+    warn_caller,
+)
 
 RECORD = Deprecation(
     package="temper-example",
@@ -51,7 +56,9 @@ def test_a_call_warns_at_its_own_line_and_still_works() -> None:
     with pytest.warns(TemperDeprecationWarning) as caught:
         total, line = old_sum(2, second=3), _line()
     assert total == 5
-    assert [(str(warning.message), warning.filename, warning.lineno) for warning in caught] == [(SENTENCE, __file__, line)]
+    assert [(str(warning.message), warning.filename, warning.lineno) for warning in caught] == [
+        (SENTENCE, __file__, line)
+    ]
 
 
 def test_constructing_warns_for_subclasses_too_and_isinstance_holds() -> None:
@@ -62,7 +69,11 @@ def test_constructing_warns_for_subclasses_too_and_isinstance_holds() -> None:
 
 
 def test_the_deprecating_package_itself_is_never_named_as_the_caller() -> None:
-    inside: dict[str, object] = {"__name__": "temper_example.rooms", "warn_caller": warn_caller, "RECORD": RECORD}
+    inside: dict[str, object] = {
+        "__name__": "temper_example.rooms",
+        "warn_caller": warn_caller,
+        "RECORD": RECORD,
+    }
     exec("def convenience():\n    warn_caller(RECORD)\n", inside)
     convenience = inside["convenience"]
     assert callable(convenience)
@@ -81,7 +92,10 @@ def test_pythons_own_filters_show_it_where_a_script_calls_it_and_nowhere_else() 
     assert len(shown) == 1
 
 
-@pytest.mark.parametrize(("removed_in", "kept"), [("0.3.0", False), ("0.3.9", False), ("0.4.0", True), ("1.0.0", True), ("0.1.0", False)])
+@pytest.mark.parametrize(
+    ("removed_in", "kept"),
+    [("0.3.0", False), ("0.3.9", False), ("0.4.0", True), ("1.0.0", True), ("0.1.0", False)],
+)
 def test_two_minor_versions_are_left(removed_in: str, kept: bool) -> None:
     if kept:
         assert replace(RECORD, removed_in=removed_in).removed_in == removed_in
@@ -90,6 +104,11 @@ def test_two_minor_versions_are_left(removed_in: str, kept: bool) -> None:
             replace(RECORD, removed_in=removed_in)
 
 
-@pytest.mark.parametrize(("release", "overdue"), [("0.2.1", False), ("0.3.9", False), ("0.4.0", True), ("0.4.0rc1", True), ("1.0.0", True)])
-def test_a_record_is_overdue_from_the_release_that_promised_its_removal(release: str, overdue: bool) -> None:
+@pytest.mark.parametrize(
+    ("release", "overdue"),
+    [("0.2.1", False), ("0.3.9", False), ("0.4.0", True), ("0.4.0rc1", True), ("1.0.0", True)],
+)
+def test_a_record_is_overdue_from_the_release_that_promised_its_removal(
+    release: str, overdue: bool
+) -> None:
     assert RECORD.is_overdue(release) is overdue

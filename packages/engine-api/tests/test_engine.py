@@ -15,11 +15,25 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import BatchError, CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.errors import (
+    BatchError,
+    CapabilityError,
+    ConfigError,
+    EngineStateError,
+    WeightError,
+)
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.padding import to_padded
-from temper_engine_api.specs import EngineConfig, LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.specs import (
+    EngineConfig,
+    LoraSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PrecisionSpec,
+    ResidencySpec,
+    ScheduleSpec,
+)
 from temper_engine_api.weights import NamedWeight
 
 MakeBatch = Callable[..., SequenceBatch]
@@ -45,7 +59,11 @@ def poisoned(batch: SequenceBatch) -> SequenceBatch:
 
 
 def untrained(batch: SequenceBatch) -> SequenceBatch:
-    return from_sequences([batch.tokens], loss_masks=[torch.zeros_like(batch.loss_mask)], columns={"advantages": [batch.tokens.float()]})
+    return from_sequences(
+        [batch.tokens],
+        loss_masks=[torch.zeros_like(batch.loss_mask)],
+        columns={"advantages": [batch.tokens.float()]},
+    )
 
 
 # Building and asking.
@@ -67,16 +85,27 @@ def test_another_engines_configuration_is_refused(engine: BaseEngine) -> None:
     [
         ({"lora": LoraSpec(rank=4, alpha=8.0)}, "adapter"),
         ({"residency": ResidencySpec(offload_optimizer=True)}, "offload"),
-        ({"model": ModelSpec(architecture={"model_type": "bigram"}, model_type="value_model")}, "value_model"),
+        (
+            {"model": ModelSpec(architecture={"model_type": "bigram"}, model_type="value_model")},
+            "value_model",
+        ),
     ],
 )
-def test_what_is_not_claimed_is_refused_when_building(make_engines: MakeEngines, settings: dict[str, object], named: str) -> None:
-    with pytest.raises(CapabilityError, match=f"BigramEngine does not offer '{named}'; it offers data_parallel"):
+def test_what_is_not_claimed_is_refused_when_building(
+    make_engines: MakeEngines, settings: dict[str, object], named: str
+) -> None:
+    with pytest.raises(
+        CapabilityError, match=f"BigramEngine does not offer '{named}'; it offers data_parallel"
+    ):
         make_engines(**settings)
 
 
 def test_adapter_calls_need_the_capability(engine: BaseEngine) -> None:
-    for call in (engine.export_adapter, lambda: engine.load_adapter({}, {}), engine.adapter_disabled().__enter__):
+    for call in (
+        engine.export_adapter,
+        lambda: engine.load_adapter({}, {}),
+        engine.adapter_disabled().__enter__,
+    ):
         with pytest.raises(CapabilityError, match=Capability.ADAPTER):
             call()
 
@@ -86,7 +115,9 @@ def test_adapter_calls_need_the_capability(engine: BaseEngine) -> None:
 
 def test_a_pass_needs_its_mode(engine: BaseEngine, make_batch: MakeBatch) -> None:
     batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
-    with pytest.raises(EngineStateError, match=r"a backward pass needs `with engine.train_mode\(\)`"):
+    with pytest.raises(
+        EngineStateError, match=r"a backward pass needs `with engine.train_mode\(\)`"
+    ):
         engine.forward_backward_batch(batch, forward_only=False)
     with engine.eval_mode(), pytest.raises(EngineStateError, match="a backward pass needs"):
         engine.forward_backward_batch(batch, forward_only=False)
@@ -97,12 +128,19 @@ def test_a_pass_needs_its_mode(engine: BaseEngine, make_batch: MakeBatch) -> Non
 def test_ranks_gather_small_objects_in_rank_order(make_engines: MakeEngines) -> None:
     engines = make_engines(2)
     with ThreadPoolExecutor(2) as pool:
-        gathered = list(pool.map(lambda engine: engine.gather_objects(("rank", engine.topology.global_rank)), engines))
+        gathered = list(
+            pool.map(
+                lambda engine: engine.gather_objects(("rank", engine.topology.global_rank)), engines
+            )
+        )
     assert gathered == [[("rank", 0), ("rank", 1)]] * 2
 
 
 def test_modes_do_not_nest(engine: BaseEngine) -> None:
-    with engine.train_mode(), pytest.raises(EngineStateError, match=r"eval_mode\(\) inside train_mode\(\)"):
+    with (
+        engine.train_mode(),
+        pytest.raises(EngineStateError, match=r"eval_mode\(\) inside train_mode\(\)"),
+    ):
         with engine.eval_mode():
             pass
 
@@ -119,7 +157,9 @@ def test_residency_is_restored_when_the_body_raises(engine: BaseEngine) -> None:
 # An update.
 
 
-def test_an_update_moves_the_weights_along_the_gradient(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_an_update_moves_the_weights_along_the_gradient(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
     batch = engine.shard_data(make_batch([6, 7, 3]), max_tokens=64)
     before = table_of(engine)
     norm = update(engine, batch)
@@ -135,7 +175,9 @@ def test_an_update_moves_the_weights_along_the_gradient(engine: BaseEngine, make
 def test_the_loss_is_that_of_the_formula(engine: BaseEngine, make_batch: MakeBatch) -> None:
     whole = make_batch([6, 7, 3])
     with engine.eval_mode():
-        result = engine.forward_backward_batch(engine.shard_data(whole, max_tokens=8), forward_only=True)
+        result = engine.forward_backward_batch(
+            engine.shard_data(whole, max_tokens=8), forward_only=True
+        )
     previous, trained = whole.tokens.roll(1), whole.loss_mask
     logprobs = table_of(engine).log_softmax(-1)[previous, whole.tokens]
     expected = -(whole.columns["advantages"] * logprobs)[trained].mean()
@@ -143,7 +185,9 @@ def test_the_loss_is_that_of_the_formula(engine: BaseEngine, make_batch: MakeBat
     assert result.outputs is None
 
 
-def test_two_calls_then_a_step_equal_one_call(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_two_calls_then_a_step_equal_one_call(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     whole = make_batch([6, 7, 3, 4])
     (one,), (two,) = make_engines(), make_engines()
     full = one.shard_data(whole, max_tokens=64)
@@ -165,7 +209,9 @@ def test_a_call_after_the_final_one_is_an_error(engine: BaseEngine, make_batch: 
             engine.forward_backward_batch(batch, forward_only=False)
 
 
-def test_a_forward_pass_between_two_calls_leaves_the_gradients_alone(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_a_forward_pass_between_two_calls_leaves_the_gradients_alone(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     (one,), (two,) = make_engines(), make_engines()
     batch = one.shard_data(make_batch([4, 5]), max_tokens=16)
     norm = update(one, batch)
@@ -185,7 +231,9 @@ def test_a_step_without_gradients_is_an_error(engine: BaseEngine, make_batch: Ma
         engine.optimizer_step()
 
 
-def test_an_engine_without_an_optimizer_neither_trains_nor_steps(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_an_engine_without_an_optimizer_neither_trains_nor_steps(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     (engine,) = make_engines(optimizer=None)
     batch = engine.shard_data(make_batch([4]), max_tokens=16)
     with engine.train_mode(), pytest.raises(EngineStateError, match=r"can't train"):
@@ -195,9 +243,16 @@ def test_an_engine_without_an_optimizer_neither_trains_nor_steps(make_engines: M
     assert engine.current_lr == 0.0
 
 
-def test_a_batch_without_the_objectives_columns_is_refused(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_a_batch_without_the_objectives_columns_is_refused(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
     batch = replace(engine.shard_data(make_batch([4]), max_tokens=16), columns={})
-    with engine.train_mode(), pytest.raises(EngineStateError, match=r"reads columns that the batch lacks: \['advantages'\]"):
+    with (
+        engine.train_mode(),
+        pytest.raises(
+            EngineStateError, match=r"reads columns that the batch lacks: \['advantages'\]"
+        ),
+    ):
         engine.forward_backward_batch(batch, forward_only=False)
 
 
@@ -219,7 +274,9 @@ def test_needs_beside_an_objective_is_refused(engine: BaseEngine, objective: Obj
 # Updates that must not happen.
 
 
-def test_a_nonfinite_gradient_skips_on_every_rank(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_a_nonfinite_gradient_skips_on_every_rank(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     engines = make_engines(2, schedule=ScheduleSpec(warmup_steps=4))
     whole = make_batch([5, 6, 4, 7], sample_ids=[10, 11, 12, 13])
     before = [table_of(engine) for engine in engines]
@@ -236,7 +293,11 @@ def test_a_nonfinite_gradient_skips_on_every_rank(make_engines: MakeEngines, mak
     assert not any(math.isfinite(norm) for norm in norms)
     for engine, start in zip(engines, before, strict=True):
         assert engine.last_update is not None
-        assert (engine.last_update.outcome, engine.num_nonfinite_updates, engine.num_updates) == ("nonfinite", 1, 0)
+        assert (engine.last_update.outcome, engine.num_nonfinite_updates, engine.num_updates) == (
+            "nonfinite",
+            1,
+            0,
+        )
         assert (engine.num_schedule_steps, engine.current_lr) == (0, 0.025)  # 0.1 / 4
         assert torch.equal(table_of(engine), start)
     ids = [engine.last_update.sample_ids for engine in engines if engine.last_update]
@@ -248,17 +309,25 @@ def test_too_many_skips_in_a_row_stop_the_run(engine: BaseEngine, make_batch: Ma
     assert isinstance(bad, PackedBatch)
     for _ in range(2):
         update(engine, bad)
-    with pytest.raises(EngineStateError, match=r"3 updates in a row .* samples \((4, 8|8, 4)\).*max_consecutive_skips"):
+    with pytest.raises(
+        EngineStateError,
+        match=r"3 updates in a row .* samples \((4, 8|8, 4)\).*max_consecutive_skips",
+    ):
         update(engine, bad)
 
 
-def test_too_many_skips_under_fp16_name_the_loss_scale(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_too_many_skips_under_fp16_name_the_loss_scale(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
     bad = poisoned(engine.shard_data(make_batch([5, 6]), max_tokens=64))
     assert isinstance(bad, PackedBatch)
     engine.loss_scale = LossScale(PrecisionSpec(compute="fp16", initial_loss_scale=1024.0))
     for _ in range(2):
         update(engine, bad)
-    with pytest.raises(EngineStateError, match=r"loss scale of fp16 has fallen to 128\.0: .* lower precision\.initial_loss_scale"):
+    with pytest.raises(
+        EngineStateError,
+        match=r"loss scale of fp16 has fallen to 128\.0: .* lower precision\.initial_loss_scale",
+    ):
         update(engine, bad)
 
 
@@ -272,7 +341,9 @@ def test_a_good_update_ends_a_row_of_skips(engine: BaseEngine, make_batch: MakeB
 
 
 def test_all_masked_batch_steps_nothing(engine: BaseEngine, make_batch: MakeBatch) -> None:
-    update(engine, engine.shard_data(make_batch([5, 6]), max_tokens=64))  # so that Adam's moments would move the weights
+    update(
+        engine, engine.shard_data(make_batch([5, 6]), max_tokens=64)
+    )  # so that Adam's moments would move the weights
     before = table_of(engine)
     assert update(engine, engine.shard_data(untrained(make_batch([5])), max_tokens=64)) == 0.0
     assert engine.last_update is not None
@@ -282,7 +353,9 @@ def test_all_masked_batch_steps_nothing(engine: BaseEngine, make_batch: MakeBatc
     assert torch.equal(table_of(engine), before)
 
 
-def test_the_schedule_advances_once_per_update_that_happened(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_the_schedule_advances_once_per_update_that_happened(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     (engine,) = make_engines(schedule=ScheduleSpec(warmup_steps=2))
     batch = engine.shard_data(make_batch([5, 6]), max_tokens=64)
     rates = [engine.current_lr]
@@ -304,7 +377,9 @@ def test_unsharding_what_was_sharded_gives_it_back(
     whole = make_batch(lengths, sample_ids=[50 - i for i in range(len(lengths))])
 
     def run(rank: int) -> SequenceBatch:
-        return engines[rank].unshard_data(engines[rank].shard_data(whole, max_tokens=12), sample_ids=whole.sample_ids)
+        return engines[rank].unshard_data(
+            engines[rank].shard_data(whole, max_tokens=12), sample_ids=whole.sample_ids
+        )
 
     for back in engines[0].meeting.run(run):  # type: ignore[attr-defined]
         assert torch.equal(back.tokens, whole.tokens)
@@ -315,21 +390,31 @@ def test_unsharding_what_was_sharded_gives_it_back(
 
 def test_without_an_order_unsharding_sorts_by_id(engine: BaseEngine, make_batch: MakeBatch) -> None:
     whole = make_batch([3, 4, 2], sample_ids=[7, 5, 6])
-    assert engine.unshard_data(engine.shard_data(whole, max_tokens=9)).sample_ids.tolist() == [5, 6, 7]
+    assert engine.unshard_data(engine.shard_data(whole, max_tokens=9)).sample_ids.tolist() == [
+        5,
+        6,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradient_is_independent_of_data_parallel_size(make_engines: MakeEngines, make_batch: MakeBatch, num_ranks: int) -> None:
+def test_gradient_is_independent_of_data_parallel_size(
+    make_engines: MakeEngines, make_batch: MakeBatch, num_ranks: int
+) -> None:
     whole = make_batch([9, 2, 7, 3, 5])
     (alone,) = make_engines()
     expected = update(alone, alone.shard_data(whole, max_tokens=64))
     engines = make_engines(num_ranks)
-    norms = engines[0].meeting.run(lambda rank: update(engines[rank], engines[rank].shard_data(whole, max_tokens=9)))  # type: ignore[attr-defined]
+    norms = engines[0].meeting.run(
+        lambda rank: update(engines[rank], engines[rank].shard_data(whole, max_tokens=9))
+    )  # type: ignore[attr-defined]
     assert norms == pytest.approx([expected] * num_ranks, rel=1e-5)
     torch.testing.assert_close(table_of(engines[0]), table_of(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_come_back_in_the_order_asked_for(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_outputs_come_back_in_the_order_asked_for(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     engines = make_engines(3)
     whole = make_batch([4, 4, 2, 6])
 
@@ -337,7 +422,9 @@ def test_outputs_come_back_in_the_order_asked_for(make_engines: MakeEngines, mak
         engine = engines[rank]
         with engine.eval_mode():
             share = engine.shard_data(whole, max_tokens=6)
-            outputs = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB]).outputs
+            outputs = engine.forward_backward_batch(
+                share, forward_only=True, outputs=[Query.LOGPROB]
+            ).outputs
         return engine.unshard_outputs(outputs, sample_ids=whole.sample_ids).columns[Query.LOGPROB]
 
     logprobs = table_of(engines[0]).log_softmax(-1)[whole.tokens.roll(1), whole.tokens]
@@ -349,7 +436,9 @@ def test_outputs_come_back_in_the_order_asked_for(make_engines: MakeEngines, mak
 # The RFC's hooks.
 
 
-def test_an_rfc_step_takes_a_padded_mapping_and_passes_its_context(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_an_rfc_step_takes_a_padded_mapping_and_passes_its_context(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
     seen: list[object] = []
 
     def preprocess(batch, ctx):  # type: ignore[no-untyped-def]
@@ -375,14 +464,18 @@ def test_an_rfc_step_takes_a_padded_mapping_and_passes_its_context(engine: BaseE
     assert engine.optimizer_step() > 0
 
 
-def test_an_rfc_forward_pass_returns_predictions_and_context(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_an_rfc_forward_pass_returns_predictions_and_context(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
     with engine.eval_mode():
         predictions, ctx = engine.forward_backward_step(make_batch([4]), None, forward_only=True)  # type: ignore[misc]
     assert predictions["logprob"].shape == (4,)
     assert ctx is None
 
 
-def test_an_rfc_loss_is_averaged_over_ranks_and_calls_add_up(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_an_rfc_loss_is_averaged_over_ranks_and_calls_add_up(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     engines = make_engines(2)
     batches = [make_batch([4], seed=0), make_batch([6], seed=1)]
 
@@ -402,10 +495,14 @@ def test_an_rfc_loss_is_averaged_over_ranks_and_calls_add_up(make_engines: MakeE
     (gradient,) = torch.autograd.grad(total, table)
     for loss, norm in engines[0].meeting.run(run):  # type: ignore[attr-defined]
         assert loss == pytest.approx(sum(sums) / 2, rel=1e-5)
-        assert norm == pytest.approx(gradient.norm().item(), rel=1e-5)  # two calls of half the sum each
+        assert norm == pytest.approx(
+            gradient.norm().item(), rel=1e-5
+        )  # two calls of half the sum each
 
 
-def test_an_objective_under_the_rfc_loop_gives_the_same_gradient(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
+def test_an_objective_under_the_rfc_loop_gives_the_same_gradient(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
     (one,), (two,) = make_engines(), make_engines()
     whole = make_batch([4, 6])
     expected = update(one, one.shard_data(whole, max_tokens=64))
@@ -442,8 +539,13 @@ def test_loading_is_strict(engine: BaseEngine) -> None:
 
 
 @pytest.mark.bitwise
-def test_the_portable_state_carries_an_optimizer_over(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
-    (one,), (two,) = make_engines(), make_engines(model=ModelSpec(architecture={"model_type": "bigram"}, seed=5))
+def test_the_portable_state_carries_an_optimizer_over(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
+    (one,), (two,) = (
+        make_engines(),
+        make_engines(model=ModelSpec(architecture={"model_type": "bigram"}, seed=5)),
+    )
     batch = one.shard_data(make_batch([5, 6]), max_tokens=64)
     update(one, batch)
     two.load_state(one.export_state())
@@ -453,10 +555,14 @@ def test_the_portable_state_carries_an_optimizer_over(make_engines: MakeEngines,
 
 
 @pytest.mark.bitwise
-def test_resume_is_bitwise(make_engines: MakeEngines, make_batch: MakeBatch, tmp_path: Path) -> None:
+def test_resume_is_bitwise(
+    make_engines: MakeEngines, make_batch: MakeBatch, tmp_path: Path
+) -> None:
     schedule = ScheduleSpec(kind="linear", warmup_steps=2, total_steps=9)
     (straight,), (first,), (second,) = (make_engines(schedule=schedule) for _ in range(3))
-    batches = [straight.shard_data(make_batch([5, 6], seed=seed), max_tokens=64) for seed in range(5)]
+    batches = [
+        straight.shard_data(make_batch([5, 6], seed=seed), max_tokens=64) for seed in range(5)
+    ]
 
     def train(engine: BaseEngine, chosen: list[PackedBatch]) -> None:
         for batch in chosen:
@@ -472,10 +578,14 @@ def test_resume_is_bitwise(make_engines: MakeEngines, make_batch: MakeBatch, tmp
     assert (second.num_updates, second.current_lr) == (5, straight.current_lr)
 
 
-def test_loading_drops_gradients_of_before(engine: BaseEngine, make_batch: MakeBatch, tmp_path: Path) -> None:
+def test_loading_drops_gradients_of_before(
+    engine: BaseEngine, make_batch: MakeBatch, tmp_path: Path
+) -> None:
     saved = engine.save_checkpoint(str(tmp_path), global_step=0)
     with engine.train_mode():
-        engine.forward_backward_batch(engine.shard_data(make_batch([4]), max_tokens=9), forward_only=False)
+        engine.forward_backward_batch(
+            engine.shard_data(make_batch([4]), max_tokens=9), forward_only=False
+        )
     engine.load_checkpoint(saved)
     with pytest.raises(EngineStateError, match="there are no gradients"):
         engine.optimizer_step()
@@ -488,7 +598,12 @@ def test_unsharding_nothing_is_an_error(engine: BaseEngine, make_batch: MakeBatc
         engine.unshard_data(dummy)
 
 
-def test_an_optimizer_without_clipping_reports_the_same_norm(make_engines: MakeEngines, make_batch: MakeBatch) -> None:
-    (free,), (clipped,) = make_engines(), make_engines(optimizer=OptimizerSpec(lr=0.1, clip_grad_norm=1e-3))
+def test_an_optimizer_without_clipping_reports_the_same_norm(
+    make_engines: MakeEngines, make_batch: MakeBatch
+) -> None:
+    (free,), (clipped,) = (
+        make_engines(),
+        make_engines(optimizer=OptimizerSpec(lr=0.1, clip_grad_norm=1e-3)),
+    )
     batch = free.shard_data(make_batch([5, 6]), max_tokens=64)
     assert update(free, batch) == update(clipped, batch)

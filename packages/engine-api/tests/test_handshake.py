@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ContractVersionError
-from temper_engine_api.registry import conformance_layouts, engine_class, engine_config_class, import_faults, list_engines
+from temper_engine_api.registry import (
+    conformance_layouts,
+    engine_class,
+    engine_config_class,
+    import_faults,
+    list_engines,
+)
 
 INSTALLED = version("temper-engine-api")
 
@@ -16,10 +22,21 @@ def _install(folder: Path, *requirements: str, name: str = "acme") -> None:
     """Metadata of a distribution acme-engines 7.1 with one engine, as pip would have left it."""
     info = folder / "acme_engines-7.1.dist-info"
     info.mkdir()
-    lines = ["Metadata-Version: 2.1", "Name: acme-engines", "Version: 7.1", *(f"Requires-Dist: {line}" for line in requirements)]
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: acme-engines",
+        "Version: 7.1",
+        *(f"Requires-Dist: {line}" for line in requirements),
+    ]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
-    groups = {"temper.engines": "AcmeEngine", "temper.engine_configs": "AcmeConfig", "temper.conformance_layouts": "LAYOUTS"}
-    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = acme_everything:{what}\n" for group, what in groups.items()))
+    groups = {
+        "temper.engines": "AcmeEngine",
+        "temper.engine_configs": "AcmeConfig",
+        "temper.conformance_layouts": "LAYOUTS",
+    }
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n{name} = acme_everything:{what}\n" for group, what in groups.items())
+    )
     (folder / "acme_everything.py").write_text(
         "from temper_engine_api.engine import BaseEngine\nclass AcmeEngine(BaseEngine):\n    pass\nLAYOUTS = ()\n"
     )
@@ -33,7 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to_install(folder: Path) -> None:
+def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to_install(
+    folder: Path,
+) -> None:
     _install(folder, "numpy>=1.26", "temper-engine-api<9,>=8.3")
     with pytest.raises(ContractVersionError) as refused:
         engine_class("acme")
@@ -68,6 +87,8 @@ def test_it_is_listed_with_the_reason(folder: Path) -> None:
         ["temper-engine-api>=9999; extra == 'next'"],
     ],
 )
-def test_an_engine_that_fits_or_asks_for_nothing_is_let_in(folder: Path, requirements: list[str]) -> None:
+def test_an_engine_that_fits_or_asks_for_nothing_is_let_in(
+    folder: Path, requirements: list[str]
+) -> None:
     _install(folder, *requirements)
     assert engine_class("acme").__name__ == "AcmeEngine"

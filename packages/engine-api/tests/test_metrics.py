@@ -8,14 +8,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_api.metrics import LateMetrics, Metric, Reduction, merge_metrics, settle_metrics, weighted_mean
+from temper_engine_api.metrics import (
+    LateMetrics,
+    Metric,
+    Reduction,
+    merge_metrics,
+    settle_metrics,
+    weighted_mean,
+)
 
 VALUES = st.lists(st.integers(-100, 100), min_size=1, max_size=12)
 EXPECTED = {"mean": lambda v: sum(v) / len(v), "sum": sum, "max": max, "min": min}
 
 
 @given(values=VALUES, reduction=st.sampled_from(["mean", "sum", "max", "min"]), data=st.data())
-def test_merging_in_any_grouping_gives_the_same(values: list[int], reduction: Reduction, data: st.DataObject) -> None:
+def test_merging_in_any_grouping_gives_the_same(
+    values: list[int], reduction: Reduction, data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(0, len(values)))
     parts = [{"m": Metric(value=float(v), reduction=reduction)} for v in values]
     grouped = merge_metrics([merge_metrics(parts[:cut]), merge_metrics(parts[cut:])])
@@ -37,7 +46,9 @@ def test_different_reductions_do_not_merge() -> None:
 
 
 def test_a_name_may_be_missing_from_some_ranks() -> None:
-    merged = merge_metrics([{"a": Metric(value=1.0, reduction="sum")}, {}, {"a": Metric(value=2.0, reduction="sum")}])
+    merged = merge_metrics(
+        [{"a": Metric(value=1.0, reduction="sum")}, {}, {"a": Metric(value=2.0, reduction="sum")}]
+    )
     assert merged["a"].result == 3.0
 
 
@@ -54,8 +65,16 @@ def test_a_weighted_mean_carries_no_graph() -> None:
 
 
 def test_settling_makes_floats_of_tensors_and_keeps_the_reduction() -> None:
-    settled = settle_metrics({"a": Metric(value=torch.tensor(2.5), weight=torch.tensor(2), reduction="max"), "b": Metric(value=3)})
-    assert settled == {"a": Metric(value=2.5, weight=2.0, reduction="max"), "b": Metric(value=3.0, weight=1.0)}
+    settled = settle_metrics(
+        {
+            "a": Metric(value=torch.tensor(2.5), weight=torch.tensor(2), reduction="max"),
+            "b": Metric(value=3),
+        }
+    )
+    assert settled == {
+        "a": Metric(value=2.5, weight=2.0, reduction="max"),
+        "b": Metric(value=3.0, weight=1.0),
+    }
     assert settle_metrics({}) == {}
 
 
@@ -73,6 +92,8 @@ def test_late_metrics_are_made_once_when_they_are_first_read() -> None:
 
 
 def test_late_metrics_travel_as_a_plain_dict() -> None:
-    arrived = pickle.loads(pickle.dumps(LateMetrics(lambda: {"loss": Metric(value=6.0, weight=2.0)})))
+    arrived = pickle.loads(
+        pickle.dumps(LateMetrics(lambda: {"loss": Metric(value=6.0, weight=2.0)}))
+    )
     assert type(arrived) is dict
     assert arrived["loss"].result == 3.0

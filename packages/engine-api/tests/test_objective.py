@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from temper_engine_api.errors import ConfigError, EngineStateError
-from temper_engine_api.objective import Answers, Objective, Query, objective_class, register_objective, registered_objectives
+from temper_engine_api.objective import (
+    Answers,
+    Objective,
+    Query,
+    objective_class,
+    register_objective,
+    registered_objectives,
+)
 
 
 @pytest.fixture

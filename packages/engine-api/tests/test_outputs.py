@@ -18,13 +18,18 @@ NOTHING = Denominators(tokens=1, sequences=1, groups=1)
 
 
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=12), dp_size=st.integers(1, 4))
-def test_outputs_of_a_planned_batch_come_back_in_input_order(make_batch: MakeBatch, lengths: list[int], dp_size: int) -> None:
+def test_outputs_of_a_planned_batch_come_back_in_input_order(
+    make_batch: MakeBatch, lengths: list[int], dp_size: int
+) -> None:
     batch = make_batch(lengths, sample_ids=[100 - i for i in range(len(lengths))])
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=9)
     parts = []
     for rank in range(dp_size):
         packed = pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING)
-        columns = {Query.LOGPROB: packed.columns["advantages"], Query.SCORE: packed.sequence_columns["scores"]}
+        columns = {
+            Query.LOGPROB: packed.columns["advantages"],
+            Query.SCORE: packed.sequence_columns["scores"],
+        }
         parts.append(outputs_of(packed, columns))
     whole = gather_outputs([*parts, None], sample_ids=batch.sample_ids)
     assert torch.equal(whole.columns[Query.LOGPROB], batch.columns["advantages"])

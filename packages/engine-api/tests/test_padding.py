@@ -18,11 +18,22 @@ MakeBatch = Callable[..., SequenceBatch]
 
 
 def assert_same(one: SequenceBatch, other: SequenceBatch) -> None:
-    for name in ("tokens", "sequence_starts", "loss_mask", "sample_ids", "group_ids", "atom_ids", "temperature"):
+    for name in (
+        "tokens",
+        "sequence_starts",
+        "loss_mask",
+        "sample_ids",
+        "group_ids",
+        "atom_ids",
+        "temperature",
+    ):
         a, b = getattr(one, name), getattr(other, name)
         assert torch.equal(a, b), name
         assert a.dtype == b.dtype, name
-    for mine, theirs in ((one.columns, other.columns), (one.sequence_columns, other.sequence_columns)):
+    for mine, theirs in (
+        (one.columns, other.columns),
+        (one.sequence_columns, other.sequence_columns),
+    ):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert (one.position_ids is None) == (other.position_ids is None)
@@ -36,7 +47,11 @@ def assert_same(one: SequenceBatch, other: SequenceBatch) -> None:
     axes=st.sampled_from([None, 1, 3]),
 )
 def test_padding_and_unpadding_gives_the_batch_back(
-    make_batch: MakeBatch, lengths: list[int], extra: int, side: Literal["left", "right"], axes: int | None
+    make_batch: MakeBatch,
+    lengths: list[int],
+    extra: int,
+    side: Literal["left", "right"],
+    axes: int | None,
 ) -> None:
     batch = make_batch(lengths, group_ids=[7] * len(lengths), temperature=0.5)
     wide = torch.arange(float(2 * batch.num_tokens)).view(-1, 2)
@@ -48,7 +63,9 @@ def test_padding_and_unpadding_gives_the_batch_back(
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
+    rows=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6
+    ),
 )
 def test_padding_on_both_sides_is_dropped(rows: list[tuple[int, int, int]]) -> None:
     width = max(sum(row) for row in rows)
@@ -82,10 +99,17 @@ def test_a_padded_mapping_comes_back_as_it_was(side: Literal["left", "right"]) -
 
 
 def test_without_a_loss_mask_all_but_the_first_token_is_trained() -> None:
-    batch = from_padded({"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])})
+    batch = from_padded(
+        {
+            "input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        }
+    )
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert batch.temperature.tolist() == [1.0, 1.0]
-    assert batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+    assert (
+        batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+    )
 
 
 def test_an_integer_temperature_for_all_is_taken() -> None:
@@ -95,27 +119,44 @@ def test_an_integer_temperature_for_all_is_taken() -> None:
 
 
 def whole() -> dict[str, Tensor]:
-    return {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 4]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    return {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 4]]),
+        "attention_mask": torch.ones(2, 3, dtype=torch.long),
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "row 1 of attention_mask has a hole"),
-        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1 of attention_mask is all 0"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])},
+            "row 1 of attention_mask has a hole",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
+            "row 1 of attention_mask is all 0",
+        ),
         ({"attention_mask": torch.tensor([[1, 1, 2], [1, 1, 1]])}, "must hold 0 and 1 only"),
-        ({"attention_mask": torch.ones(2, 2)}, r"attention_mask has shape \(2, 2\), but input_ids has \(2, 3\)"),
+        (
+            {"attention_mask": torch.ones(2, 2)},
+            r"attention_mask has shape \(2, 2\), but input_ids has \(2, 3\)",
+        ),
         ({"input_ids": torch.ones(2, 3)}, r"input_ids must be \[B, L\] integers"),
         ({"loss_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, "True at the first token"),
         ({"loss_mask": torch.full((2, 3), 0.5)}, "must hold 0 and 1 only; weights are a column"),
         ({"temperature": torch.ones(2, 3)}, r"temperature must be \[\] or \[2\]"),
         ({"sample_ids": torch.ones(3)}, r"sample_ids must be \[2\] integers"),
         ({"position_ids": torch.ones(2, 2)}, "position_ids has shape"),
-        ({"advantages": torch.ones(3, 3)}, r"column 'advantages' has shape \(3, 3\); expected \[2, 3\]"),
+        (
+            {"advantages": torch.ones(3, 3)},
+            r"column 'advantages' has shape \(3, 3\); expected \[2, 3\]",
+        ),
         ({"advantages": torch.ones(2, 3, 4, 5)}, "column 'advantages' has shape"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_sentence(change: dict[str, Tensor], sentence: str) -> None:
+def test_what_does_not_fit_is_refused_with_a_sentence(
+    change: dict[str, Tensor], sentence: str
+) -> None:
     with pytest.raises(BatchError, match=sentence):
         from_padded({**whole(), **change})
 
@@ -128,7 +169,9 @@ def test_a_missing_attention_mask_is_named() -> None:
 def test_training_on_padding_is_refused() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     with pytest.raises(BatchError, match="loss_mask of row 1 is True on padding"):
-        from_padded({**whole(), "attention_mask": mask, "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])})
+        from_padded(
+            {**whole(), "attention_mask": mask, "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])}
+        )
 
 
 def test_a_length_below_the_longest_is_refused(make_batch: MakeBatch) -> None:

@@ -38,14 +38,28 @@ def log_normal_lengths(number: int, *, seed: int) -> list[int]:
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 6), cap=st.integers(50, 120))
-def test_every_sequence_is_in_exactly_one_micro_batch(lengths: list[int], dp_size: int, cap: int) -> None:
+def test_every_sequence_is_in_exactly_one_micro_batch(
+    lengths: list[int], dp_size: int, cap: int
+) -> None:
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=cap)
     assert sorted(i for micro in slots(plan) for i in micro) == list(range(len(lengths)))
 
 
-@given(lengths=LENGTHS, dp_size=st.integers(1, 6), cap=st.integers(56, 120), multiple=st.sampled_from([1, 2, 7]))
-def test_no_micro_batch_exceeds_the_cap_after_padding(lengths: list[int], dp_size: int, cap: int, multiple: int) -> None:
-    plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=cap, constraints=PlanConstraints(token_multiple=multiple))
+@given(
+    lengths=LENGTHS,
+    dp_size=st.integers(1, 6),
+    cap=st.integers(56, 120),
+    multiple=st.sampled_from([1, 2, 7]),
+)
+def test_no_micro_batch_exceeds_the_cap_after_padding(
+    lengths: list[int], dp_size: int, cap: int, multiple: int
+) -> None:
+    plan = plan_mini_batch(
+        lengths,
+        dp_size=dp_size,
+        max_tokens=cap,
+        constraints=PlanConstraints(token_multiple=multiple),
+    )
     padded = [-(-sum(lengths[i] for i in micro) // multiple) * multiple for micro in slots(plan)]
     assert max(padded) <= cap
 
@@ -56,7 +70,9 @@ def test_no_micro_batch_exceeds_the_cap_after_padding(lengths: list[int], dp_siz
     multiple=st.integers(1, 4),
     minimum=st.integers(1, 5),
 )
-def test_all_ranks_have_the_same_allowed_number_of_micro_batches(lengths: list[int], dp_size: int, multiple: int, minimum: int) -> None:
+def test_all_ranks_have_the_same_allowed_number_of_micro_batches(
+    lengths: list[int], dp_size: int, multiple: int, minimum: int
+) -> None:
     constraints = PlanConstraints(micro_batch_multiple=multiple, min_micro_batches=minimum)
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=60, constraints=constraints)
     (count,) = {len(rank.micro_batches) for rank in plan.ranks}
@@ -92,7 +108,9 @@ def test_costlier_micro_batches_come_first_on_every_rank() -> None:
     lengths = log_normal_lengths(256, seed=1)
     plan = plan_mini_batch(lengths, dp_size=4, max_tokens=20000)
     for rank in plan.ranks:
-        costs = [sum(24576 * lengths[i] + lengths[i] ** 2 for i in micro) for micro in rank.micro_batches]
+        costs = [
+            sum(24576 * lengths[i] + lengths[i] ** 2 for i in micro) for micro in rank.micro_batches
+        ]
         assert costs == sorted(costs, reverse=True)
 
 
@@ -112,8 +130,12 @@ def test_equal_lengths_give_equal_counts() -> None:
 
 
 @given(lengths=st.lists(st.integers(90, 110), min_size=1, max_size=80), dp_size=st.integers(1, 8))
-def test_ranks_get_equal_counts_up_to_one_where_lengths_are_alike(lengths: list[int], dp_size: int) -> None:
-    plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=10_000, cost=CostModel(linear=1, quadratic=0))
+def test_ranks_get_equal_counts_up_to_one_where_lengths_are_alike(
+    lengths: list[int], dp_size: int
+) -> None:
+    plan = plan_mini_batch(
+        lengths, dp_size=dp_size, max_tokens=10_000, cost=CostModel(linear=1, quadratic=0)
+    )
     counts = [sum(len(micro) for micro in rank.micro_batches) for rank in plan.ranks]
     assert max(counts) - min(counts) <= 1
 
@@ -132,19 +154,27 @@ def test_fingerprints_of_different_plans_differ() -> None:
 
 
 def test_a_sample_above_the_cap_is_named() -> None:
-    with pytest.raises(PlanError, match=r"sample 1 has 90 tokens, .* may hold 64.*raise batching.max_tokens or lower sampling"):
+    with pytest.raises(
+        PlanError,
+        match=r"sample 1 has 90 tokens, .* may hold 64.*raise batching.max_tokens or lower sampling",
+    ):
         plan_mini_batch([10, 90, 30], dp_size=2, max_tokens=64)
 
 
 def test_an_atom_above_the_cap_names_its_longest_sample() -> None:
-    with pytest.raises(PlanError, match=r"sample 2 has 40 tokens and shares its atom with 1 more, 70 tokens together"):
+    with pytest.raises(
+        PlanError,
+        match=r"sample 2 has 40 tokens and shares its atom with 1 more, 70 tokens together",
+    ):
         plan_mini_batch([30, 5, 40], dp_size=1, max_tokens=64, atom_ids=[8, 9, 8])
 
 
 def test_the_cap_counts_the_padding() -> None:
     plan_mini_batch([60], dp_size=1, max_tokens=64, constraints=PlanConstraints(token_multiple=32))
     with pytest.raises(PlanError, match="counted in multiples of 32"):
-        plan_mini_batch([60], dp_size=1, max_tokens=63, constraints=PlanConstraints(token_multiple=32))
+        plan_mini_batch(
+            [60], dp_size=1, max_tokens=63, constraints=PlanConstraints(token_multiple=32)
+        )
 
 
 def test_the_smallest_padding_is_named_too() -> None:
@@ -163,15 +193,21 @@ def test_more_ranks_than_sequences_leaves_empty_micro_batches() -> None:
 
 
 def test_a_single_micro_batch_is_padded_to_what_the_layout_asks() -> None:
-    plan = plan_single_micro_batch(3, constraints=PlanConstraints(micro_batch_multiple=2, min_micro_batches=3))
+    plan = plan_single_micro_batch(
+        3, constraints=PlanConstraints(micro_batch_multiple=2, min_micro_batches=3)
+    )
     assert plan.ranks[0].micro_batches == ((0, 1, 2), (), (), ())
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 5), cap=st.integers(50, 120))
-def test_packing_loses_no_token(make_batch: Callable[..., SequenceBatch], lengths: list[int], dp_size: int, cap: int) -> None:
+def test_packing_loses_no_token(
+    make_batch: Callable[..., SequenceBatch], lengths: list[int], dp_size: int, cap: int
+) -> None:
     batch = make_batch(lengths)
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=cap)
-    parts = [pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING) for rank in range(dp_size)]
+    parts = [
+        pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING) for rank in range(dp_size)
+    ]
     found = {}
     for part in parts:
         for micro in part.micro_batches():
@@ -185,22 +221,37 @@ def test_packing_loses_no_token(make_batch: Callable[..., SequenceBatch], length
     assert torch.equal(torch.cat([column for _, column in in_order]), batch.columns["advantages"])
 
 
-def test_an_empty_micro_batch_becomes_one_untrained_token(make_batch: Callable[..., SequenceBatch]) -> None:
+def test_an_empty_micro_batch_becomes_one_untrained_token(
+    make_batch: Callable[..., SequenceBatch],
+) -> None:
     plan = plan_mini_batch([4], dp_size=2, max_tokens=64)
     empty = pack_rank(make_batch([4]), plan=plan, rank=1, denominators=NOTHING)
-    assert empty.sample_ids.tolist() == empty.group_ids.tolist() == empty.atom_ids.tolist() == [DUMMY_ID]
+    assert (
+        empty.sample_ids.tolist()
+        == empty.group_ids.tolist()
+        == empty.atom_ids.tolist()
+        == [DUMMY_ID]
+    )
     assert empty.loss_mask.tolist() == [False]
     assert empty.temperature.tolist() == [1.0]
     assert empty.columns["advantages"].tolist() == [0.0]
     assert empty.sequence_columns["scores"].tolist() == [0.0]
 
 
-def test_given_position_ids_and_media_travel_with_the_dummy(make_batch: Callable[..., SequenceBatch]) -> None:
+def test_given_position_ids_and_media_travel_with_the_dummy(
+    make_batch: Callable[..., SequenceBatch],
+) -> None:
     batch = replace(make_batch([4, 2]), position_ids=torch.arange(18).view(3, 6), media=("a", "b"))
-    plan = plan_mini_batch([4, 2], dp_size=1, max_tokens=4, constraints=PlanConstraints(min_micro_batches=3))
+    plan = plan_mini_batch(
+        [4, 2], dp_size=1, max_tokens=4, constraints=PlanConstraints(min_micro_batches=3)
+    )
     packed = pack_rank(batch, plan=plan, rank=0, denominators=NOTHING)
     assert packed.position_ids is not None
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 11, 0], [12, 13, 14, 15, 16, 17, 0]]
+    assert packed.position_ids.tolist() == [
+        [0, 1, 2, 3, 4, 5, 0],
+        [6, 7, 8, 9, 10, 11, 0],
+        [12, 13, 14, 15, 16, 17, 0],
+    ]
     assert packed.media == ("a", "b", None)
 
 
@@ -209,7 +260,9 @@ def test_given_position_ids_and_media_travel_with_the_dummy(make_batch: Callable
     seed=st.one_of(st.none(), st.integers(0, 5)),
     data=st.data(),
 )
-def test_mini_batches_keep_groups_whole_and_miss_nothing(sizes: list[int], seed: int | None, data: st.DataObject) -> None:
+def test_mini_batches_keep_groups_whole_and_miss_nothing(
+    sizes: list[int], seed: int | None, data: st.DataObject
+) -> None:
     groups = [g for g, size in enumerate(sizes) for _ in range(size)]
     number = data.draw(st.integers(1, len(sizes)))
     parts = split_mini_batches(groups, num_mini_batches=number, seed=seed)
@@ -219,18 +272,29 @@ def test_mini_batches_keep_groups_whole_and_miss_nothing(sizes: list[int], seed:
     assert len(homes) == len(sizes)
 
 
-@given(num_groups=st.integers(1, 30), group_size=st.integers(1, 4), seed=st.integers(0, 9), data=st.data())
-def test_equal_groups_fill_mini_batches_equally(num_groups: int, group_size: int, seed: int, data: st.DataObject) -> None:
+@given(
+    num_groups=st.integers(1, 30),
+    group_size=st.integers(1, 4),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_equal_groups_fill_mini_batches_equally(
+    num_groups: int, group_size: int, seed: int, data: st.DataObject
+) -> None:
     number = data.draw(st.integers(1, num_groups))
     groups = [g for g in range(num_groups) for _ in range(group_size)]
-    for parts in (split_mini_batches(groups, num_mini_batches=number, seed=s) for s in (None, seed)):
+    for parts in (
+        split_mini_batches(groups, num_mini_batches=number, seed=s) for s in (None, seed)
+    ):
         counts = [len(part) for part in parts]
         assert max(counts) - min(counts) <= group_size
 
 
 def test_membership_depends_on_the_seed_only() -> None:
     groups = [i // 2 for i in range(40)]
-    one, again, other = (split_mini_batches(groups, num_mini_batches=4, seed=seed) for seed in (1, 1, 2))
+    one, again, other = (
+        split_mini_batches(groups, num_mini_batches=4, seed=seed) for seed in (1, 1, 2)
+    )
     assert one == again
     assert one != other
 
@@ -253,7 +317,9 @@ def test_without_a_seed_small_groups_in_front_leave_no_mini_batch_out() -> None:
 
 
 def test_an_atom_that_spans_groups_joins_them() -> None:
-    parts = split_mini_batches([0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, atom_ids=[0, 7, 7, 3, 4, 5])
+    parts = split_mini_batches(
+        [0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, atom_ids=[0, 7, 7, 3, 4, 5]
+    )
     assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
 
 
@@ -264,13 +330,20 @@ def test_more_mini_batches_than_groups_is_an_error() -> None:
 
 def test_the_description_counts_what_the_plan_holds() -> None:
     table = describe(plan_mini_batch([10, 20, 30], dp_size=2, max_tokens=64), [10, 20, 30])
-    assert [line.split() for line in table.splitlines()[1:3]] == [["0", "1", "30", "30", "1.000"], ["1", "2", "30", "30", "1.000"]]
+    assert [line.split() for line in table.splitlines()[1:3]] == [
+        ["0", "1", "30", "30", "1.000"],
+        ["1", "2", "30", "30", "1.000"],
+    ]
     assert "1 micro-batches on each of 2 ranks" in table
 
 
 def test_costs_are_linear_and_quadratic_in_the_length() -> None:
     # 1 + 2 * 1 = 3 and 3 + 2 * 9 = 21: a quarter and seven quarters of their mean, 12.
-    table = describe(plan_mini_batch([1, 3], dp_size=2, max_tokens=3), [1, 3], cost=CostModel(linear=1, quadratic=2))
+    table = describe(
+        plan_mini_batch([1, 3], dp_size=2, max_tokens=3),
+        [1, 3],
+        cost=CostModel(linear=1, quadratic=2),
+    )
     assert sorted(line.split()[-1] for line in table.splitlines()[1:3]) == ["0.250", "1.750"]
 
 

@@ -18,5 +18,8 @@ def test_a_row_does_not_depend_on_how_many_are_asked(width: int) -> None:
 
 def test_gradients_are_those_of_the_product() -> None:
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(size, 8, generator=draw, dtype=torch.float64, requires_grad=True) for size in (3, 5))
+    hidden, weight = (
+        torch.randn(size, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+        for size in (3, 5)
+    )
     assert torch.autograd.gradcheck(project, (hidden, weight))

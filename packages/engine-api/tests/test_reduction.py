@@ -26,7 +26,11 @@ BY_NAME = [mode.mode.value for mode in MODES]
 def three_sequences() -> tuple[SequenceBatch, torch.Tensor]:
     """Losses of trained tokens: [1, 2, 3], [10], none; the untrained tokens hold numbers that must not count."""
     masks = [[False, True, True, True], [False, True, False], [False, False]]
-    batch = from_sequences([torch.zeros(len(m)) for m in masks], loss_masks=[torch.tensor(m) for m in masks], group_ids=[0, 0, 1])
+    batch = from_sequences(
+        [torch.zeros(len(m)) for m in masks],
+        loss_masks=[torch.tensor(m) for m in masks],
+        group_ids=[0, 0, 1],
+    )
     return batch, torch.tensor([50.0, 1, 2, 3, 60, 10, 70, 80, 90])
 
 
@@ -42,15 +46,24 @@ def three_sequences() -> tuple[SequenceBatch, torch.Tensor]:
 )
 def test_each_mode_divides_as_it_says(aggregation: Aggregation, expected: float) -> None:
     batch, loss = three_sequences()
-    reduced = reduce_loss(LossTerms(loss=loss), batch, denominators=count_denominators(batch), aggregation=aggregation)
+    reduced = reduce_loss(
+        LossTerms(loss=loss), batch, denominators=count_denominators(batch), aggregation=aggregation
+    )
     assert reduced.item() == expected
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), list(zip(MODES, [6.0, 6.0, 6.0, 0.75], strict=True)), ids=BY_NAME)
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), list(zip(MODES, [6.0, 6.0, 6.0, 0.75], strict=True)), ids=BY_NAME
+)
 def test_a_token_alone_is_divided_by_one(aggregation: Aggregation, expected: float) -> None:
     batch = from_sequences([torch.zeros(2)], loss_masks=[torch.tensor([False, True])])
     terms = LossTerms(loss=torch.tensor([50.0, 6.0]))
-    assert reduce_loss(terms, batch, denominators=count_denominators(batch), aggregation=aggregation).item() == expected
+    assert (
+        reduce_loss(
+            terms, batch, denominators=count_denominators(batch), aggregation=aggregation
+        ).item()
+        == expected
+    )
 
 
 def test_denominators_count_what_is_trained() -> None:
@@ -63,7 +76,12 @@ def test_sequence_losses_are_averaged_over_trained_sequences_and_pairs_over_grou
     terms = LossTerms(loss=torch.tensor([3.0, 5.0, 99.0]), level="sequence")
     denominators = count_denominators(batch)
     by_sequence = reduce_loss(terms, batch, denominators=denominators, aggregation=MODES[2])
-    by_group = reduce_loss(terms, batch, denominators=denominators, aggregation=Aggregation(mode=AggregationMode.GROUP_MEAN))
+    by_group = reduce_loss(
+        terms,
+        batch,
+        denominators=denominators,
+        aggregation=Aggregation(mode=AggregationMode.GROUP_MEAN),
+    )
     assert (by_sequence.item(), by_group.item()) == (4.0, 8.0)  # (3 + 5) / 2, (3 + 5) / 1
 
 
@@ -71,7 +89,12 @@ def test_weights_scale_the_loss_and_never_the_denominator() -> None:
     batch, loss = three_sequences()
     weight = torch.tensor([9.0, 2, 0, 0, 9, 0, 9, 9, 9])
     terms = LossTerms(loss=loss, weight=weight)
-    assert reduce_loss(terms, batch, denominators=count_denominators(batch), aggregation=MODES[0]).item() == 0.5  # 2 * 1 / 4
+    assert (
+        reduce_loss(
+            terms, batch, denominators=count_denominators(batch), aggregation=MODES[0]
+        ).item()
+        == 0.5
+    )  # 2 * 1 / 4
 
 
 @pytest.mark.parametrize("aggregation", MODES, ids=BY_NAME)
@@ -82,13 +105,17 @@ def test_the_loss_does_not_depend_on_the_split(
     batch = make_batch(lengths)
     denominators = count_denominators(batch)
     loss = torch.linspace(-1, 2, batch.num_tokens, requires_grad=True)
-    whole = reduce_loss(LossTerms(loss=loss), batch, denominators=denominators, aggregation=aggregation)
+    whole = reduce_loss(
+        LossTerms(loss=loss), batch, denominators=denominators, aggregation=aggregation
+    )
     (expected,) = torch.autograd.grad(whole, loss)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)) | {0, len(lengths)})
     for first, last in pairwise(cuts):
         a, b = int(batch.sequence_starts[first]), int(batch.sequence_starts[last])
         part = slice_sequences(batch, first=first, last=last)
-        reduce_loss(LossTerms(loss=loss[a:b]), part, denominators=denominators, aggregation=aggregation).backward()
+        reduce_loss(
+            LossTerms(loss=loss[a:b]), part, denominators=denominators, aggregation=aggregation
+        ).backward()
     assert loss.grad is not None
     torch.testing.assert_close(loss.grad, expected, rtol=1e-6, atol=1e-7)
 
@@ -97,7 +124,9 @@ def test_the_loss_does_not_depend_on_the_split(
 def test_all_masked_gives_zero_and_finite_zero_gradients(aggregation: Aggregation) -> None:
     batch = from_sequences([torch.zeros(3)], loss_masks=[torch.zeros(3, dtype=torch.bool)])
     loss = torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)
-    reduced = reduce_loss(LossTerms(loss=loss), batch, denominators=count_denominators(batch), aggregation=aggregation)
+    reduced = reduce_loss(
+        LossTerms(loss=loss), batch, denominators=count_denominators(batch), aggregation=aggregation
+    )
     reduced.backward()
     assert reduced.item() == 0.0
     assert loss.grad is not None
@@ -110,8 +139,15 @@ def test_nan_outside_the_mask_never_leaks(aggregation: Aggregation) -> None:
     poisoned = torch.where(batch.loss_mask, loss, torch.nan).requires_grad_()
     weight = torch.where(batch.loss_mask, 1.0, torch.nan)
     denominators = count_denominators(batch)
-    clean = reduce_loss(LossTerms(loss=loss), batch, denominators=denominators, aggregation=aggregation)
-    dirty = reduce_loss(LossTerms(loss=poisoned, weight=weight), batch, denominators=denominators, aggregation=aggregation)
+    clean = reduce_loss(
+        LossTerms(loss=loss), batch, denominators=denominators, aggregation=aggregation
+    )
+    dirty = reduce_loss(
+        LossTerms(loss=poisoned, weight=weight),
+        batch,
+        denominators=denominators,
+        aggregation=aggregation,
+    )
     dirty.backward()
     assert dirty.item() == clean.item()
     assert poisoned.grad is not None
@@ -122,26 +158,53 @@ def test_weights_carry_no_gradient() -> None:
     batch, loss = three_sequences()
     weight = torch.ones(9, requires_grad=True)
     terms = LossTerms(loss=loss.requires_grad_(), weight=weight)
-    reduce_loss(terms, batch, denominators=count_denominators(batch), aggregation=MODES[0]).backward()
+    reduce_loss(
+        terms, batch, denominators=count_denominators(batch), aggregation=MODES[0]
+    ).backward()
     assert weight.grad is None
 
 
 def test_sums_are_float32_for_half_precision_losses() -> None:
     batch, loss = three_sequences()
-    reduced = reduce_loss(LossTerms(loss=loss.bfloat16()), batch, denominators=count_denominators(batch), aggregation=MODES[0])
+    reduced = reduce_loss(
+        LossTerms(loss=loss.bfloat16()),
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=MODES[0],
+    )
     assert reduced.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("terms", "mode", "sentence"),
     [
-        (LossTerms(loss=torch.zeros(3)), AggregationMode.TOKEN_MEAN, r"losses of shape \(3,\) at token level; expected \(9,\)"),
-        (LossTerms(loss=torch.zeros(9), weight=torch.ones(1)), AggregationMode.TOKEN_MEAN, r"weights of shape \(1,\)"),
-        (LossTerms(loss=torch.zeros(9)), AggregationMode.GROUP_MEAN, "group_mean takes one loss per sequence"),
-        (LossTerms(loss=torch.zeros(3), level="sequence"), AggregationMode.TOKEN_MEAN, "token_mean takes one loss per token"),
+        (
+            LossTerms(loss=torch.zeros(3)),
+            AggregationMode.TOKEN_MEAN,
+            r"losses of shape \(3,\) at token level; expected \(9,\)",
+        ),
+        (
+            LossTerms(loss=torch.zeros(9), weight=torch.ones(1)),
+            AggregationMode.TOKEN_MEAN,
+            r"weights of shape \(1,\)",
+        ),
+        (
+            LossTerms(loss=torch.zeros(9)),
+            AggregationMode.GROUP_MEAN,
+            "group_mean takes one loss per sequence",
+        ),
+        (
+            LossTerms(loss=torch.zeros(3), level="sequence"),
+            AggregationMode.TOKEN_MEAN,
+            "token_mean takes one loss per token",
+        ),
     ],
 )
-def test_terms_that_do_not_fit_are_refused(terms: LossTerms, mode: AggregationMode, sentence: str) -> None:
+def test_terms_that_do_not_fit_are_refused(
+    terms: LossTerms, mode: AggregationMode, sentence: str
+) -> None:
     batch, _ = three_sequences()
     with pytest.raises(BatchError, match=sentence):
-        reduce_loss(terms, batch, denominators=count_denominators(batch), aggregation=Aggregation(mode=mode))
+        reduce_loss(
+            terms, batch, denominators=count_denominators(batch), aggregation=Aggregation(mode=mode)
+        )

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import EngineNotFoundError
-from temper_engine_api.registry import EngineEntry, engine_class, engine_config_class, import_faults, list_engines
+from temper_engine_api.registry import (
+    EngineEntry,
+    engine_class,
+    engine_config_class,
+    import_faults,
+    list_engines,
+)
 
 ENTRY_POINTS = """\
 [temper.engines]
@@ -50,7 +56,9 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("acme")
 def test_listing_names_every_engine_and_imports_none() -> None:
     entries = {entry.name: entry for entry in list_engines()}
-    assert entries["broken"] == EngineEntry(name="broken", target="acme_broken:BrokenEngine", distribution="acme-engines 1.2")
+    assert entries["broken"] == EngineEntry(
+        name="broken", target="acme_broken:BrokenEngine", distribution="acme-engines 1.2"
+    )
     assert {"healthy", "misspelt", "wrong"} <= entries.keys()
     assert not {"acme_engine", "acme_broken"} & sys.modules.keys()
 
@@ -68,7 +76,10 @@ def test_a_configuration_is_found_without_its_engine() -> None:
 
 @pytest.mark.usefixtures("acme")
 def test_an_engine_that_can_not_be_imported_says_why() -> None:
-    with pytest.raises(EngineNotFoundError, match=r"'broken' of acme-engines 1.2 .*No module named 'acme_kernels_that_are_missing'"):
+    with pytest.raises(
+        EngineNotFoundError,
+        match=r"'broken' of acme-engines 1.2 .*No module named 'acme_kernels_that_are_missing'",
+    ):
         engine_class("broken")
     with pytest.raises(EngineNotFoundError, match=r"'misspelt' .*HaelthyEngine"):
         engine_class("misspelt")
@@ -84,19 +95,29 @@ def test_every_fault_is_listed_with_its_reason() -> None:
 
 @pytest.mark.usefixtures("acme")
 def test_a_class_of_another_kind_is_refused() -> None:
-    with pytest.raises(EngineNotFoundError, match=r"'wrong' gives .*HealthyConfig.*, which is no BaseEngine"):
+    with pytest.raises(
+        EngineNotFoundError, match=r"'wrong' gives .*HealthyConfig.*, which is no BaseEngine"
+    ):
         engine_class("wrong")
-    with pytest.raises(EngineNotFoundError, match=r"'wrong' is configured by .*HealthyEngine.*, which is no EngineConfig"):
+    with pytest.raises(
+        EngineNotFoundError,
+        match=r"'wrong' is configured by .*HealthyEngine.*, which is no EngineConfig",
+    ):
         engine_config_class("wrong")
 
 
 @pytest.mark.usefixtures("acme")
 def test_an_unknown_name_says_what_is_installed_and_how_to_install() -> None:
-    with pytest.raises(EngineNotFoundError, match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-fsdp"):
+    with pytest.raises(
+        EngineNotFoundError,
+        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-fsdp",
+    ):
         engine_class("fdsp")
 
 
-@pytest.mark.parametrize("module", ["specs", "errors", "registry", "topology", "schedule", "capabilities"])
+@pytest.mark.parametrize(
+    "module", ["specs", "errors", "registry", "topology", "schedule", "capabilities"]
+)
 def test_what_a_configuration_needs_is_imported_without_torch(module: str) -> None:
     code = f"import sys, temper_engine_api.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -22,7 +22,13 @@ import torch.distributed as dist
 
 from temper_engine_api import rendezvous
 from temper_engine_api.errors import EngineStateError
-from temper_engine_api.rendezvous import StoreServer, TokenStore, interface_of, run_token, store_from_environment
+from temper_engine_api.rendezvous import (
+    StoreServer,
+    TokenStore,
+    interface_of,
+    run_token,
+    store_from_environment,
+)
 
 LOOPBACK = "127.0.0.1"
 SOON = timedelta(seconds=20)
@@ -45,11 +51,15 @@ def server() -> Iterator[StoreServer]:
     made.close()
 
 
-def client_of(server: StoreServer, *, token: str = "right", timeout: timedelta = SOON) -> TokenStore:
+def client_of(
+    server: StoreServer, *, token: str = "right", timeout: timedelta = SOON
+) -> TokenStore:
     return TokenStore(server.address, server.port, token=token, timeout=timeout)
 
 
-@pytest.mark.parametrize("wrap", [lambda store: store, lambda store: dist.PrefixStore("group", store)])  # the second calls it from C++
+@pytest.mark.parametrize(
+    "wrap", [lambda store: store, lambda store: dist.PrefixStore("group", store)]
+)  # the second calls it from C++
 def test_a_client_reads_what_another_wrote(server: StoreServer, wrap: Callable[[Any], Any]) -> None:
     one, two = wrap(client_of(server)), wrap(client_of(server))
     one.set("a", "text")
@@ -58,7 +68,10 @@ def test_a_client_reads_what_another_wrote(server: StoreServer, wrap: Callable[[
     assert [one.add("n", 2), two.add("n", 3)] == [2, 5]
     assert one.get("n") == b"5"
     assert (two.check(["a", "n"]), two.check(["a", "missing"])) == (True, False)
-    assert (one.compare_set("c", "", "new"), one.compare_set("c", "other", "newer")) == (b"new", b"new")
+    assert (one.compare_set("c", "", "new"), one.compare_set("c", "other", "newer")) == (
+        b"new",
+        b"new",
+    )
     assert one.compare_set("c", "new", "newer") == b"newer"
     assert one.compare_set("absent", "something", "new") == b"something"
     one.multi_set(["x", "y"], ["1", b"2"])
@@ -75,7 +88,9 @@ def test_a_client_waits_for_a_key_and_gives_up_in_time(server: StoreServer) -> N
         two.wait([], timedelta(seconds=1))
         two.set("late", "now")
         assert value.result(timeout=20) == b"now"
-    with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.01 s waiting for keys late, never"):
+    with pytest.raises(
+        dist.DistStoreError, match=r"timed out after 0\.01 s waiting for keys late, never"
+    ):
         two.wait(["late", "never"], timedelta(seconds=0.01))
     two.set_timeout(timedelta(seconds=0.01))
     with pytest.raises(dist.DistStoreError):
@@ -106,7 +121,9 @@ def test_gloo_meets_through_it(server: StoreServer) -> None:
         assert list(pool.map(sum_of_ranks, range(3))) == [3.0, 3.0, 3.0]
 
 
-def test_a_client_without_the_token_neither_reads_nor_writes(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_without_the_token_neither_reads_nor_writes(
+    server: StoreServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     mine = client_of(server)
     mine.set("secret", "value")
@@ -116,10 +133,18 @@ def test_a_client_without_the_token_neither_reads_nor_writes(server: StoreServer
     assert "refused a client of the store from 127.0.0.1: it has another token" in caplog.text
 
 
-def test_a_pickle_that_a_stranger_sends_is_not_executed(server: StoreServer, tmp_path: Path) -> None:
+def test_a_pickle_that_a_stranger_sends_is_not_executed(
+    server: StoreServer, tmp_path: Path
+) -> None:
     # What used to work: a torch client that knows the port alone, and a pickle in place of a message.
     with pytest.raises(RuntimeError):
-        dist.TCPStore(server.address, server.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
+        dist.TCPStore(
+            server.address,
+            server.port,
+            is_master=False,
+            timeout=timedelta(seconds=1),
+            wait_for_workers=False,
+        )
     proof = tmp_path / "executed"
     with socket.create_connection((server.address, server.port)) as stranger:
         connection = Connection(os.dup(stranger.fileno()))
@@ -135,7 +160,9 @@ def test_a_pickle_that_a_stranger_sends_is_not_executed(server: StoreServer, tmp
     assert client_of(server).num_keys() == 0
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
     with socket.create_connection((server.address, server.port), timeout=20) as silent:
         client_of(server).set("a", "b")
@@ -143,7 +170,9 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(ser
             pass  # the challenge, then the end
 
 
-def test_strangers_that_use_up_the_open_files_do_not_end_the_store(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_use_up_the_open_files_do_not_end_the_store(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     program = f"""
@@ -170,7 +199,9 @@ time.sleep(600)
 
 def test_strangers_get_no_more_threads_than_handshakes_are_allowed(server: StoreServer) -> None:
     before = threading.active_count()
-    strangers = [socket.create_connection((server.address, server.port), timeout=20) for _ in range(200)]
+    strangers = [
+        socket.create_connection((server.address, server.port), timeout=20) for _ in range(200)
+    ]
     time.sleep(1)
     assert threading.active_count() - before <= rendezvous.MAX_HANDSHAKES
     for stranger in strangers:
@@ -182,7 +213,9 @@ def test_it_listens_on_its_own_address_alone_and_keeps_its_port(server: StoreSer
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((server.address, server.port))
     with socket.socket() as elsewhere:
-        elsewhere.bind(("127.0.0.2", server.port))  # which a listener on every address would not allow
+        elsewhere.bind(
+            ("127.0.0.2", server.port)
+        )  # which a listener on every address would not allow
 
 
 def test_a_closed_server_gives_its_port_back() -> None:
@@ -214,8 +247,16 @@ def test_many_clients_at_once_lose_no_count(server: StoreServer) -> None:
     assert client_of(server).get("n") == b"400"
 
 
-def test_ranks_find_the_store_that_their_environment_names(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"MASTER_ADDR": server.address, "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "2", "TEMPER_STORE_TOKEN": "right"}
+def test_ranks_find_the_store_that_their_environment_names(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {
+        "MASTER_ADDR": server.address,
+        "MASTER_PORT": str(server.port),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "TEMPER_STORE_TOKEN": "right",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     store, rank, world_size = store_from_environment(SOON)
@@ -227,7 +268,9 @@ def test_the_run_has_one_long_token() -> None:
     assert len(run_token()) == 64
 
 
-@pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="needs Linux with the interface lo")
+@pytest.mark.skipif(
+    not os.path.exists("/sys/class/net/lo"), reason="needs Linux with the interface lo"
+)
 def test_the_loopback_interface_is_found_by_its_address() -> None:
     assert interface_of(LOOPBACK) == "lo"
     assert interface_of("192.0.2.1") is None

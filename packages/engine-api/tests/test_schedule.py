@@ -45,7 +45,10 @@ def test_warm_up_is_linear_and_reaches_the_peak() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "middle"),
-    [("linear", 1.0 * 0.2 + 0.8 * 0.75), ("cosine", 0.2 + 0.8 * 0.5 * (1 + 0.7071067811865476))],  # cos(pi / 4)
+    [
+        ("linear", 1.0 * 0.2 + 0.8 * 0.75),
+        ("cosine", 0.2 + 0.8 * 0.5 * (1 + 0.7071067811865476)),
+    ],  # cos(pi / 4)
 )
 def test_decay_starts_at_the_peak_and_ends_at_the_floor(kind: str, middle: float) -> None:
     spec = ScheduleSpec(kind=kind, warmup_steps=2, total_steps=10, min_lr_ratio=0.2)  # type: ignore[arg-type]
@@ -62,11 +65,15 @@ def test_wsd_stays_at_the_peak_until_its_fall() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-@pytest.mark.parametrize(("ratio", "steps"), [(0.1, 3), (0.05, 2), (0.0, 0)])  # of 30: 3, 1.5 rounded up, none
+@pytest.mark.parametrize(
+    ("ratio", "steps"), [(0.1, 3), (0.05, 2), (0.0, 0)]
+)  # of 30: 3, 1.5 rounded up, none
 def test_a_warm_up_ratio_is_a_share_of_all_steps(ratio: float, steps: int) -> None:
     by_ratio = ScheduleSpec(kind="cosine", warmup_ratio=ratio, total_steps=30)
     by_steps = ScheduleSpec(kind="cosine", warmup_steps=steps, total_steps=30)
-    assert [learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [learning_rate(n, peak=1.0, spec=by_steps) for n in range(31)]
+    assert [learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [
+        learning_rate(n, peak=1.0, spec=by_steps) for n in range(31)
+    ]
 
 
 def test_a_constant_rate_may_warm_up_by_a_ratio() -> None:

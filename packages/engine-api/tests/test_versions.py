@@ -5,7 +5,10 @@ import pytest
 from temper_engine_api.versions import fits, numbers
 
 
-@pytest.mark.parametrize(("text", "expected"), [("0.3", (0, 3, 0)), ("0.3.0rc1", (0, 3, 0)), ("2.13.0+cpu", (2, 13, 0)), ("1", (1, 0, 0))])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0.3", (0, 3, 0)), ("0.3.0rc1", (0, 3, 0)), ("2.13.0+cpu", (2, 13, 0)), ("1", (1, 0, 0))],
+)
 def test_a_version_is_its_three_numbers(text: str, expected: tuple[int, int, int]) -> None:
     assert numbers(text) == expected
 
@@ -25,8 +28,12 @@ def test_a_version_is_its_three_numbers(text: str, expected: tuple[int, int, int
         ("", ["9.9.9"], []),
     ],
 )
-def test_a_bound_lets_in_what_pip_lets_in(bounds: str, inside: list[str], outside: list[str]) -> None:
-    assert [fits(version, bounds) for version in [*inside, *outside]] == [True] * len(inside) + [False] * len(outside)
+def test_a_bound_lets_in_what_pip_lets_in(
+    bounds: str, inside: list[str], outside: list[str]
+) -> None:
+    assert [fits(version, bounds) for version in [*inside, *outside]] == [True] * len(inside) + [
+        False
+    ] * len(outside)
 
 
 def test_what_can_not_be_read_is_named() -> None:

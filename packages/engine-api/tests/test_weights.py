@@ -10,7 +10,9 @@ from temper_engine_api.weights import WeightEntry, check_complete, checksum
 
 
 def entries(**shapes: tuple[int, ...]) -> list[WeightEntry]:
-    return [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in shapes.items()]
+    return [
+        WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in shapes.items()
+    ]
 
 
 def test_the_same_set_in_another_order_is_complete() -> None:
@@ -18,7 +20,10 @@ def test_the_same_set_in_another_order_is_complete() -> None:
 
 
 def test_every_fault_is_named() -> None:
-    with pytest.raises(WeightError, match=r"b: shape \(3,\), expected \(4,\); missing a; unexpected c. Nothing was loaded"):
+    with pytest.raises(
+        WeightError,
+        match=r"b: shape \(3,\), expected \(4,\); missing a; unexpected c. Nothing was loaded",
+    ):
         check_complete(entries(a=(2,), b=(4,)), entries(b=(3,), c=(1,)))
 
 
@@ -35,6 +40,8 @@ def test_many_faults_are_counted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_the_checksum_is_that_of_the_bytes(dtype: torch.dtype) -> None:
     one, two = torch.arange(6).view(2, 3).to(dtype), torch.tensor(1).to(dtype)
-    raw = b"".join(bytes(t.contiguous().view(torch.uint8).flatten().tolist()) for t in (one, two.view(1)))
+    raw = b"".join(
+        bytes(t.contiguous().view(torch.uint8).flatten().tolist()) for t in (one, two.view(1))
+    )
     assert checksum([one, two]) == hashlib.sha256(raw).hexdigest()
     assert checksum([one.t().contiguous().t(), two]) == hashlib.sha256(raw).hexdigest()

@@ -16,7 +16,9 @@ from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
 
 # Beside a released engine-api that does not know adapters inside experts there is nothing to test.
-collect_ignore = [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_adapter_experts.py"]
+collect_ignore = (
+    [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_adapter_experts.py"]
+)
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {
@@ -43,7 +45,9 @@ def pytest_collection_finish() -> None:
 def without_cuda() -> None:
     """These tests are about the CPU, and Megatron uses CUDA wherever torch sees it."""
     if torch.cuda.is_available():
-        pytest.skip("torch sees CUDA, and these tests are about the CPU: start with CUDA_VISIBLE_DEVICES= (nothing after the sign)")
+        pytest.skip(
+            "torch sees CUDA, and these tests are about the CPU: start with CUDA_VISIBLE_DEVICES= (nothing after the sign)"
+        )
 
 
 @pytest.fixture

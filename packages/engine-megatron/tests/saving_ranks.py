@@ -59,7 +59,9 @@ class Job:
 
 def started(job: Job) -> MegatronEngine:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{job.rendezvous}", rank=job.rank, world_size=job.world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{job.rendezvous}", rank=job.rank, world_size=job.world_size
+    )
     engine = MegatronEngine(
         MegatronConfig(
             model=ModelSpec(architecture=ARCHITECTURE),
@@ -71,7 +73,9 @@ def started(job: Job) -> MegatronEngine:
         )
     )
     engine.init_model()
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     return engine
 
 
@@ -105,7 +109,12 @@ def save_without_end(job: Job, connection: Connection) -> None:
         if step > 1:
             connection.send((step, ""))
         begun = time.monotonic()
-        engine.save_checkpoint(str(job.folder), global_step=step, max_ckpt_to_keep=2, in_background=job.in_background and step > 1)
+        engine.save_checkpoint(
+            str(job.folder),
+            global_step=step,
+            max_ckpt_to_keep=2,
+            in_background=job.in_background and step > 1,
+        )
         if step == 1:
             connection.send((1, str(time.monotonic() - begun)))
 
@@ -128,7 +137,9 @@ def start(
     processes, ends = [], []
     for rank in range(WORLD_SIZE):
         ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(replace(job, rank=rank), theirs), daemon=True)
+        process = context.Process(
+            target=target, args=(replace(job, rank=rank), theirs), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)
@@ -142,12 +153,19 @@ def answers(ends: list[Connection]) -> list[tuple[int, str]]:
     return [end.recv() for end in ends]
 
 
-def kill_once(context: ForkServerContext, folder: Path, *, seed: int, in_background: bool) -> dict[str, object]:
+def kill_once(
+    context: ForkServerContext, folder: Path, *, seed: int, in_background: bool
+) -> dict[str, object]:
     """What was found after a kill."""
     folder.mkdir(parents=True)
     draw = random.Random(f"kill {seed}")
     job = Job(
-        rank=0, world_size=WORLD_SIZE, rendezvous=str(folder / "meet-1"), folder=folder, in_background=in_background, tensor_parallel=2
+        rank=0,
+        world_size=WORLD_SIZE,
+        rendezvous=str(folder / "meet-1"),
+        folder=folder,
+        in_background=in_background,
+        tensor_parallel=2,
     )
     processes, ends = start(context, save_without_end, job)
     took_s = float(answers(ends)[0][1])
@@ -161,7 +179,9 @@ def kill_once(context: ForkServerContext, folder: Path, *, seed: int, in_backgro
         process.kill()
         process.join()
     was_saving = bool(leftovers(folder))
-    processes, ends = start(context, load_and_report, replace(job, rendezvous=str(folder / "meet-2"), tensor_parallel=1))
+    processes, ends = start(
+        context, load_and_report, replace(job, rendezvous=str(folder / "meet-2"), tensor_parallel=1)
+    )
     found = answers(ends)
     for process in processes:
         process.join(60)
@@ -180,9 +200,16 @@ def kill_once(context: ForkServerContext, folder: Path, *, seed: int, in_backgro
 def main(folder: Path, in_background: bool, seeds: list[int]) -> None:
     context = multiprocessing.get_context("forkserver")
     # "__main__" is not preloaded by Python 3.11, so what it imports is named.
-    context.set_forkserver_preload(["temper_engine_megatron.engine", "transformers.models.qwen2.modeling_qwen2"])
+    context.set_forkserver_preload(
+        ["temper_engine_megatron.engine", "transformers.models.qwen2.modeling_qwen2"]
+    )
     for seed in seeds:
-        sys.stdout.write(json.dumps(kill_once(context, folder / str(seed), seed=seed, in_background=in_background)) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                kill_once(context, folder / str(seed), seed=seed, in_background=in_background)
+            )
+            + "\n"
+        )
         sys.stdout.flush()
 
 

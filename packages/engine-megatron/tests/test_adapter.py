@@ -28,22 +28,40 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
     _, tensors = start(lora=LORA).export_adapter()
     fields = dict(config.model.architecture)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
     torch.manual_seed(config.model.seed)
-    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]), network)
-    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    inject_adapter_in_model(
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]),
+        network,
+    )
+    expected = {
+        f"base_model.model.{name.replace('.default.', '.')}": p
+        for name, p in network.named_parameters()
+        if ".lora_" in name
+    }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(fleet, reference, layout, tmp_path):
-    recipe = replace(reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), lora=replace(LORA, dropout=0.5))
+def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(
+    fleet, reference, layout, tmp_path
+):
+    recipe = replace(
+        reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), lora=replace(LORA, dropout=0.5)
+    )
     batches = [reference.batch(seed=seed) for seed in range(3)]
 
     def run(job, **arguments):
-        return fleet.run(job, engine="megatron", layout=LAYOUTS[layout], arguments={"recipe": recipe, **arguments})
+        return fleet.run(
+            job,
+            engine="megatron",
+            layout=LAYOUTS[layout],
+            arguments={"recipe": recipe, **arguments},
+        )
 
     first, second = run(parts_held_twice, batches=batches)
     assert len(first[0]) > 8
@@ -59,8 +77,14 @@ def parts_held_twice(rank, *, recipe, batches):
     engine = rank.engine(recipe)
     updates = train(engine, batches)
     chunk = engine._parts.runner._chunks.bare[0]
-    trained = {name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad}
-    copies = {name: p.detach().clone() for name, p in trained.items() if not vars(p)["tensor_model_parallel"]}
+    trained = {
+        name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
+    }
+    copies = {
+        name: p.detach().clone()
+        for name, p in trained.items()
+        if not vars(p)["tensor_model_parallel"]
+    }
     return copies, updates[-1].state
 
 
@@ -76,12 +100,30 @@ def test_the_base_has_no_gradient_buffers(start):
     ("lora", "sentence"),
     [
         (replace(LORA, target_modules=("q_proj", "embed_tokens")), "takes in model.embed_tokens"),
-        (replace(LORA, target_modules=("query",)), "lora.target_modules names query, but no layer of this model has that name"),
-        (replace(LORA, target_modules=("q_proj", "value")), "lora.target_modules names value, but .*; it has down_proj, .*q_proj"),
-        (replace(LORA, target_modules=("q_proj", "self_attn")), "lora.target_modules names self_attn, but no layer"),
-        (replace(LORA, target_modules="nope.*"), r"lora.target_modules 'nope\.\*' names no linear layer of this model"),
-        (replace(LORA, exclude_modules=("o_proj", "value")), "lora.exclude_modules names value, but no layer of this model has that name"),
-        (replace(LORA, exclude_modules="nope.*"), r"lora.exclude_modules names nope\.\*, but no layer of this model has that name"),
+        (
+            replace(LORA, target_modules=("query",)),
+            "lora.target_modules names query, but no layer of this model has that name",
+        ),
+        (
+            replace(LORA, target_modules=("q_proj", "value")),
+            "lora.target_modules names value, but .*; it has down_proj, .*q_proj",
+        ),
+        (
+            replace(LORA, target_modules=("q_proj", "self_attn")),
+            "lora.target_modules names self_attn, but no layer",
+        ),
+        (
+            replace(LORA, target_modules="nope.*"),
+            r"lora.target_modules 'nope\.\*' names no linear layer of this model",
+        ),
+        (
+            replace(LORA, exclude_modules=("o_proj", "value")),
+            "lora.exclude_modules names value, but no layer of this model has that name",
+        ),
+        (
+            replace(LORA, exclude_modules="nope.*"),
+            r"lora.exclude_modules names nope\.\*, but no layer of this model has that name",
+        ),
         (replace(LORA, modules_to_save=("lm_head",)), "ties to its other embedding"),
         (replace(LORA, modules_to_save=("norm",)), "trains only the output layer whole"),
     ],
@@ -112,11 +154,23 @@ def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, 
 
 
 @pytest.mark.parametrize(
-    "inside", ["adapter_checkpoint", "model/mp_rank_00", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt"]
+    "inside",
+    [
+        "adapter_checkpoint",
+        "model/mp_rank_00",
+        "model/dist_ckpt",
+        "actor/dist_ckpt",
+        "actor/model/dist_ckpt",
+    ],
 )
-def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(tmp_path, inside):
+def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(
+    tmp_path, inside
+):
     (tmp_path / inside).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=rf"holds {inside}, .*temper-migrate checkpoint .* --to temper --out NEW"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"holds {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
+    ):
         refuse_other_systems(str(tmp_path))
 
 
@@ -127,13 +181,17 @@ def test_loading_asks_whether_a_checkpoint_is_another_systems(start, tmp_path):
 
 
 def test_the_head_of_a_critic_is_trained_beside_its_adapter(start, config):
-    engine = start(model=ModelSpec(architecture=config.model.architecture, model_type="value_model"), lora=LORA)
+    engine = start(
+        model=ModelSpec(architecture=config.model.architecture, model_type="value_model"), lora=LORA
+    )
     described, tensors = engine.export_adapter()
     assert described["modules_to_save"] == ["score"]
     assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= tensors.keys()
 
 
-def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_adapters_alone(start, batch, tmp_path):
+def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_adapters_alone(
+    start, batch, tmp_path
+):
     engine = start(lora=LORA)
     with engine.adapter_disabled():
         base = weights_of(engine)

@@ -13,7 +13,14 @@ from temper_engine_api.conformance.models import QWEN2_TIED
 from temper_engine_api.conformance.oracle_adapter import TinyAdapter, save_adapter
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import GRADIENT, LOSS, UPDATE, assert_all_close, assert_close, assert_same_state
+from temper_engine_api.conformance.tolerances import (
+    GRADIENT,
+    LOSS,
+    UPDATE,
+    assert_all_close,
+    assert_close,
+    assert_same_state,
+)
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.objective import Query
@@ -22,24 +29,57 @@ from temper_engine_megatron.adapter_experts import joined, part_of
 from temper_engine_megatron.engine import MegatronEngine
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-INSIDE = TinyAdapter(name="divided", model=QWEN2_TIED, fields={"target_modules": ["q_proj", "o_proj"], "target_parameters": list(BOTH)})
-ALONE_INSIDE = TinyAdapter(name="experts-only", model=QWEN2_TIED, fields={"target_modules": [], "target_parameters": list(BOTH)})
+INSIDE = TinyAdapter(
+    name="divided",
+    model=QWEN2_TIED,
+    fields={"target_modules": ["q_proj", "o_proj"], "target_parameters": list(BOTH)},
+)
+ALONE_INSIDE = TinyAdapter(
+    name="experts-only",
+    model=QWEN2_TIED,
+    fields={"target_modules": [], "target_parameters": list(BOTH)},
+)
 LAYOUTS = {
     layout.name: layout
     for layout in (
         plain_layout(1),
-        Layout(name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}
+        ),
         Layout(
             name="tp2-sp-ep2",
             world_size=2,
-            fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+            fields={
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+                "expert_parallel": 2,
+                "expert_tensor_parallel": 1,
+            },
         ),
-        Layout(name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}),
+        Layout(
+            name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}
+        ),
         Layout(name="cp2-ep2", world_size=2, fields={"context_parallel": 2, "expert_parallel": 2}),
-        Layout(name="pp2-recompute", world_size=2, fields={"pipeline_parallel": 2, "recompute": "layers"}),
-        Layout(name="tp2-sp-ep2-etp2", world_size=4, fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
-        Layout(name="pp2-ep2", world_size=4, fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True}),
-        Layout(name="dp2-ep2", world_size=4, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="pp2-recompute",
+            world_size=2,
+            fields={"pipeline_parallel": 2, "recompute": "layers"},
+        ),
+        Layout(
+            name="tp2-sp-ep2-etp2",
+            world_size=4,
+            fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        ),
+        Layout(
+            name="pp2-ep2",
+            world_size=4,
+            fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
+        ),
+        Layout(
+            name="dp2-ep2",
+            world_size=4,
+            fields={"expert_parallel": 2, "distributed_optimizer": True},
+        ),
     )
 }
 ARCHITECTURE = {
@@ -82,12 +122,20 @@ def mixtures(reference):
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2-sp", "tp2-sp-ep2", "pp2-recompute", *by_night("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2")]
+    "layout",
+    [
+        "tp2-sp",
+        "tp2-sp-ep2",
+        "pp2-recompute",
+        *by_night("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
+    ],
 )
 def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, mixtures, layout):
     recipe, batch = mixtures.adapter_recipe(INSIDE), mixtures.batch(model=QWEN2_TIED)
     expected = mixtures.update(recipe, TokenProbe(), batch)
-    updates = run_in(layout, measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1])
+    updates = run_in(
+        layout, measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1]
+    )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
     for update in updates:
         assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
@@ -97,17 +145,26 @@ def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, mixture
     ("before", "after"),
     [
         ("ep2", "tp2-sp"),
-        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in [("tp2-sp", "ep2"), ("1-rank", "pp2-ep2"), ("dp2-ep2", "1-rank")]),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in [("tp2-sp", "ep2"), ("1-rank", "pp2-ep2"), ("dp2-ep2", "1-rank")]
+        ),
     ],
 )
-def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(run_in, mixtures, tmp_path, before, after):
+def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
+    run_in, mixtures, tmp_path, before, after
+):
     recipe = mixtures.adapter_recipe(INSIDE, optimizer=TRAINS)
     batches = [mixtures.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
     whole = run_in(before, train_all, recipe=recipe, batches=batches)[0]
     run_in(before, train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
-    assert_same_state(run_in(after, state_after_loading, recipe=recipe, folder=tmp_path)[0], whole[1].state)
+    assert_same_state(
+        run_in(after, state_after_loading, recipe=recipe, folder=tmp_path)[0], whole[1].state
+    )
     resumed = run_in(after, load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
-    assert_all_close(resumed[-1].masters, whole[2].masters, UPDATE, what="adapter after the next update")
+    assert_all_close(
+        resumed[-1].masters, whole[2].masters, UPDATE, what="adapter after the next update"
+    )
 
 
 def train_all(rank, *, recipe, batches):
@@ -127,16 +184,23 @@ def test_experts_alone_can_be_adapted(run_in, mixtures, layout):
     recipe = mixtures.adapter_recipe(ALONE_INSIDE, optimizer=TRAINS)
     batches = [mixtures.batch(seed=seed, model=QWEN2_TIED) for seed in range(2)]
     whole = mixtures.run(train_all, recipe=recipe, batches=batches)
-    for update, want in zip(run_in(layout, train_all, recipe=recipe, batches=batches)[0], whole, strict=True):
+    for update, want in zip(
+        run_in(layout, train_all, recipe=recipe, batches=batches)[0], whole, strict=True
+    ):
         assert_all_close(update.masters, want.masters, UPDATE, what="adapter")
 
 
 def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, mixtures, tmp_path):
-    pytest.importorskip("temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp")
+    pytest.importorskip(
+        "temper_engine_fsdp",
+        reason="the other engine is not installed: pip install temper-engine-fsdp",
+    )
     recipe = mixtures.adapter_recipe(INSIDE, optimizer=TRAINS)
     batch = mixtures.batch(model=QWEN2_TIED)
     content, logprobs = run_in("ep2", adapter_after_an_update, recipe=recipe, batch=batch)[0]
-    saved = replace(recipe, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter"))))
+    saved = replace(
+        recipe, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
+    )
     found = run_in("1-rank", logprobs_of, engine="fsdp", recipe=saved, batch=batch)[0]
     assert_close(found, logprobs, LOSS, what="log-probs")
 
@@ -156,17 +220,30 @@ def logprobs_of(rank, *, recipe, batch):
 def answers(engine, batch):
     """[T] log-probs in the order of the batch."""
     with engine.eval_mode():
-        result = engine.forward_backward_batch(share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB])
-    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[Query.LOGPROB]
+        result = engine.forward_backward_batch(
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+        )
+    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
+        Query.LOGPROB
+    ]
 
 
 def test_a_fresh_adapter_begins_as_peft_begins_it(start):
     _, tensors = start(model=ModelSpec(architecture=ARCHITECTURE), lora=LORA).export_adapter()
     fields = dict(ARCHITECTURE)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
     torch.manual_seed(0)
-    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=list(BOTH)), network)
-    expected = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in network.named_parameters() if ".lora_" in name}
+    inject_adapter_in_model(
+        LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=list(BOTH)),
+        network,
+    )
+    expected = {
+        f"base_model.model.{name.replace('.default.', '.')}": p
+        for name, p in network.named_parameters()
+        if ".lora_" in name
+    }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
@@ -174,24 +251,44 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start):
 @pytest.mark.parametrize("kind", ["experts_a", "experts_b", "gated_experts_b"])
 def test_parts_of_ranks_come_together_again(kind):
     # Four experts of rank 3: A is [12, 8], B [16, 12].
-    whole = torch.arange(12.0 * 8).view(12, 8) if kind == "experts_a" else torch.arange(16.0 * 12).view(16, 12)
+    whole = (
+        torch.arange(12.0 * 8).view(12, 8)
+        if kind == "experts_a"
+        else torch.arange(16.0 * 12).view(16, 12)
+    )
     parts = [part_of(whole, kind=kind, num_experts=4, rank=rank, size=2) for rank in range(2)]
-    assert {tuple(part.shape) for part in parts} == {(4, 3, 4) if kind == "experts_a" else (4, 8, 3)}
+    assert {tuple(part.shape) for part in parts} == {
+        (4, 3, 4) if kind == "experts_a" else (4, 8, 3)
+    }
     assert torch.equal(joined(parts, kind=kind), whole)
 
 
 @pytest.mark.parametrize(
     ("lora", "sentence"),
     [
-        (LoraSpec(rank=4, alpha=8.0), "'all-linear', which takes in what lies inside this model's experts: name in it modules of"),
-        (LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "up_proj")), r"and in lora.target_parameters .*'mlp.experts.down_proj'"),
-        (replace(LORA, target_parameters=("experts.up_proj",)), "names experts.up_proj, but only tensors of experts can be named"),
-        (replace(LORA, target_parameters=("q_proj.weight",)), "names q_proj.weight, but only tensors of experts"),
+        (
+            LoraSpec(rank=4, alpha=8.0),
+            "'all-linear', which takes in what lies inside this model's experts: name in it modules of",
+        ),
+        (
+            LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "up_proj")),
+            r"and in lora.target_parameters .*'mlp.experts.down_proj'",
+        ),
+        (
+            replace(LORA, target_parameters=("experts.up_proj",)),
+            "names experts.up_proj, but only tensors of experts can be named",
+        ),
+        (
+            replace(LORA, target_parameters=("q_proj.weight",)),
+            "names q_proj.weight, but only tensors of experts",
+        ),
     ],
 )
 def test_what_can_not_be_adapted_in_a_mixture_is_named(config, lora, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        MegatronEngine(replace(config, model=ModelSpec(architecture=ARCHITECTURE), lora=lora)).init_model()
+        MegatronEngine(
+            replace(config, model=ModelSpec(architecture=ARCHITECTURE), lora=lora)
+        ).init_model()
 
 
 def test_a_dense_model_has_no_tensors_of_experts(config):
@@ -201,6 +298,14 @@ def test_a_dense_model_has_no_tensors_of_experts(config):
 
 def test_the_rank_that_peft_doubles_for_all_linear_is_refused(config, tmp_path):
     doubled = {r".*\.gate_up_proj": 6}
-    LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["gate_up_proj"], rank_pattern=doubled).save_pretrained(tmp_path)
+    LoraConfig(
+        r=3, target_modules=["q_proj"], target_parameters=["gate_up_proj"], rank_pattern=doubled
+    ).save_pretrained(tmp_path)
     with pytest.raises(CapabilityError, match="sets rank_pattern"):
-        MegatronEngine(replace(config, model=ModelSpec(architecture=ARCHITECTURE), lora=LoraSpec(path=str(tmp_path)))).init_model()
+        MegatronEngine(
+            replace(
+                config,
+                model=ModelSpec(architecture=ARCHITECTURE),
+                lora=LoraSpec(path=str(tmp_path)),
+            )
+        ).init_model()

@@ -19,7 +19,13 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_megatron.bridge_compat import LINES, Recipe, Translation, line_in_use
 from temper_engine_megatron.bridge_compat.lines import BRIDGE, CORE
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
 
 
 def config(model_type="qwen2", **fields):
@@ -27,7 +33,9 @@ def config(model_type="qwen2", **fields):
 
 
 def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
-    absent = {name for name in ("transformer_engine", "triton") if importlib.util.find_spec(name) is None}
+    absent = {
+        name for name in ("transformer_engine", "triton") if importlib.util.find_spec(name) is None
+    }
     Translation(config())
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -36,17 +44,25 @@ def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
 
 
 def forget_the_bridge(monkeypatch):
-    for name in [name for name in sys.modules if name == "megatron.bridge" or name.startswith("megatron.bridge.")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name == "megatron.bridge" or name.startswith("megatron.bridge.")
+    ]:
         monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("is_distributed", [False, True])
-def test_the_optimizer_is_torchs_also_where_megatron_has_found_another(start, monkeypatch, is_distributed):
+def test_the_optimizer_is_torchs_also_where_megatron_has_found_another(
+    start, monkeypatch, is_distributed
+):
     # As beside TransformerEngine or Apex, whose class then stands there and counts updates elsewhere than torch's.
     monkeypatch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
     monkeypatch.setattr(core_optimizer, "Adam", Foreign)
     start(distributed_optimizer=is_distributed)
-    assert not core_optimizer.USING_PYTORCH_OPTIMIZER, "others in this process see what Megatron had found"
+    assert not core_optimizer.USING_PYTORCH_OPTIMIZER, (
+        "others in this process see what Megatron had found"
+    )
 
 
 class Foreign(torch.optim.Optimizer):
@@ -61,7 +77,9 @@ def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
     forget_the_bridge(monkeypatch)
     install(monkeypatch, core=importlib.metadata.version(CORE), bridge=None)
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
-    with pytest.raises(ConfigError, match="needs Megatron-Bridge, which is not installed") as caught:
+    with pytest.raises(
+        ConfigError, match="needs Megatron-Bridge, which is not installed"
+    ) as caught:
         Translation(config())
     assert str(caught.value).endswith(wanted)
 
@@ -93,7 +111,12 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    "error", [ModuleNotFoundError("No module named 'omegaconf'", name="omegaconf"), RuntimeError("the package is empty")], ids=repr
+    "error",
+    [
+        ModuleNotFoundError("No module named 'omegaconf'", name="omegaconf"),
+        RuntimeError("the package is empty"),
+    ],
+    ids=repr,
 )
 def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, error):
     forget_the_bridge(monkeypatch)
@@ -117,7 +140,9 @@ def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, er
         ("0.19.2", "0.3.1", "3.13.0", "megatron-core==0.16.1"),
     ],
 )
-def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_changes_least(monkeypatch, core, bridge, python, command):
+def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_changes_least(
+    monkeypatch, core, bridge, python, command
+):
     install(monkeypatch, core=core, bridge=bridge, python=python)
     with pytest.raises(ConfigError, match=f"{CORE} is {core} and {BRIDGE} {bridge}, but") as caught:
         Translation(config())
@@ -125,7 +150,8 @@ def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_chan
 
 
 @pytest.mark.parametrize(
-    ("core", "bridge", "python"), [("0.16.1", "0.3.1", "3.11.2"), ("0.16.1", "0.3.1", "3.12.1"), ("0.19.2", "0.6.2", "3.12.1")]
+    ("core", "bridge", "python"),
+    [("0.16.1", "0.3.1", "3.11.2"), ("0.16.1", "0.3.1", "3.12.1"), ("0.19.2", "0.6.2", "3.12.1")],
 )
 def test_versions_that_belong_together_are_taken(monkeypatch, core, bridge, python):
     install(monkeypatch, core=core, bridge=bridge, python=python)
@@ -136,15 +162,36 @@ def test_what_this_package_requires_is_what_its_lines_take():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     required = [Requirement(line) for line in project["dependencies"] if line.startswith(CORE)]
     for python, lines in (("3.11", LINES[:1]), ("3.12", LINES), ("3.13", LINES[:1])):
-        (here,) = (each for each in required if each.marker is not None and each.marker.evaluate({"python_version": python}))
-        for version in ("0.15.3", "0.16.0", "0.16.1", "0.16.4", "0.17.1", "0.18.0", "0.19.0", "0.19.2", "0.19.7", "0.20.0"):
-            assert here.specifier.contains(version) == any(line.core.contains(version) for line in lines), (python, version)
+        (here,) = (
+            each
+            for each in required
+            if each.marker is not None and each.marker.evaluate({"python_version": python})
+        )
+        for version in (
+            "0.15.3",
+            "0.16.0",
+            "0.16.1",
+            "0.16.4",
+            "0.17.1",
+            "0.18.0",
+            "0.19.0",
+            "0.19.2",
+            "0.19.7",
+            "0.20.0",
+        ):
+            assert here.specifier.contains(version) == any(
+                line.core.contains(version) for line in lines
+            ), (python, version)
 
 
 def source(module):
     """The tree of a module, which is not imported."""
     root, _, path = module.partition(".")
-    (file,) = (found for folder in sys.modules[root].__path__ if (found := Path(folder, f"{path.replace('.', '/')}.py")).exists())
+    (file,) = (
+        found
+        for folder in sys.modules[root].__path__
+        if (found := Path(folder, f"{path.replace('.', '/')}.py")).exists()
+    )
     return ast.parse(file.read_text())
 
 
@@ -159,7 +206,8 @@ def test_stand_ins_are_given_for_what_is_still_imported_without_asking():
         name
         for name, tree in found.items()
         for node in tree.body
-        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == name for alias in node.names)
+        if isinstance(node, ast.Import)
+        and any(alias.name.partition(".")[0] == name for alias in node.names)
     }
     assert names == line_in_use().imports_without_asking.keys()
 
@@ -178,8 +226,12 @@ def test_the_rotary_base_is_told_only_where_the_bridge_still_does_not_find_it(mo
     described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert Translation(described).settings.rotary_base == 5e5
     line = dataclasses.replace(line_in_use(), reads_old_rotary_base=False)
-    monkeypatch.setattr("temper_engine_megatron.bridge_compat.translation.line_in_use", lambda: line)
-    assert (Translation(described).settings.rotary_base != 5e5) == line_in_use().reads_old_rotary_base
+    monkeypatch.setattr(
+        "temper_engine_megatron.bridge_compat.translation.line_in_use", lambda: line
+    )
+    assert (
+        Translation(described).settings.rotary_base != 5e5
+    ) == line_in_use().reads_old_rotary_base
 
 
 def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
@@ -194,11 +246,16 @@ def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
 def test_every_parameter_of_a_plain_layer_is_known(model_type):
     translation = Translation(config(model_type))
     layer = "decoder.layers.1."
-    assert translation.recipe_of(layer + "input_layernorm.weight").names == ("model.layers.1.input_layernorm.weight",)
-    assert translation.recipe_of(layer + "pre_mlp_layernorm.weight").names == ("model.layers.1.post_attention_layernorm.weight",)
+    assert translation.recipe_of(layer + "input_layernorm.weight").names == (
+        "model.layers.1.input_layernorm.weight",
+    )
+    assert translation.recipe_of(layer + "pre_mlp_layernorm.weight").names == (
+        "model.layers.1.post_attention_layernorm.weight",
+    )
     assert translation.recipe_of(layer + "self_attention.linear_qkv.weight").kind == "qkv"
     assert translation.recipe_of(layer + "mlp.linear_fc1.weight") == Recipe(
-        kind="gated", names=("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight")
+        kind="gated",
+        names=("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
     )
     with pytest.raises(CapabilityError, match="what nonesuch is made of"):
         translation.recipe_of("nonesuch")

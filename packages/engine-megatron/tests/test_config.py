@@ -38,7 +38,9 @@ def test_the_engine_is_found_by_its_name():
 def test_layouts_set_fields_that_exist_and_fill_their_ranks():
     known = {field.name for field in fields(MegatronConfig)}
     layouts = conformance_layouts("megatron")
-    assert {"tp2", "pp2", "pp2-vpp2", "cp2", "dp2-distopt", "tp2-pp2"} <= {layout.name for layout in layouts}
+    assert {"tp2", "pp2", "pp2-vpp2", "cp2", "dp2-distopt", "tp2-pp2"} <= {
+        layout.name for layout in layouts
+    }
     for layout in layouts:
         assert layout.fields.keys() <= known
         assert layout.world_size % MegatronConfig(model=MODEL, **layout.fields).replica_size == 0

@@ -15,7 +15,9 @@ from temper_engine_megatron.cpu_device import megatron_on_cpu
 def test_cuda_literals_mean_the_cpu_inside():
     with megatron_on_cpu():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
-        assert torch.empty(1, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
+        assert (
+            torch.empty(1, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
+        )
         assert torch.ones(1).cuda().device.type == "cpu"
 
 
@@ -55,7 +57,9 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
 
 def test_ranks_gather_parts_of_any_sizes_as_nccl_does(fleet, reference):
     recipe = reference.recipe(QWEN2_GROUPED)
-    for parts in fleet.run(gather_parts, engine="megatron", layout=plain_layout(2), arguments={"recipe": recipe}):
+    for parts in fleet.run(
+        gather_parts, engine="megatron", layout=plain_layout(2), arguments={"recipe": recipe}
+    ):
         assert parts == [[[0.0, 0.0]] * 3, [[1.0, 1.0]]]
 
 

@@ -10,14 +10,23 @@ from temper_engine_api.conformance.measure import Update, merged, state_of
 from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, VALUE
 from temper_engine_api.conformance.oracle_adapter import TinyAdapter
 from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import LOSS, LOSS_TERMS, UPDATE, assert_all_close, assert_close, assert_same_state
+from temper_engine_api.conformance.tolerances import (
+    LOSS,
+    LOSS_TERMS,
+    UPDATE,
+    assert_all_close,
+    assert_close,
+    assert_same_state,
+)
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 from temper_engine_megatron.expert_names import by_names_in_files
 
-pytest.importorskip("temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp")
+pytest.importorskip(
+    "temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp"
+)
 
 ALONE, TWO = plain_layout(1), plain_layout(2)
 MEGATRON = {layout.name: layout for layout in conformance_layouts("megatron")}
@@ -26,8 +35,17 @@ WAYS = [
     pytest.param("fsdp", TWO, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2"),
     pytest.param("megatron", MEGATRON["tp2"], "fsdp", TWO, id="tp2-to-fsdp"),
     pytest.param("fsdp", ALONE, "megatron", MEGATRON["dp2-distopt"], id="fsdp-to-distopt"),
-    pytest.param("megatron", MEGATRON["pp2-vpp2"], "fsdp", ALONE, id="vpp2-to-fsdp", marks=pytest.mark.nightly),
-    pytest.param("megatron", MEGATRON["cp2"], "fsdp", TWO, id="cp2-to-fsdp", marks=pytest.mark.nightly),
+    pytest.param(
+        "megatron",
+        MEGATRON["pp2-vpp2"],
+        "fsdp",
+        ALONE,
+        id="vpp2-to-fsdp",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "megatron", MEGATRON["cp2"], "fsdp", TWO, id="cp2-to-fsdp", marks=pytest.mark.nightly
+    ),
 ]
 
 
@@ -44,7 +62,9 @@ def state_after_loading(rank, *, recipe, folder):
 
 
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS)
-def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+def test_a_run_goes_on_in_the_other_engine(
+    fleet, reference, tmp_path, first, before, second, after
+):
     recipe = reference.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
     check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
 
@@ -54,10 +74,14 @@ def test_a_run_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, be
     [
         pytest.param("megatron", MEGATRON["ep2"], "fsdp", TWO, id="ep2-to-fsdp"),
         pytest.param("fsdp", TWO, "megatron", MEGATRON["ep2"], id="fsdp-to-ep2"),
-        pytest.param("fsdp", ALONE, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2", marks=pytest.mark.nightly),
+        pytest.param(
+            "fsdp", ALONE, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2", marks=pytest.mark.nightly
+        ),
     ],
 )
-def test_a_mixture_of_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+def test_a_mixture_of_experts_goes_on_in_the_other_engine(
+    fleet, reference, tmp_path, first, before, second, after
+):
     mixtures = reference.with_experts()
     recipe = mixtures.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
     check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
@@ -65,18 +89,32 @@ def test_a_mixture_of_experts_goes_on_in_the_other_engine(fleet, reference, tmp_
 
 def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_names_in_files():
     asked = []
-    joined = {"gate_up_proj": torch.arange(24.0).view(2, 4, 3), "down_proj": torch.arange(12.0).view(2, 3, 2)}
+    joined = {
+        "gate_up_proj": torch.arange(24.0).view(2, 4, 3),
+        "down_proj": torch.arange(12.0).view(2, 3, 2),
+    }
 
     def read(kind, name):
         asked.append((kind, name))
-        return torch.tensor(7) if kind == COUNT else joined[name.rpartition(".")[2]] + (0.5 if kind == FIRST else 0)
+        return (
+            torch.tensor(7)
+            if kind == COUNT
+            else joined[name.rpartition(".")[2]] + (0.5 if kind == FIRST else 0)
+        )
 
     shapes = {f"layer.mlp.experts.{kind}": tuple(tensor.shape) for kind, tensor in joined.items()}
-    saved = by_names_in_files(SavedState(directory="here", weights=shapes, has_moments=True, read=read))
+    saved = by_names_in_files(
+        SavedState(directory="here", weights=shapes, has_moments=True, read=read)
+    )
     found = {state.name: state for state in saved.iterate_state()}
-    assert [(name, tuple(state.master.shape)) for name, state in found.items()] == list(saved.weights.items())
+    assert [(name, tuple(state.master.shape)) for name, state in found.items()] == list(
+        saved.weights.items()
+    )
     # Expert 1 begins at 1 x 4 x 3 = 12, its up-projection two rows of 3 later.
-    assert torch.equal(found["layer.mlp.experts.1.up_proj.weight"].first_moment, torch.arange(18.0, 24.0).view(2, 3) + 0.5)
+    assert torch.equal(
+        found["layer.mlp.experts.1.up_proj.weight"].first_moment,
+        torch.arange(18.0, 24.0).view(2, 3) + 0.5,
+    )
     assert torch.equal(found["layer.mlp.experts.1.down_proj.weight"].master, joined["down_proj"][1])
     assert {state.update_count for state in found.values()} == {7}
     read_whole = [question for question in asked if question[0] != COUNT]
@@ -84,24 +122,41 @@ def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_na
 
 
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS[:2])
-def test_an_adapter_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
-    adapter = TinyAdapter(name="crossing", model=QWEN2_TIED, fields={"use_dora": True, "use_rslora": True, "exclude_modules": ["lm_head"]})
+def test_an_adapter_goes_on_in_the_other_engine(
+    fleet, reference, tmp_path, first, before, second, after
+):
+    adapter = TinyAdapter(
+        name="crossing",
+        model=QWEN2_TIED,
+        fields={"use_dora": True, "use_rslora": True, "exclude_modules": ["lm_head"]},
+    )
     recipe = reference.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
     check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
 
 
-@pytest.mark.skipif("target_parameters" not in LoraSpec.__dataclass_fields__, reason="needs an engine-api with adapters inside experts")
+@pytest.mark.skipif(
+    "target_parameters" not in LoraSpec.__dataclass_fields__,
+    reason="needs an engine-api with adapters inside experts",
+)
 @pytest.mark.parametrize(
     ("first", "before", "second", "after"),
     [
         pytest.param("fsdp", TWO, "megatron", MEGATRON["ep2"], id="fsdp-to-ep2"),
-        pytest.param("megatron", MEGATRON["ep2"], "fsdp", ALONE, id="ep2-to-fsdp", marks=pytest.mark.nightly),
+        pytest.param(
+            "megatron", MEGATRON["ep2"], "fsdp", ALONE, id="ep2-to-fsdp", marks=pytest.mark.nightly
+        ),
     ],
 )
-def test_an_adapter_inside_experts_goes_on_in_the_other_engine(fleet, reference, tmp_path, first, before, second, after):
+def test_an_adapter_inside_experts_goes_on_in_the_other_engine(
+    fleet, reference, tmp_path, first, before, second, after
+):
     mixtures = reference.with_experts()
     inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapter = TinyAdapter(name="inside-crossing", model=QWEN2_TIED, fields={"target_modules": ["q_proj"], "target_parameters": inside})
+    adapter = TinyAdapter(
+        name="inside-crossing",
+        model=QWEN2_TIED,
+        fields={"target_modules": ["q_proj"], "target_parameters": inside},
+    )
     recipe = mixtures.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
     check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
 
@@ -112,7 +167,9 @@ def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
     batches = [reference.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
 
     def run(job, engine, layout, **arguments):
-        return fleet.run(job, engine=engine, layout=layout, arguments={"recipe": recipe, **arguments})
+        return fleet.run(
+            job, engine=engine, layout=layout, arguments={"recipe": recipe, **arguments}
+        )
 
     whole = run(train_all, first, before, batches=batches)
     run(train_and_save, first, before, batches=batches[:2], folder=tmp_path, step=2)
@@ -121,10 +178,16 @@ def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
     assert (steps, lr) == (2, whole[0][1].next_lr)
     resumed = run(load_and_train, second, after, batches=batches[2:], folder=tmp_path)
     assert_close(
-        merged([rank[-1] for rank in resumed])["loss"], merged([rank[2] for rank in whole])["loss"], LOSS, what="loss", at_least=LOSS_TERMS
+        merged([rank[-1] for rank in resumed])["loss"],
+        merged([rank[2] for rank in whole])["loss"],
+        LOSS,
+        what="loss",
+        at_least=LOSS_TERMS,
     )
     assert_close(resumed[0][-1].grad_norm, whole[0][2].grad_norm, UPDATE, what="gradient norm")
-    assert_all_close(resumed[0][-1].masters, whole[0][2].masters, UPDATE, what="weights after the next update")
+    assert_all_close(
+        resumed[0][-1].masters, whole[0][2].masters, UPDATE, what="weights after the next update"
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "megatron"), ("megatron", "fsdp")])
@@ -132,7 +195,10 @@ def test_a_frozen_model_takes_the_weights_alone(fleet, reference, tmp_path, firs
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=None)
     exported = [
         fleet.run(
-            weights_around_a_save, engine=engine, layout=ALONE, arguments={"recipe": recipe, "folder": tmp_path, "saves": engine == first}
+            weights_around_a_save,
+            engine=engine,
+            layout=ALONE,
+            arguments={"recipe": recipe, "folder": tmp_path, "saves": engine == first},
         )
         for engine in (first, second)
     ]
@@ -154,12 +220,20 @@ def weights_around_a_save(rank, *, recipe, folder, saves):
 
 
 def test_another_model_is_refused_before_the_first_tensor_is_read(fleet, reference, tmp_path):
-    saved, other = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), reference.recipe(VALUE, optimizer=TRAINS)
+    saved, other = (
+        reference.recipe(QWEN2_GROUPED, optimizer=TRAINS),
+        reference.recipe(VALUE, optimizer=TRAINS),
+    )
     batches = [reference.batch()]
     path = fleet.run(
-        train_and_save, engine="fsdp", layout=ALONE, arguments={"recipe": saved, "batches": batches, "folder": tmp_path, "step": 1}
+        train_and_save,
+        engine="fsdp",
+        layout=ALONE,
+        arguments={"recipe": saved, "batches": batches, "folder": tmp_path, "step": 1},
     )[0]
-    sentence = fleet.run(refusal, engine="megatron", layout=ALONE, arguments={"recipe": other, "path": path})[0]
+    sentence = fleet.run(
+        refusal, engine="megatron", layout=ALONE, arguments={"recipe": other, "path": path}
+    )[0]
     assert "is that of another model or optimizer" in sentence
     assert "score.weight" in sentence
 
@@ -179,6 +253,9 @@ def test_weights_without_moments_do_not_resume_a_training(start, tmp_path):
     part = tmp_path / "part"
     engine.write_part(str(part))
     (file,) = (part / "state").glob("*.safetensors")
-    save_file({name: tensor for name, tensor in load_file(file).items() if name.startswith("master.")}, file)
+    save_file(
+        {name: tensor for name, tensor in load_file(file).items() if name.startswith("master.")},
+        file,
+    )
     with pytest.raises(CheckpointError, match="holds weights without moments of adamw"):
         engine.read_part(str(part))

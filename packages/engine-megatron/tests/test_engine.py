@@ -66,18 +66,31 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused(config):
 
 
 def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_behind(config):
-    other = ModelSpec(architecture={"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2})
+    other = ModelSpec(
+        architecture={
+            "model_type": "gpt2",
+            "vocab_size": 61,
+            "n_embd": 32,
+            "n_layer": 1,
+            "n_head": 2,
+        }
+    )
     with pytest.raises(CapabilityError, match="GPT2"):
         MegatronEngine(replace(config, model=other)).init_model()
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "qwen3_next"])
-def test_a_model_whose_parts_the_bridge_knows_and_this_engine_does_not_is_refused(config, model_type):
+def test_a_model_whose_parts_the_bridge_knows_and_this_engine_does_not_is_refused(
+    config, model_type
+):
     # The bridge translates them; Gemma's log-probs were 5 nats off, because its own class scales the embedding.
-    other = ModelSpec(architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8})
+    other = ModelSpec(
+        architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8}
+    )
     with pytest.raises(
-        CapabilityError, match="might leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe, llama or mistral"
+        CapabilityError,
+        match="might leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe, llama or mistral",
     ):
         MegatronEngine(replace(config, model=other)).init_model()
 
@@ -86,16 +99,29 @@ MISTRAL = {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize(
-    "fields", [{**MISTRAL, "sliding_window": 4}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}]
+    "fields",
+    [
+        {**MISTRAL, "sliding_window": 4},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    ],
 )
 def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
-    with pytest.raises(CapabilityError, match=r"sliding-window attention is not supported .* set sliding_window to null"):
-        MegatronEngine(replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))).init_model()
+    with pytest.raises(
+        CapabilityError,
+        match=r"sliding-window attention is not supported .* set sliding_window to null",
+    ):
+        MegatronEngine(
+            replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))
+        ).init_model()
 
 
 def hold_to_the_oracle(config, start, batch, *, model):
     """The oracle's gradients of one update, once the engine's are found equal to them."""
-    oracle = OracleEngine(EngineConfig(model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"))
+    oracle = OracleEngine(
+        EngineConfig(
+            model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"
+        )
+    )
     oracle.init_model()
     gradients = []
     for engine in (oracle, start(model=model, optimizer=READ_GRADIENTS)):
@@ -106,7 +132,14 @@ def hold_to_the_oracle(config, start, batch, *, model):
 
 
 def test_mistral_without_a_window_has_the_gradients_of_transformers(config, start, batch):
-    model = ModelSpec(architecture={**config.model.architecture, **MISTRAL, "sliding_window": None, "initializer_range": 0.3})
+    model = ModelSpec(
+        architecture={
+            **config.model.architecture,
+            **MISTRAL,
+            "sliding_window": None,
+            "initializer_range": 0.3,
+        }
+    )
     hold_to_the_oracle(config, start, batch, model=model)
 
 
@@ -118,20 +151,27 @@ def test_dropout_is_refused(config):
 
 def test_a_critic_begins_at_a_language_model_with_a_new_head(config, start, batch, tmp_path):
     network = write_language_model(tmp_path / "model", config)
-    first, second = (start(model=ModelSpec(path=str(network), model_type="value_model", seed=seed)) for seed in (0, 1))
+    first, second = (
+        start(model=ModelSpec(path=str(network), model_type="value_model", seed=seed))
+        for seed in (0, 1)
+    )
     names = [dict(weights(engine)) for engine in (first, second)]
     assert names[0].keys() >= {"score.weight", "score.bias"}
     assert not torch.equal(names[0]["score.weight"], names[1]["score.weight"])
     with first.eval_mode():
         share = first.shard_data(batch, max_tokens=64)
-        values = first.forward_backward_batch(share, forward_only=True, outputs=[Query.VALUE]).outputs
+        values = first.forward_backward_batch(
+            share, forward_only=True, outputs=[Query.VALUE]
+        ).outputs
     assert values is not None
     assert int((values.columns[Query.VALUE] != 0).sum()) == batch.num_tokens - batch.num_sequences
 
 
 def write_language_model(folder, config):
     fields = dict(config.model.architecture)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
     network.save_pretrained(folder)
     return folder
 
@@ -140,15 +180,22 @@ def test_weights_of_another_model_are_refused(config, tmp_path):
     write_language_model(tmp_path / "model", config)
     path = tmp_path / "model" / "config.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    path.write_text(
+        json.dumps({**fields, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
     with pytest.raises(WeightError, match=r"model\.layers\.2"):
         MegatronEngine(replace(config, model=ModelSpec(path=str(tmp_path / "model")))).init_model()
 
 
 def test_a_language_model_can_not_answer_values(start, batch):
     engine = start()
-    with engine.eval_mode(), pytest.raises(CapabilityError, match="a language_model can't answer value"):
-        engine.forward_backward_batch(engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.VALUE])
+    with (
+        engine.eval_mode(),
+        pytest.raises(CapabilityError, match="a language_model can't answer value"),
+    ):
+        engine.forward_backward_batch(
+            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.VALUE]
+        )
 
 
 def test_bf16_keeps_master_weights_in_float32(start, batch):
@@ -194,15 +241,30 @@ def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone
         f"engine = MegatronEngine(MegatronConfig(model=ModelSpec(architecture={dict(config.model.architecture)!r}), device='cpu')); "
         "engine.init_model(); engine.close(); warnings.warn('shown'); print(logging.root.handlers, logging.root.level)"
     )
-    done = subprocess.run([sys.executable, "-W", "default::UserWarning", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "default::UserWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "[] 30\n"
-    assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == ["<string>:1: UserWarning: shown"]
+    assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == [
+        "<string>:1: UserWarning: shown"
+    ]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_gives_it(config, start, batch, is_tied):
+def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_gives_it(
+    config, start, batch, is_tied
+):
     # A policy may well sample it: as an input it then trains nothing, because transformers builds its embedding with padding_idx.
     padding = int(batch.tokens[2])
-    model = ModelSpec(architecture={**config.model.architecture, "pad_token_id": padding, "tie_word_embeddings": is_tied})
+    model = ModelSpec(
+        architecture={
+            **config.model.architecture,
+            "pad_token_id": padding,
+            "tie_word_embeddings": is_tied,
+        }
+    )
     expected = hold_to_the_oracle(config, start, batch, model=model)
     assert bool(expected["model.embed_tokens.weight"][padding].any()) is is_tied

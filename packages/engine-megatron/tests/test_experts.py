@@ -24,7 +24,16 @@ from temper_engine_api.conformance.models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import BF16, GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
+from temper_engine_api.conformance.tolerances import (
+    BF16,
+    GRADIENT,
+    LOGPROB,
+    LOSS,
+    UPDATE,
+    assert_all_close,
+    assert_all_equal,
+    assert_close,
+)
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query
@@ -45,22 +54,41 @@ EXPERTS = TinyModel(
         "tie_word_embeddings": False,
     },
 )
-AS_THEY_ARE = replace(EXPERTS, name="qwen3-moe-as-they-are", architecture={**EXPERTS.architecture, "norm_topk_prob": False})
+AS_THEY_ARE = replace(
+    EXPERTS,
+    name="qwen3-moe-as-they-are",
+    architecture={**EXPERTS.architecture, "norm_topk_prob": False},
+)
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout(name="alone", world_size=1),
-        Layout(name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}
+        ),
         Layout(
             name="tp2-sp-ep2",
             world_size=2,
-            fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+            fields={
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+                "expert_parallel": 2,
+                "expert_tensor_parallel": 1,
+            },
         ),
-        Layout(name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}),
+        Layout(
+            name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}
+        ),
         Layout(name="cp2-ep2", world_size=2, fields={"context_parallel": 2, "expert_parallel": 2}),
         Layout(name="pp2", world_size=2, fields={"pipeline_parallel": 2}),
-        Layout(name="pp2-vpp2", world_size=2, fields={"pipeline_parallel": 2, "virtual_pipeline": 2}),
-        Layout(name="pp2-ep2", world_size=4, fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="pp2-vpp2", world_size=2, fields={"pipeline_parallel": 2, "virtual_pipeline": 2}
+        ),
+        Layout(
+            name="pp2-ep2",
+            world_size=4,
+            fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
+        ),
         Layout(
             name="tp2-sp-pp2-ep2",
             world_size=4,
@@ -72,9 +100,17 @@ LAYOUTS = {
                 "expert_tensor_parallel": 1,
             },
         ),
-        Layout(name="tp2-sp-ep2-etp2", world_size=4, fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+        Layout(
+            name="tp2-sp-ep2-etp2",
+            world_size=4,
+            fields={"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        ),
         Layout(name="ep4", world_size=4, fields={"expert_parallel": 4}),
-        Layout(name="dp2-ep2", world_size=4, fields={"expert_parallel": 2, "distributed_optimizer": True}),
+        Layout(
+            name="dp2-ep2",
+            world_size=4,
+            fields={"expert_parallel": 2, "distributed_optimizer": True},
+        ),
     )
 }
 FOUR = Split(name="four", min_micro_batches=4)
@@ -90,7 +126,13 @@ def subject_in(fleet, request):
     def at(name):
         layout = LAYOUTS[name]
         ranks = fleet if layout.world_size <= 2 else request.getfixturevalue("fleet_of_four")
-        return Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=layout, all_layouts=(layout,), fleet=ranks)
+        return Subject(
+            engine="megatron",
+            claims=MegatronEngine.capabilities,
+            layout=layout,
+            all_layouts=(layout,),
+            fleet=ranks,
+        )
 
     return at
 
@@ -105,22 +147,38 @@ def one_by_one(tensors):
             if name.endswith("down_proj"):
                 found[f"{stem}.down_proj.weight"] = tensor[number]
             else:
-                found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = tensor[number, :24], tensor[number, 24:]
+                found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = (
+                    tensor[number, :24],
+                    tensor[number, 24:],
+                )
         if not is_joined:
             found[name] = tensor
     return found
 
 
 SMALL = ("ep2", "tp2-sp-ep2", "pp2")
-LARGE = ("alone", "cp2-ep2", "pp2-vpp2", "pp2-ep2", "tp2-sp-pp2-ep2", "tp2-sp-ep2-etp2", "ep4", "dp2-ep2")
+LARGE = (
+    "alone",
+    "cp2-ep2",
+    "pp2-vpp2",
+    "pp2-ep2",
+    "tp2-sp-pp2-ep2",
+    "tp2-sp-ep2-etp2",
+    "ep4",
+    "dp2-ep2",
+)
 
 
 @pytest.mark.parametrize("layout", in_every(SMALL, nightly=LARGE))
 def test_gradients_are_those_of_transformers(subject_in, reference, layout):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS)
     expected = reference.update(recipe, TokenProbe(), batch)
-    updates = subject_in(layout).run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR)
-    assert_all_close(updates[0].gradients, one_by_one(expected.gradients), GRADIENT, what="gradient")
+    updates = subject_in(layout).run(
+        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR
+    )
+    assert_all_close(
+        updates[0].gradients, one_by_one(expected.gradients), GRADIENT, what="gradient"
+    )
     for update in updates:
         assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
@@ -131,22 +189,37 @@ def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(subject_in, refere
     batch = reference.batch(model=EXPERTS)
     expected = reference.update(reference.recipe(EXPERTS), TokenProbe(), batch)
     recipe = reference.recipe(EXPERTS, compute="bf16")
-    for update in subject_in(layout).run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR):
+    for update in subject_in(layout).run(
+        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR
+    ):
         assert_close(update.grad_norm, expected.grad_norm, BF16, what="gradient norm")
 
 
-@pytest.mark.parametrize("model", [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE],
+    ids=lambda model: model.name,
+)
 def test_log_probs_are_those_of_transformers(subject_in, reference, model):
     recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
-    outputs = subject_in("ep2").run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
-    assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
+    outputs = subject_in("ep2").run(
+        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB]
+    )[0]
+    assert_close(
+        outputs.columns[Query.LOGPROB],
+        reference.outputs(recipe, batch, Query.LOGPROB),
+        LOGPROB,
+        what="log-probs",
+    )
 
 
 @pytest.mark.parametrize("layout", in_every(["ep2"], nightly=["tp2-sp-ep2", "tp2-sp", "pp2-ep2"]))
 def test_weights_come_back_bit_for_bit_under_the_names_in_files(subject_in, reference, layout):
     recipe = reference.recipe(EXPERTS)
     exported = subject_in(layout).run(exported_weights, recipe=recipe)
-    assert_all_equal(exported[0], load_file(f"{recipe.model_path}/model.safetensors"), what="weights")
+    assert_all_equal(
+        exported[0], load_file(f"{recipe.model_path}/model.safetensors"), what="weights"
+    )
     assert list(exported[0]) == list(exported[1])
 
 
@@ -160,17 +233,26 @@ def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, referenc
     recipe = reference.recipe(EXPERTS, optimizer=TRAINS)
     batches = [reference.batch(seed=seed, model=EXPERTS) for seed in range(2)]
     alone, divided = (
-        subject_in(name).run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches)[0] for name in ("alone", "ep2")
+        subject_in(name).run(
+            measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches
+        )[0]
+        for name in ("alone", "ep2")
     )
     for update, want in zip(divided, alone, strict=True):
         assert_all_close(update.masters, want.masters, UPDATE, what="master weights")
-        assert {entry.update_count for entry in update.state.values()} == {entry.update_count for entry in want.state.values()}
+        assert {entry.update_count for entry in update.state.values()} == {
+            entry.update_count for entry in want.state.values()
+        }
 
 
-def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(subject_in, reference):
+def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(
+    subject_in, reference
+):
     # Experts have an optimizer of their own, whose norm the others must hear of.
     recipe, batch = reference.recipe(EXPERTS, optimizer=TRAINS), reference.batch(model=EXPERTS)
-    for is_finite, is_changed, num_steps in subject_in("ep2").run(update_with_a_broken_expert, recipe=recipe, batch=batch):
+    for is_finite, is_changed, num_steps in subject_in("ep2").run(
+        update_with_a_broken_expert, recipe=recipe, batch=batch
+    ):
         assert (is_finite, is_changed, num_steps) == (False, False, 0)
 
 
@@ -183,10 +265,16 @@ def update_with_a_broken_expert(rank, *, recipe, batch):
         engine.forward_backward_batch(share_of(engine, batch, split=FOUR), forward_only=False)
     if dist.get_rank() == 1:
         chunk = engine._parts.runner._chunks.bare[0]
-        vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][0, 0] = torch.inf
+        vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][
+            0, 0
+        ] = torch.inf
     norm = engine.optimizer_step()
     after = weights_of(engine)
-    return math.isfinite(norm), any(not torch.equal(after[name], before[name]) for name in before), engine.num_schedule_steps
+    return (
+        math.isfinite(norm),
+        any(not torch.equal(after[name], before[name]) for name in before),
+        engine.num_schedule_steps,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +300,20 @@ def router_gradient(rank, *, recipe, batch, repeats, settings):
         engine.set_loss_fn(NothingButBalance())
         size = batch.num_sequences
         whole = concatenate(
-            [replace(batch, sample_ids=batch.sample_ids + size * i, atom_ids=batch.atom_ids * 0 + i) for i in range(repeats)]
+            [
+                replace(
+                    batch, sample_ids=batch.sample_ids + size * i, atom_ids=batch.atom_ids * 0 + i
+                )
+                for i in range(repeats)
+            ]
         )
         plan = plan_mini_batch(
             whole.lengths.tolist(), atom_ids=whole.atom_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
             constraints=engine.topology.plan_constraints,
         )  # fmt: skip
-        return update_once(engine, [pack_rank(whole, plan=plan, rank=0, denominators=count_denominators(whole))])
+        return update_once(
+            engine, [pack_rank(whole, plan=plan, rank=0, denominators=count_denominators(whole))]
+        )
     finally:
         engine.close()
 
@@ -237,18 +332,29 @@ def balance_of(recipe, batch):
 
 
 @pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2"]))
-def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(subject_in, reference, layout):
+def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
+    subject_in, reference, layout
+):
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
     model, loss = balance_of(recipe, batch)
     (0.1 * loss).backward()
-    expected = one_by_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    expected = one_by_one(
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    )
     for repeats in (1, 2):
         settings = {"router_aux_loss": 0.1}
-        updates = subject_in(layout).run(router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings)
+        updates = subject_in(layout).run(
+            router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings
+        )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
         # Metrics are logged as a mean over layers; 1 is balance.
-        assert_close(merged(updates)["router/load_balancing_loss"], float(loss.detach()) / 4, LOSS, what="metric")
+        assert_close(
+            merged(updates)["router/load_balancing_loss"],
+            float(loss.detach()) / 4,
+            LOSS,
+            what="metric",
+        )
 
 
 def z_loss_of(recipe, batch):
@@ -257,25 +363,40 @@ def z_loss_of(recipe, batch):
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
     found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
     layers = range(model.config.num_hidden_layers)
-    squares = [torch.cat([logits[layer].reshape(-1, 8) for logits in found]).logsumexp(-1).square() for layer in layers]
+    squares = [
+        torch.cat([logits[layer].reshape(-1, 8) for logits in found]).logsumexp(-1).square()
+        for layer in layers
+    ]
     return model, sum(square.mean() for square in squares)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, pytest.param({"recompute": "layers"}, marks=pytest.mark.nightly), {"remove_padding": False}],
+    [
+        {},
+        pytest.param({"recompute": "layers"}, marks=pytest.mark.nightly),
+        {"remove_padding": False},
+    ],
     ids=lambda changes: next(iter(changes), "as-it-is"),
 )
-@pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2", "pp2-vpp2"]))
-def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(subject_in, reference, layout, changes):
+@pytest.mark.parametrize(
+    "layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2", "pp2-vpp2"])
+)
+def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
+    subject_in, reference, layout, changes
+):
     # Megatron's own weight of it, without its division by tokens at the end, is as many times too large.
     recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
     model, loss = z_loss_of(recipe, batch)
     (0.1 * loss).backward()
-    expected = one_by_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    expected = one_by_one(
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    )
     for repeats in (1, 2):
         settings = {"router_z_loss": 0.1, **changes}
-        updates = subject_in(layout).run(router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings)
+        updates = subject_in(layout).run(
+            router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings
+        )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
         metrics = merged(updates)

@@ -35,7 +35,10 @@ def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start, tmp_path, a
     engine.save_checkpoint(str(tmp_path), global_step=1)
     with (
         full_disk(at=at),
-        pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*could not write .*part-00000-00000.safetensors"),
+        pytest.raises(
+            CheckpointError,
+            match=r"step 2 could not be saved: .*could not write .*part-00000-00000.safetensors",
+        ),
     ):
         engine.save_checkpoint(str(tmp_path), global_step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
@@ -72,7 +75,10 @@ def save_twice(rank, *, recipe, batch, folder, full):
     file_bytes = persistence.FILE_BYTES
     persistence.FILE_BYTES = 1000
     try:
-        with full_disk(at=500) if rank.index == full else nullcontext(), pytest.raises(CheckpointError) as caught:
+        with (
+            full_disk(at=500) if rank.index == full else nullcontext(),
+            pytest.raises(CheckpointError) as caught,
+        ):
             engine.save_checkpoint(str(folder), global_step=2)
     finally:
         persistence.FILE_BYTES = file_bytes

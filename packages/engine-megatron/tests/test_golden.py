@@ -43,23 +43,34 @@ def _digests(engine: MegatronEngine) -> dict[str, dict[str, object]]:
     return {
         entry.name: {
             "update_count": entry.update_count,
-            **{column: _digest(getattr(entry, column)) for column in ("master", "first_moment", "second_moment")},
+            **{
+                column: _digest(getattr(entry, column))
+                for column in ("master", "first_moment", "second_moment")
+            },
         }
         for entry in engine.export_state()
     }
 
 
 @pytest.mark.bitwise
-@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose checkpoint could be kept; the first release brings it")
+@pytest.mark.skipif(
+    not GOLDEN,
+    reason="no version is released yet whose checkpoint could be kept; the first release brings it",
+)
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
 def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
     written = json.loads(file.read_text())
     engine = _loaded(file, written)
     assert _digests(engine) == written["state"]
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     batch = from_sequences(
         [torch.tensor(sequence) for sequence in written["sequences"]],
-        loss_masks=[torch.tensor([False] + [True] * (len(sequence) - 1)) for sequence in written["sequences"]],
+        loss_masks=[
+            torch.tensor([False] + [True] * (len(sequence) - 1))
+            for sequence in written["sequences"]
+        ],
     )
     with engine.train_mode():
         engine.forward_backward_step(batch)
@@ -71,10 +82,14 @@ def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Pa
 @pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
-def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(fleet: Fleet, file: Path, layout: str) -> None:
+def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
+    fleet: Fleet, file: Path, layout: str
+) -> None:
     written = json.loads(file.read_text())
     (two,) = (each for each in conformance_layouts("megatron") if each.name == layout)
-    for digests in fleet.run(load_and_digest, engine="megatron", layout=two, arguments={"file": file}):
+    for digests in fleet.run(
+        load_and_digest, engine="megatron", layout=two, arguments={"file": file}
+    ):
         assert digests == written["state"]
 
 

@@ -12,11 +12,22 @@ from temper_engine_megatron.groups import Sizes
 TP2 = Layout(name="tp2", world_size=2, fields={"tensor_parallel": 2})
 
 
-def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runtime(fleet, reference):
-    subject = Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=TP2, all_layouts=(TP2,), fleet=fleet)
+def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runtime(
+    fleet, reference
+):
+    subject = Subject(
+        engine="megatron",
+        claims=MegatronEngine.capabilities,
+        layout=TP2,
+        all_layouts=(TP2,),
+        fleet=fleet,
+    )
     for shares, told in subject.run(start_beside, recipe=reference.recipe(QWEN2_GROUPED)):
         assert shares
-        assert "an engine with tensor_parallel 2, expert_tensor_parallel 2 lives in this process" in told
+        assert (
+            "an engine with tensor_parallel 2, expert_tensor_parallel 2 lives in this process"
+            in told
+        )
         assert "one with pipeline_parallel 2 can't be made beside it" in told
         assert "the trainer's Ray runtime" in told
 
@@ -25,7 +36,9 @@ def start_beside(rank, *, recipe):
     """Whether two engines of one layout have the same groups, and what a third of another layout is told."""
     first, second = rank.engine(recipe), rank.engine(recipe)
     shares = first._parts.membership.tp is second._parts.membership.tp
-    other = MegatronEngine(recipe.config_for(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2}))
+    other = MegatronEngine(
+        recipe.config_for(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2})
+    )
     with pytest.raises(ConfigError) as caught:
         other.init_model()
     return shares, str(caught.value)

@@ -54,8 +54,12 @@ def test_a_killed_save_leaves_a_step_that_loads_in_another_layout(tmp_path: Path
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["foreground", "background"])
-def test_twenty_kills_at_random_moments_leave_a_step_that_loads_in_another_layout(tmp_path: Path, how: str) -> None:
+def test_twenty_kills_at_random_moments_leave_a_step_that_loads_in_another_layout(
+    tmp_path: Path, how: str
+) -> None:
     trials = kill_at(range(100, 120), how=how, folder=tmp_path)
     for trial in trials:
         check(trial)
-    assert sum(trial["was_saving"] for trial in trials) >= 5, "hardly any kill struck a save: the moments are badly chosen"
+    assert sum(trial["was_saving"] for trial in trials) >= 5, (
+        "hardly any kill struck a save: the moments are badly chosen"
+    )

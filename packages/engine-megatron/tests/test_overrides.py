@@ -15,9 +15,27 @@ from temper_engine_megatron.engine import MegatronEngine
 from temper_engine_megatron.overrides import check_overrides
 
 SINCE_0_19 = {
-    *("use_mup", "mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"),
-    *("mup_attn_scale_power", "num_buckets", "moe_grad_scale_func", "mtp_grad_scale_func", "grad_norm_skip_threshold"),
-    *("optimizer_cuda_graph", "tensor_parallel_num_weight_shards", "gtp_weight_remat_size", "use_layer_wise_distributed_optimizer"),
+    *(
+        "use_mup",
+        "mup_base_hidden_size",
+        "mup_width_mult",
+        "mup_embedding_mult",
+        "mup_output_mult",
+        "mup_base_head_dim",
+    ),
+    *(
+        "mup_attn_scale_power",
+        "num_buckets",
+        "moe_grad_scale_func",
+        "mtp_grad_scale_func",
+        "grad_norm_skip_threshold",
+    ),
+    *(
+        "optimizer_cuda_graph",
+        "tensor_parallel_num_weight_shards",
+        "gtp_weight_remat_size",
+        "use_layer_wise_distributed_optimizer",
+    ),
     *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
 }
 
@@ -27,26 +45,78 @@ FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
 @pytest.mark.parametrize(
     ("key", "name", "match"),
     [
-        ("override_transformer_config", "bias_activation_fussion", "does not have: did you mean bias_activation_fusion"),
-        ("override_transformer_config", "tensor_model_parallel_size", "tensor_parallel of this configuration decides"),
+        (
+            "override_transformer_config",
+            "bias_activation_fussion",
+            "does not have: did you mean bias_activation_fusion",
+        ),
+        (
+            "override_transformer_config",
+            "tensor_model_parallel_size",
+            "tensor_parallel of this configuration decides",
+        ),
         ("override_transformer_config", "num_layers", "the model's own config decides"),
-        ("override_transformer_config", "calculate_per_token_loss", "the engine's way of computing needs as it is"),
-        ("override_transformer_config", "deallocate_pipeline_outputs", "the engine's way of computing needs as it is"),
-        ("override_transformer_config", "hybrid_context_parallel", "context_parallel is one size for all micro-batches"),
-        ("override_ddp_config", "overlap_grad_reduce", "the engine's way of computing needs as it is"),
+        (
+            "override_transformer_config",
+            "calculate_per_token_loss",
+            "the engine's way of computing needs as it is",
+        ),
+        (
+            "override_transformer_config",
+            "deallocate_pipeline_outputs",
+            "the engine's way of computing needs as it is",
+        ),
+        (
+            "override_transformer_config",
+            "hybrid_context_parallel",
+            "context_parallel is one size for all micro-batches",
+        ),
+        (
+            "override_ddp_config",
+            "overlap_grad_reduce",
+            "the engine's way of computing needs as it is",
+        ),
         ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),
-        ("override_transformer_config", "moe_z_loss_coeff", "router_z_loss of this configuration decides"),
+        (
+            "override_transformer_config",
+            "moe_z_loss_coeff",
+            "router_z_loss of this configuration decides",
+        ),
         ("override_transformer_config", "window_size", "the model's own config decides"),
-        ("override_transformer_config", "layernorm_zero_centered_gamma", "the model's own config decides"),
-        ("override_transformer_config", "num_layers_in_first_pipeline_stage", "layers_per_stage of this configuration decides"),
-        ("override_transformer_config", "fp8", "nothing of this engine reads, so that it would have no effect: remove it"),
-        ("override_transformer_config", "attention_softmax_in_fp32", "nothing of this engine reads"),
+        (
+            "override_transformer_config",
+            "layernorm_zero_centered_gamma",
+            "the model's own config decides",
+        ),
+        (
+            "override_transformer_config",
+            "num_layers_in_first_pipeline_stage",
+            "layers_per_stage of this configuration decides",
+        ),
+        (
+            "override_transformer_config",
+            "fp8",
+            "nothing of this engine reads, so that it would have no effect: remove it",
+        ),
+        (
+            "override_transformer_config",
+            "attention_softmax_in_fp32",
+            "nothing of this engine reads",
+        ),
         ("override_transformer_config", "moe_grouped_gemm", "nothing of this engine reads"),
         ("override_ddp_config", "fsdp_double_buffer", "nothing of this engine reads"),
         ("override_optimizer_config", "decoupled_lr", "nothing of this engine reads"),
         ("override_optimizer_config", "muon_momentum", "nothing of this engine reads"),
-        ("override_optimizer_config", "loss_scale_window", "precision.loss_scale_growth_interval of this configuration decides"),
-        ("override_optimizer_config", "nonesuch", "which OptimizerConfig of megatron-core [0-9.]+ does not have"),
+        (
+            "override_optimizer_config",
+            "loss_scale_window",
+            "precision.loss_scale_growth_interval of this configuration decides",
+        ),
+        (
+            "override_optimizer_config",
+            "nonesuch",
+            "which OptimizerConfig of megatron-core [0-9.]+ does not have",
+        ),
     ],
 )
 def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, key, name, match):
@@ -57,40 +127,75 @@ def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, ke
 
 def test_every_name_that_is_refused_is_one_that_megatron_has():
     # A name that is gone, or was renamed, would be refused with the wrong reason or taken by its new name.
-    known = {field.name for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig) for field in fields(config)}
-    named = (overrides._OF_THE_MODEL, overrides._ELSEWHERE.keys(), overrides._DECIDED, overrides._CHOSEN_PER_BATCH, overrides._IDLE)
+    known = {
+        field.name
+        for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+        for field in fields(config)
+    }
+    named = (
+        overrides._OF_THE_MODEL,
+        overrides._ELSEWHERE.keys(),
+        overrides._DECIDED,
+        overrides._CHOSEN_PER_BATCH,
+        overrides._IDLE,
+    )
     refused = set().union(*named)
     assert sum(map(len, named)) == len(refused), "a name is refused for two reasons"
     assert refused - known == (set() if line_in_use() is LINES[-1] else SINCE_0_19)
 
 
 def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
-    known = {field.name for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig) for field in fields(config)}
-    gone = {family for family in overrides._IDLE_FAMILIES if not any(name.startswith(family) for name in known)}
+    known = {
+        field.name
+        for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+        for field in fields(config)
+    }
+    gone = {
+        family
+        for family in overrides._IDLE_FAMILIES
+        if not any(name.startswith(family) for name in known)
+    }
     assert gone == (set() if line_in_use() is LINES[-1] else FAMILIES_SINCE_0_19)
 
 
 def test_recomputation_is_said_once(config):
-    twice = replace(config, recompute="layers", override_transformer_config={"recompute_num_layers": 2})
-    with pytest.raises(ConfigError, match="recompute is layers, and override_transformer_config names recompute_num_layers"):
+    twice = replace(
+        config, recompute="layers", override_transformer_config={"recompute_num_layers": 2}
+    )
+    with pytest.raises(
+        ConfigError,
+        match="recompute is layers, and override_transformer_config names recompute_num_layers",
+    ):
         check_overrides(twice)
 
 
 def test_a_switch_is_on_or_off(config):
-    with pytest.raises(ConfigError, match="override_transformer_config sets bias_activation_fusion to 'maybe', but must be true or false"):
-        check_overrides(replace(config, override_transformer_config={"bias_activation_fusion": "maybe"}))
+    with pytest.raises(
+        ConfigError,
+        match="override_transformer_config sets bias_activation_fusion to 'maybe', but must be true or false",
+    ):
+        check_overrides(
+            replace(config, override_transformer_config={"bias_activation_fusion": "maybe"})
+        )
 
 
 def test_a_value_that_megatron_refuses_is_told_with_its_reason(config):
     wrong = replace(config, override_transformer_config={"recompute_granularity": "some"})
-    with pytest.raises(ConfigError, match=r"megatron-core refuses override_transformer_config .*recompute_granularity.*: .* must be"):
+    with pytest.raises(
+        ConfigError,
+        match=r"megatron-core refuses override_transformer_config .*recompute_granularity.*: .* must be",
+    ):
         MegatronEngine(wrong).init_model()
     assert not torch.distributed.is_initialized()
 
 
 def test_what_is_given_reaches_megatron(start):
     engine = start(
-        override_transformer_config={"bias_activation_fusion": True, "recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        override_transformer_config={
+            "bias_activation_fusion": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+        },
         override_ddp_config={"pad_buckets_for_high_nccl_busbw": True},
         override_optimizer_config={"log_num_zeros_in_grad": True},
     )
@@ -102,7 +207,9 @@ def test_what_is_given_reaches_megatron(start):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"remove_padding": False}, {"recompute": "layers"}, {"recompute": "attention"}], ids=lambda changes: next(iter(changes))
+    "changes",
+    [{"remove_padding": False}, {"recompute": "layers"}, {"recompute": "attention"}],
+    ids=lambda changes: next(iter(changes)),
 )
 def test_padding_and_recomputation_change_no_number(start, batch, changes):
     expected, found = (update(start(**fields), batch) for fields in ({}, changes))
@@ -111,7 +218,9 @@ def test_padding_and_recomputation_change_no_number(start, batch, changes):
 
 def update(engine, batch):
     """Gradient norms of three updates of two micro-batches each."""
-    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+    engine.set_loss_fn(
+        lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+    )
     norms = []
     for _ in range(3):
         engine.optimizer_zero_grad()

@@ -14,7 +14,9 @@ def sliced(batch, *, is_packed=True, **sizes):
 
 
 def micro():
-    return from_sequences([torch.arange(10, 13), torch.arange(20, 22)], loss_masks=[torch.zeros(3), torch.zeros(2)])
+    return from_sequences(
+        [torch.arange(10, 13), torch.arange(20, 22)], loss_masks=[torch.zeros(3), torch.zeros(2)]
+    )
 
 
 def test_slices_are_contiguous_and_padded_at_the_end():
@@ -29,8 +31,14 @@ def test_slices_are_contiguous_and_padded_at_the_end():
 
 def test_rows_are_padded_to_the_longest_and_sliced_alike():
     # 3 tokens and 2, padded to 4 places each; two places of both rows for each rank, place after place.
-    first, second = (sliced(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([[10, 11], [20, 21]], [[12, 0], [0, 0]])
+    first, second = (
+        sliced(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4)
+        for rank in (0, 1)
+    )
+    assert (first.tokens.tolist(), second.tokens.tolist()) == (
+        [[10, 11], [20, 21]],
+        [[12, 0], [0, 0]],
+    )
     assert second.positions.tolist() == [[2, 0], [0, 0]]
     assert second.is_padding.tolist() == [[False, True], [True, True]]
     assert (first.place.tolist(), second.place.tolist()) == ([0, 2, -1, 1, 3], [-1, -1, 0, -1, -1])
@@ -39,7 +47,9 @@ def test_rows_are_padded_to_the_longest_and_sliced_alike():
 
 def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
     # Three tokens, two, and a padding of three as a sequence of its own; the second slice begins inside the second one.
-    first, second = (sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1))
+    first, second = (
+        sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1)
+    )
     assert (first.num_queries, first.num_keys, first.keys) == ((3, 1), (3, 1), slice(0, 4))
     assert (second.num_queries, second.num_keys, second.keys) == ((1, 3), (2, 3), slice(3, 8))
     assert second.query_starts.tolist() == [0, 1, 4]
@@ -54,14 +64,22 @@ def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
     sizes = (5, 2, 9)
     query = torch.randn(16, 4, 8, generator=draw, dtype=torch.float64)
     key, value = (torch.randn(16, 2, 8, generator=draw, dtype=torch.float64) for _ in range(2))
-    batch = from_sequences([torch.zeros(n) for n in sizes], loss_masks=[torch.zeros(n) for n in sizes])
-    parts = [sliced(batch, is_packed=is_packed, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size) for rank in range(cp_size)]
+    batch = from_sequences(
+        [torch.zeros(n) for n in sizes], loss_masks=[torch.zeros(n) for n in sizes]
+    )
+    parts = [
+        sliced(batch, is_packed=is_packed, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size)
+        for rank in range(cp_size)
+    ]
     keys, values = (torch.cat([laid_out(x, part) for part in parts]) for x in (key, value))
     mixed = torch.zeros_like(query)
     for part in parts:
         found = attend(laid_out(query, part), keys, values, part.attention, scale=0.3).flatten(0, 1)
         mixed[part.place >= 0] = found[part.place[part.place >= 0]]
-    expected = [alone(q, k, v, scale=0.3) for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)]
+    expected = [
+        alone(q, k, v, scale=0.3)
+        for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    ]
     torch.testing.assert_close(mixed, torch.cat(expected))
 
 
@@ -76,7 +94,11 @@ def alone(query, key, value, *, scale):
     """Causal attention of one sequence, written out."""
     logits = scale * torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1))
     hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value.repeat_interleave(2, dim=1))
+    return torch.einsum(
+        "hqk,khd->qhd",
+        logits.masked_fill(hidden, -torch.inf).softmax(-1),
+        value.repeat_interleave(2, dim=1),
+    )
 
 
 def test_a_micro_batch_knows_its_share_and_its_padding():
@@ -89,5 +111,12 @@ def test_a_micro_batch_knows_its_share_and_its_padding():
 
 def test_given_positions_are_kept():
     given = from_sequences([torch.arange(3)], loss_masks=[torch.zeros(3)])
-    given = type(given)(**{**{f: getattr(given, f) for f in given.__slots__}, "position_ids": torch.tensor([5, 7, 9])})
-    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [[5, 7, 9, 0]]
+    given = type(given)(
+        **{
+            **{f: getattr(given, f) for f in given.__slots__},
+            "position_ids": torch.tensor([5, 7, 9]),
+        }
+    )
+    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [
+        [5, 7, 9, 0]
+    ]

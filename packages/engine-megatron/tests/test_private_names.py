@@ -20,24 +20,46 @@ def is_private(name):
 
 def private_names(tree):
     """Attributes of what is not the file's own object, imported names, and names given to patch and getattr as text."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
             yield from [node.attr] if is_private(node.attr) and node.attr not in own else []
         elif isinstance(node, (ast.ImportFrom, ast.Import)):
-            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+            yield from (
+                alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))
+            )
         elif isinstance(node, ast.Call):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and is_private(str(arg.value)))
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and is_private(str(arg.value))
+            )
 
 
 def test_no_private_name_of_others_is_used():
     sources = sorted(Path(temper_engine_megatron.__file__).parent.rglob("*.py"))
-    found = {(path.name, name) for path in sources for name in private_names(ast.parse(path.read_text()))}
+    found = {
+        (path.name, name) for path in sources for name in private_names(ast.parse(path.read_text()))
+    }
     assert found == ALLOWED
     assert len(sources) > 10
 
 
 def test_the_check_sees_each_way_of_using_one():
-    programs = ["x._hidden", "from m import _hidden", "import m._hidden", "patch.object(m, '_hidden')", "getattr(m, '_hidden')"]
+    programs = [
+        "x._hidden",
+        "from m import _hidden",
+        "import m._hidden",
+        "patch.object(m, '_hidden')",
+        "getattr(m, '_hidden')",
+    ]
     assert all(list(private_names(ast.parse(program))) for program in programs)
-    assert not list(itertools.chain(*(private_names(ast.parse(p)) for p in ("self._own", "x.__dict__", "x.public"))))
+    assert not list(
+        itertools.chain(
+            *(private_names(ast.parse(p)) for p in ("self._own", "x.__dict__", "x.public"))
+        )
+    )

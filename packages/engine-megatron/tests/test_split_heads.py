@@ -16,7 +16,9 @@ from temper_engine_megatron.bridge_compat import Translation
 from temper_engine_megatron.model import refuse_uneven_parts
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
-ONE_KEY_HEAD = TinyModel(name="qwen3-one-key-head", architecture={**QWEN3.architecture, "num_key_value_heads": 1})
+ONE_KEY_HEAD = TinyModel(
+    name="qwen3-one-key-head", architecture={**QWEN3.architecture, "num_key_value_heads": 1}
+)
 
 
 @pytest.fixture
@@ -41,7 +43,10 @@ def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, refere
     # Its rows have no equal parts: a fresh one would be empty there, and one from a directory did not fit.
     recipe = replace(reference.recipe(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
     for told in run_in("tp2", refusal_of, recipe=recipe):
-        assert "lora.target_modules takes in k_proj, q_proj, v_proj, and tensor_parallel is 2, more than the model's 1 key heads" in told
+        assert (
+            "lora.target_modules takes in k_proj, q_proj, v_proj, and tensor_parallel is 2, more than the model's 1 key heads"
+            in told
+        )
 
 
 def refusal_of(rank, *, recipe):
@@ -69,21 +74,49 @@ def adapted_names(rank, *, recipe):
     ("tensor_parallel", "fields", "match"),
     [
         (3, {}, "tensor_parallel is 3, which must divide the model's 4 attention heads"),
-        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "tensor_parallel is 2, which must divide the model's 3 key heads"),
-        (4, {"intermediate_size": 50}, "tensor_parallel is 4, which must divide the 50 rows of an MLP's matrices"),
+        (
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "tensor_parallel is 2, which must divide the model's 3 key heads",
+        ),
+        (
+            4,
+            {"intermediate_size": 50},
+            "tensor_parallel is 4, which must divide the 50 rows of an MLP's matrices",
+        ),
     ],
 )
 def test_parts_of_different_sizes_are_refused(config, tensor_parallel, fields, match):
-    described = {key: value for key, value in config.model.architecture.items() if key != "model_type"}
+    described = {
+        key: value for key, value in config.model.architecture.items() if key != "model_type"
+    }
     settings = Translation(AutoConfig.for_model("qwen2", **{**described, **fields})).settings
     with pytest.raises(ConfigError, match=match):
         refuse_uneven_parts(settings, replace(config, tensor_parallel=tensor_parallel))
 
 
 def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config):
-    fields = {**config.model.architecture, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 25, "head_dim": 8}
+    fields = {
+        **config.model.architecture,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 25,
+        "head_dim": 8,
+    }
     fields.pop("model_type")
     settings = Translation(AutoConfig.for_model("qwen3_moe", **fields)).settings
-    with pytest.raises(ConfigError, match="expert_tensor_parallel is 2, which must divide the 25 rows of an expert's matrices"):
+    with pytest.raises(
+        ConfigError,
+        match="expert_tensor_parallel is 2, which must divide the 25 rows of an expert's matrices",
+    ):
         refuse_uneven_parts(settings, replace(config, tensor_parallel=2, sequence_parallel=True))
-    refuse_uneven_parts(settings, replace(config, tensor_parallel=2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=1))
+    refuse_uneven_parts(
+        settings,
+        replace(
+            config,
+            tensor_parallel=2,
+            sequence_parallel=True,
+            expert_parallel=2,
+            expert_tensor_parallel=1,
+        ),
+    )

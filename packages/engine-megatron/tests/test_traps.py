@@ -26,13 +26,24 @@ from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, QWEN
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Recipe
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, LOSS, UPDATE, assert_all_close, assert_all_equal, assert_close
+from temper_engine_api.conformance.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    LOSS,
+    UPDATE,
+    assert_all_close,
+    assert_all_equal,
+    assert_close,
+)
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.objective import Query
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_megatron.engine import MegatronEngine
 
-LAYOUTS = {layout.name: layout for layout in (plain_layout(1), plain_layout(2), *conformance_layouts("megatron"))}
+LAYOUTS = {
+    layout.name: layout
+    for layout in (plain_layout(1), plain_layout(2), *conformance_layouts("megatron"))
+}
 TWO = Split(name="two", min_micro_batches=2)
 
 
@@ -40,7 +51,13 @@ TWO = Split(name="two", min_micro_batches=2)
 def subject_in(fleet):
     def at(name):
         layout = LAYOUTS[name]
-        return Subject(engine="megatron", claims=MegatronEngine.capabilities, layout=layout, all_layouts=(layout,), fleet=fleet)
+        return Subject(
+            engine="megatron",
+            claims=MegatronEngine.capabilities,
+            layout=layout,
+            all_layouts=(layout,),
+            fleet=fleet,
+        )
 
     return at
 
@@ -52,8 +69,15 @@ def test_split_weights_are_loaded_as_they_are(subject_in, reference, model):
     exported = subject_in("tp2").run(exported_weights, recipe=recipe)[0]
     assert_all_equal(exported, load_file(f"{recipe.model_path}/model.safetensors"), what="weights")
     batch = reference.batch(model=model)
-    outputs = subject_in("tp2").run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
-    assert_close(outputs.columns[Query.LOGPROB], reference.outputs(recipe, batch, Query.LOGPROB), LOGPROB, what="log-probs")
+    outputs = subject_in("tp2").run(
+        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB]
+    )[0]
+    assert_close(
+        outputs.columns[Query.LOGPROB],
+        reference.outputs(recipe, batch, Query.LOGPROB),
+        LOGPROB,
+        what="log-probs",
+    )
 
 
 def exported_weights(rank, *, recipe):
@@ -65,7 +89,9 @@ def test_the_norm_counts_every_split_matrix_once(subject_in, reference):
     # Parts are marked as such only where Megatron initialises them; unmarked ones of all ranks but the first are left out.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.update(recipe, TokenProbe(), batch).grad_norm
-    for update in subject_in("tp2").run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch):
+    for update in subject_in("tp2").run(
+        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch
+    ):
         assert_close(update.grad_norm, expected, LOSS, what="gradient norm")
 
 
@@ -73,11 +99,16 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(subject_in, referenc
     # Megatron's fused cross-entropy keeps its gradient in bf16, which is off by 1e-3; the engine's head does not go through it.
     recipe, batch = reference.recipe(QWEN2_UNTIED), reference.batch(model=QWEN2_UNTIED)
     expected = reference.update(recipe, TokenProbe(), batch)
-    update = subject_in("1-rank").run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch)[0]
+    update = subject_in("1-rank").run(
+        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch
+    )[0]
     assert_all_close(update.gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.world_size <= 2 and not layout.has_experts])
+@pytest.mark.parametrize(
+    "layout",
+    [name for name, layout in LAYOUTS.items() if layout.world_size <= 2 and not layout.has_experts],
+)
 def test_every_chunk_of_every_rank_holds_a_decoder_layer(subject_in, reference, layout):
     # A stage without layers would pass every law and show nothing of pipelines.
     for counts in subject_in(layout).run(layers_of_chunks, recipe=reference.recipe(QWEN2_GROUPED)):
@@ -87,7 +118,9 @@ def test_every_chunk_of_every_rank_holds_a_decoder_layer(subject_in, reference, 
 
 def layers_of_chunks(rank, *, recipe):
     """Decoder layers in each of this rank's chunks."""
-    return [len(chunk.decoder.layers) for chunk in rank.kept_engine(recipe)._parts.runner._chunks.bare]
+    return [
+        len(chunk.decoder.layers) for chunk in rank.kept_engine(recipe)._parts.runner._chunks.bare
+    ]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
@@ -97,11 +130,15 @@ def test_pipelines_train_as_one_rank_does_for_many_updates(subject_in, reference
     batches = [reference.batch(seed=seed % 3) for seed in range(10)]
     split = Split(name="four", min_micro_batches=4)
     alone, piped = (
-        subject_in(name).run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=split)[0]
+        subject_in(name).run(
+            measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=split
+        )[0]
         for name in ("1-rank", layout)
     )
     for number, (update, want) in enumerate(zip(piped, alone, strict=True), start=1):
-        assert_close(update.grad_norm, want.grad_norm, UPDATE, what=f"gradient norm of update {number}")
+        assert_close(
+            update.grad_norm, want.grad_norm, UPDATE, what=f"gradient norm of update {number}"
+        )
 
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -117,11 +154,17 @@ LLAMA3 = {
 
 
 # transformers 5 says the base where bridge 0.3 does not look; Megatron takes 8192 for the original length of every Llama 3.
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3],
+    ids=lambda rope: rope["rope_type"],
+)
 def test_rotary_angles_are_those_of_the_model(subject_in, reference, tmp_path, rope):
     bent, plain = saved_with(rope, tmp_path / "bent"), saved_with(PLAIN_ROPE, tmp_path / "plain")
     batch = reference.batch()
-    outputs = subject_in("1-rank").run(measure_outputs, recipe=bent, batch=batch, queries=[Query.LOGPROB])[0]
+    outputs = subject_in("1-rank").run(
+        measure_outputs, recipe=bent, batch=batch, queries=[Query.LOGPROB]
+    )[0]
     expected = reference.outputs(bent, batch, Query.LOGPROB)
     assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
     # The same weights with plain angles are seen to answer otherwise.
@@ -132,7 +175,9 @@ def saved_with(rope, folder):
     """A model with these angles; its weights are always the same."""
     fields = {**QWEN2_GROUPED.settings, **QWEN2_GROUPED.architecture, "rope_parameters": rope}
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
+    )
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
     network.save_pretrained(folder)
@@ -143,7 +188,9 @@ def test_updates_after_loading_count_each_parameter_once(subject_in, reference):
     # With one step counter for all, AdamW would count it once per parameter: wrong from the second update after loading.
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
     batches = [reference.batch(seed=seed) for seed in range(4)]
-    for loaded, continued in subject_in("dp2-distopt").run(four_updates_with_a_reload, recipe=recipe, batches=batches):
+    for loaded, continued in subject_in("dp2-distopt").run(
+        four_updates_with_a_reload, recipe=recipe, batches=batches
+    ):
         assert_all_equal(loaded, continued, what="weights after four updates")
 
 
@@ -168,7 +215,9 @@ def test_calls_before_one_step_are_reduced_once(subject_in, reference, layout):
     recipe, batch = reference.recipe(QWEN2_TIED), reference.batch(model=QWEN2_TIED)
     expected = reference.update(recipe, TokenProbe(), batch)
     for is_final_sent in (True, False):
-        updates = subject_in(layout).run(update_in_three_calls, recipe=recipe, batch=batch, is_final_sent=is_final_sent)
+        updates = subject_in(layout).run(
+            update_in_three_calls, recipe=recipe, batch=batch, is_final_sent=is_final_sent
+        )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
         assert all(abs(update.grad_norm / expected.grad_norm - 1) < 1e-5 for update in updates)
 
@@ -179,5 +228,7 @@ def update_in_three_calls(rank, *, recipe, batch, is_final_sent):
     engine.set_loss_fn(TokenProbe())
     denominators = share_of(engine, batch, split=WHOLE).denominators
     thirds = [batch.select(part) for part in (range(2), range(2, 4), range(4, batch.num_sequences))]
-    shares = [replace(share_of(engine, third, split=TWO), denominators=denominators) for third in thirds]
+    shares = [
+        replace(share_of(engine, third, split=TWO), denominators=denominators) for third in thirds
+    ]
     return update_once(engine, shares, is_final_sent=is_final_sent)

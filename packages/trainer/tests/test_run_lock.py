@@ -24,22 +24,42 @@ with RunLock(pathlib.Path(sys.argv[1])):
 
 
 def hold(folder: Path) -> "subprocess.Popen[str]":
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     return process
 
 
-def write_lock(folder: Path, *, host: str, pid: int, start: int | None = None, lease_s: float = 60.0) -> None:
+def write_lock(
+    folder: Path, *, host: str, pid: int, start: int | None = None, lease_s: float = 60.0
+) -> None:
     folder.mkdir(exist_ok=True)
-    lines = ["filelock/2", f"pid={pid}", f"host={host}", "mode=lease", "token=1234", f"duration={lease_s!r}"]
-    (folder / LOCK_FILE).write_text("".join(f"{line}\n" for line in [*lines, *([] if start is None else [f"start={start}"])]))
+    lines = [
+        "filelock/2",
+        f"pid={pid}",
+        f"host={host}",
+        "mode=lease",
+        "token=1234",
+        f"duration={lease_s!r}",
+    ]
+    (folder / LOCK_FILE).write_text(
+        "".join(f"{line}\n" for line in [*lines, *([] if start is None else [f"start={start}"])])
+    )
 
 
-def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with hold(tmp_path) as process:
         begin = time.monotonic()
-        with pytest.raises(ConfigError, match=f"in use by process {process.pid} on host .*, running since 20"), RunLock(tmp_path):
+        with (
+            pytest.raises(
+                ConfigError, match=f"in use by process {process.pid} on host .*, running since 20"
+            ),
+            RunLock(tmp_path),
+        ):
             pass
         assert time.monotonic() - begin < 2
         process.send_signal(signal.SIGKILL)
@@ -53,7 +73,10 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(tmp_pa
 def test_of_processes_that_start_together_exactly_one_gets_the_lock(tmp_path: Path) -> None:
     program = HOLDER.replace("time.sleep(60)", "sys.stdin.read()")
     command = [sys.executable, "-c", program, str(tmp_path / "new")]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(4)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for _ in range(4)
+    ]
     deadline = time.monotonic() + 60
     while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -80,14 +103,19 @@ def test_a_holder_on_another_host_that_shows_signs_of_life_keeps_the_lock(tmp_pa
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="in use by process 4711 on host node17"), RunLock(tmp_path, lease_s=6.0):
+        with (
+            pytest.raises(ConfigError, match="in use by process 4711 on host node17"),
+            RunLock(tmp_path, lease_s=6.0),
+        ):
             pass
     finally:
         is_over.set()
         thread.join()
 
 
-def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_lock(tmp_path, host="node17", pid=4711, lease_s=1.0)
     begin = time.monotonic()
     with RunLock(tmp_path, lease_s=1.0):
@@ -95,7 +123,9 @@ def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(tmp
     assert "is held by process 4711 on host node17: waiting up to 1 s" in caplog.text
 
 
-def test_a_killed_container_with_the_same_host_name_is_replaced_after_the_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_lock(tmp_path, host=f"{socket.gethostname()}?pidns-f00d", pid=1, lease_s=1.0)
     begin = time.monotonic()
     with RunLock(tmp_path, lease_s=1.0):
@@ -105,7 +135,9 @@ def test_a_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
 
 
 # filelock itself takes over a file that is no record of any of its versions, after 2 s.
-@pytest.mark.parametrize(("content", "silence_s"), [("", 3.0), ("\0" * 64, 2.0)], ids=["empty", "zeros"])
+@pytest.mark.parametrize(
+    ("content", "silence_s"), [("", 3.0), ("\0" * 64, 2.0)], ids=["empty", "zeros"]
+)
 def test_a_lock_without_an_owner_as_a_power_failure_leaves_it_is_replaced_after_a_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, silence_s: float
 ) -> None:
@@ -121,9 +153,14 @@ def test_a_lock_without_an_owner_as_a_power_failure_leaves_it_is_replaced_after_
 
 def test_a_lock_that_names_its_owner_late_is_kept(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("")
-    timer = threading.Timer(0.5, write_lock, args=(tmp_path,), kwargs={"host": "node17", "pid": 4711})
+    timer = threading.Timer(
+        0.5, write_lock, args=(tmp_path,), kwargs={"host": "node17", "pid": 4711}
+    )
     timer.start()
-    with pytest.raises(ConfigError, match="in use by process 4711 on host node17"), RunLock(tmp_path):
+    with (
+        pytest.raises(ConfigError, match="in use by process 4711 on host node17"),
+        RunLock(tmp_path),
+    ):
         pass
     timer.join()
 
@@ -148,11 +185,19 @@ def test_a_process_whose_lock_file_was_deleted_says_so(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"), RunLock(tmp_path / "file"):
+    with (
+        pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"),
+        RunLock(tmp_path / "file"),
+    ):
         pass
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either"
+)
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"run\.dir /proc/run cannot be written"), RunLock(Path("/proc/run")):
+    with (
+        pytest.raises(ConfigError, match=r"run\.dir /proc/run cannot be written"),
+        RunLock(Path("/proc/run")),
+    ):
         pass

@@ -5,7 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from temper_trainer.temporary_folders import announced_session, make_temporary_folder, name_folder, remove_claimed, remove_orphans
+from temper_trainer.temporary_folders import (
+    announced_session,
+    make_temporary_folder,
+    name_folder,
+    remove_claimed,
+    remove_orphans,
+)
 
 MAKE = """
 import sys
@@ -47,7 +53,9 @@ def test_folder_whose_process_id_was_given_to_a_later_process_is_removed(tmp_pat
 
 
 def test_other_names_users_and_machines_are_left_alone(tmp_path: Path) -> None:
-    kind, user, process, start, space, key = name_folder("weights", root=tmp_path).name.split("-")[1:]
+    kind, user, process, start, space, key = name_folder("weights", root=tmp_path).name.split("-")[
+        1:
+    ]
     dead = f"{process}-{int(start) - 1}"
     others = {
         "temper-notes",
@@ -83,8 +91,15 @@ with announced_session(root):
 """
 
 
-def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", ANNOUNCE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(
+    tmp_path: Path,
+) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", ANNOUNCE, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with owner:
         assert owner.stdout is not None
         name = owner.stdout.readline().strip()
@@ -92,7 +107,9 @@ def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(tm
         owner.kill()
     assert remove_claimed(tmp_path) == [tmp_path / name]
     earlier = [f"session_2020-01-01_00-00-00_000000_{owner.pid}"]
-    assert [path.name for path in tmp_path.iterdir()] == earlier, "a session of an earlier process with this id is another's"
+    assert [path.name for path in tmp_path.iterdir()] == earlier, (
+        "a session of an earlier process with this id is another's"
+    )
 
 
 def test_a_start_of_ray_that_is_completed_leaves_no_note(tmp_path: Path) -> None:

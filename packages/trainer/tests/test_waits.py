@@ -14,7 +14,10 @@ def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
         said.append(sentence)
         told.set()
 
-    with Watchdog(0.05, say=say), waiting("actor: update", who=lambda: f"; ranks {late} have not answered"):
+    with (
+        Watchdog(0.05, say=say),
+        waiting("actor: update", who=lambda: f"; ranks {late} have not answered"),
+    ):
         assert told.wait(30)
     assert "s: actor: update; ranks [0, 2] have not answered" in said[0]
     assert said[0].startswith("watchdog: waiting for ")

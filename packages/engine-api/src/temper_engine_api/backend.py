@@ -34,7 +34,9 @@ class EngineBackend(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         if not isinstance(config, self.config_class):
-            raise ConfigError(f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}.")
+            raise ConfigError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}."
+            )
         self.config = config
         self._topology: Topology | None = None
         self._objective: Objective | None = None
@@ -144,7 +146,9 @@ class EngineBackend(ABC):
         """Small picklable objects of every rank in rank order, on every rank."""
 
     @abstractmethod
-    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
         """Move parameters and gradients, or optimiser states, by hand."""
 
     @abstractmethod

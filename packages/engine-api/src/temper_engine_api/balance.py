@@ -51,7 +51,9 @@ def _longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
     for cost in costs[order].tolist():
         while True:
             rank = heap[0] % num_ranks
-            if room[rank] > 1 or (room[rank] == 1 and (num_larger > 0 or len(costs) % num_ranks == 0)):
+            if room[rank] > 1 or (
+                room[rank] == 1 and (num_larger > 0 or len(costs) % num_ranks == 0)
+            ):
                 break
             heapq.heappop(heap)
         room[rank] -= 1
@@ -81,7 +83,9 @@ def _even_out(ranks: Tensor, costs: list[int], loads: list[int], *, target: floa
             _move(taken, light, heavy, members, loads, ranks)
 
 
-def _relief(heavy: int, lighter: list[int], members: list[list[_Entry]], loads: list[int]) -> tuple[int, _Entry, _Entry | None] | None:
+def _relief(
+    heavy: int, lighter: list[int], members: list[list[_Entry]], loads: list[int]
+) -> tuple[int, _Entry, _Entry | None] | None:
     """A swap with the lightest rank that has a fitting item; where none has, a gift to the lightest rank."""
     for light in reversed(lighter):
         swap = _best_swap(members[heavy], members[light], gap=loads[heavy] - loads[light])
@@ -89,10 +93,16 @@ def _relief(heavy: int, lighter: list[int], members: list[list[_Entry]], loads: 
             return light, *swap
     gap = loads[heavy] - loads[lighter[-1]] if lighter else 0
     gifts = [entry for entry in members[heavy] if 0 < entry[0] < gap]
-    return (lighter[-1], min(gifts, key=lambda entry: abs(gap - 2 * entry[0])), None) if gifts else None
+    return (
+        (lighter[-1], min(gifts, key=lambda entry: abs(gap - 2 * entry[0])), None)
+        if gifts
+        else None
+    )
 
 
-def _best_swap(heavy: list[_Entry], light: list[_Entry], *, gap: int) -> tuple[_Entry, _Entry] | None:
+def _best_swap(
+    heavy: list[_Entry], light: list[_Entry], *, gap: int
+) -> tuple[_Entry, _Entry] | None:
     """The pair whose difference is nearest to half the gap; None when no pair lowers the heavier load."""
     best, distance = None, gap
     for given in heavy:
@@ -104,7 +114,14 @@ def _best_swap(heavy: list[_Entry], light: list[_Entry], *, gap: int) -> tuple[_
     return best
 
 
-def _move(entry: _Entry, source: int, goal: int, members: list[list[_Entry]], loads: list[int], ranks: Tensor) -> None:
+def _move(
+    entry: _Entry,
+    source: int,
+    goal: int,
+    members: list[list[_Entry]],
+    loads: list[int],
+    ranks: Tensor,
+) -> None:
     members[source].remove(entry)
     insort(members[goal], entry)
     loads[source] -= entry[0]
@@ -136,7 +153,9 @@ def fill_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
     return bins
 
 
-def spread_over_bins(sizes: Sequence[int], costs: Sequence[int], *, num_bins: int, capacity: int) -> list[list[int]] | None:
+def spread_over_bins(
+    sizes: Sequence[int], costs: Sequence[int], *, num_bins: int, capacity: int
+) -> list[list[int]] | None:
     """Costliest first into the lightest bin that still takes it; None when an item finds no bin.
 
     Args:

@@ -91,18 +91,34 @@ class SequenceBatch:
         if self.tokens.device.type != "cpu":
             return  # values were checked where the batch was made; reading them here would stall the device
         starts = self.sequence_starts.long()
-        if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens or bool((starts.diff() < 1).any()):
-            raise BatchError(f"sequence_starts must rise from 0 to {self.num_tokens} without empty sequences, but is {starts.tolist()}.")
+        if (
+            int(starts[0]) != 0
+            or int(starts[-1]) != self.num_tokens
+            or bool((starts.diff() < 1).any())
+        ):
+            raise BatchError(
+                f"sequence_starts must rise from 0 to {self.num_tokens} without empty sequences, but is {starts.tolist()}."
+            )
         if bool(self.loss_mask[starts[:-1]].any()):
-            raise BatchError("loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there.")
+            raise BatchError(
+                "loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there."
+            )
 
     def _check_shapes(self) -> None:
-        if self.tokens.ndim != 1 or self.tokens.dtype != torch.int64 or self.sequence_starts.numel() < 2:
+        if (
+            self.tokens.ndim != 1
+            or self.tokens.dtype != torch.int64
+            or self.sequence_starts.numel() < 2
+        ):
             raise BatchError("tokens must be [T] int64 and sequence_starts [B + 1] with B >= 1.")
         if self.loss_mask.dtype != torch.bool:
-            raise BatchError(f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column.")
+            raise BatchError(
+                f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column."
+            )
         if self.media is not None and len(self.media) != self.num_sequences:
-            raise BatchError(f"media has {len(self.media)} entries, but there are {self.num_sequences} sequences.")
+            raise BatchError(
+                f"media has {len(self.media)} entries, but there are {self.num_sequences} sequences."
+            )
         sizes = {"token": self.num_tokens, "sequence": self.num_sequences}
         for declared in fields(SequenceBatch):
             value = getattr(self, declared.name)
@@ -112,7 +128,9 @@ class SequenceBatch:
                     continue
                 axis, dim = declared.metadata["axis"], declared.metadata["dim"]
                 if column.ndim == 0 or column.shape[dim] != sizes[axis]:
-                    raise BatchError(f"column {name!r} has shape {tuple(column.shape)}, but there are {sizes[axis]} {axis}s.")
+                    raise BatchError(
+                        f"column {name!r} has shape {tuple(column.shape)}, but there are {sizes[axis]} {axis}s."
+                    )
 
     @property
     def num_tokens(self) -> int:
@@ -145,14 +163,18 @@ class SequenceBatch:
         if self.position_ids is not None:
             return self.position_ids
         starts = self.sequence_starts.long()[:-1]
-        return torch.arange(self.num_tokens, device=self.tokens.device) - starts[self.sequence_index]
+        return (
+            torch.arange(self.num_tokens, device=self.tokens.device) - starts[self.sequence_index]
+        )
 
     def select(self, sequences: Sequence[int] | Tensor) -> "SequenceBatch":
         """Return the sequences of these indices in this order; an index may repeat."""
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        offsets = torch.repeat_interleave(self.sequence_starts.long()[:-1][index] - starts[:-1], lengths)
+        offsets = torch.repeat_interleave(
+            self.sequence_starts.long()[:-1][index] - starts[:-1], lengths
+        )
         source = torch.arange(int(starts[-1]), device=self.tokens.device) + offsets
         return SequenceBatch(
             sequence_starts=starts.int(),
@@ -164,9 +186,15 @@ class SequenceBatch:
             ),
         )
 
-    def with_columns(self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None) -> Self:
+    def with_columns(
+        self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None
+    ) -> Self:
         """This batch with further columns; a name that is already there is replaced."""
-        return replace(self, columns={**self.columns, **columns}, sequence_columns={**self.sequence_columns, **(sequence_columns or {})})
+        return replace(
+            self,
+            columns={**self.columns, **columns},
+            sequence_columns={**self.sequence_columns, **(sequence_columns or {})},
+        )
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same batch with every tensor on this device."""
@@ -196,12 +224,21 @@ class PackedBatch(SequenceBatch):
         if self.tokens.device.type != "cpu":
             return
         starts = self.micro_batch_starts.tolist()
-        if starts[0] != 0 or starts[-1] != self.num_sequences or any(b <= a for a, b in pairwise(starts)):
-            raise BatchError(f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}.")
+        if (
+            starts[0] != 0
+            or starts[-1] != self.num_sequences
+            or any(b <= a for a, b in pairwise(starts))
+        ):
+            raise BatchError(
+                f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}."
+            )
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with every tensor on this device."""
-        return replace(SequenceBatch.to(self, device), micro_batch_starts=_moved(self.micro_batch_starts, device))
+        return replace(
+            SequenceBatch.to(self, device),
+            micro_batch_starts=_moved(self.micro_batch_starts, device),
+        )
 
     @property
     def num_micro_batches(self) -> int:
@@ -249,7 +286,9 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         raise BatchError("there is no batch to concatenate.")
     head = batches[0]
     for other in batches[1:]:
-        if set(other.columns) != set(head.columns) or set(other.sequence_columns) != set(head.sequence_columns):
+        if set(other.columns) != set(head.columns) or set(other.sequence_columns) != set(
+            head.sequence_columns
+        ):
             raise BatchError(
                 f"batches with different columns can't be concatenated: {sorted(head.columns)} + {sorted(head.sequence_columns)} "
                 f"against {sorted(other.columns)} + {sorted(other.sequence_columns)}."
@@ -257,7 +296,9 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     if any(batch.position_ids is not None for batch in batches):
         batches = [replace(batch, position_ids=batch.positions()) for batch in batches]
     if any(batch.media is not None for batch in batches):
-        batches = [replace(batch, media=batch.media or (None,) * batch.num_sequences) for batch in batches]
+        batches = [
+            replace(batch, media=batch.media or (None,) * batch.num_sequences) for batch in batches
+        ]
     lengths = torch.cat([batch.lengths for batch in batches])
     return SequenceBatch(
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
@@ -334,7 +375,9 @@ def _map_columns(
             mapped[declared.name] = None
         elif isinstance(values[0], Mapping):
             names = values[0]
-            mapped[declared.name] = {name: apply([value[name] for value in values], declared) for name in names}
+            mapped[declared.name] = {
+                name: apply([value[name] for value in values], declared) for name in names
+            }
         elif isinstance(values[0], tuple):
             mapped[declared.name] = media([item for value in values for item in value])
         else:
@@ -365,7 +408,11 @@ def from_sequences(
         columns: per name B tensors [L_b] or [L_b, K].
         sequence_columns: per name [B] or [B, K].
     """
-    ids = torch.arange(len(tokens)) if sample_ids is None else torch.as_tensor(sample_ids, dtype=torch.int64)
+    ids = (
+        torch.arange(len(tokens))
+        if sample_ids is None
+        else torch.as_tensor(sample_ids, dtype=torch.int64)
+    )
     lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
     heat = torch.as_tensor(temperature, dtype=torch.float32).expand(len(tokens)).clone()
     return SequenceBatch(
@@ -373,7 +420,9 @@ def from_sequences(
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
         loss_mask=torch.cat(list(loss_masks)).bool(),
         sample_ids=ids,
-        group_ids=ids.clone() if group_ids is None else torch.as_tensor(group_ids, dtype=torch.int64),
+        group_ids=ids.clone()
+        if group_ids is None
+        else torch.as_tensor(group_ids, dtype=torch.int64),
         atom_ids=ids.clone() if atom_ids is None else torch.as_tensor(atom_ids, dtype=torch.int64),
         temperature=heat,
         columns={name: torch.cat(list(parts)) for name, parts in (columns or {}).items()},

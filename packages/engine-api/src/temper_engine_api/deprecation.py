@@ -64,7 +64,10 @@ class Deprecation:
     """What to write instead, as an instruction without a final dot."""
 
     def __post_init__(self) -> None:
-        (major, minor, _), (removed_major, removed_minor, _) = numbers(self.since), numbers(self.removed_in)
+        (major, minor, _), (removed_major, removed_minor, _) = (
+            numbers(self.since),
+            numbers(self.removed_in),
+        )
         if removed_major < major or (removed_major == major and removed_minor < minor + MINORS):
             raise ValueError(
                 f"{self.what} is deprecated since {self.since} and its removal is promised for {self.removed_in}: "
@@ -101,14 +104,20 @@ def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]
             target.__init__ = warned  # type: ignore[misc]
         marked = target if isinstance(target, type) else warned
         # Without a category this is for type checkers and editors alone: the run-time warning above knows the caller.
-        return cast("Callable[P, T]", _mark_for_type_checkers(record.sentence(), category=None)(marked))
+        return cast(
+            "Callable[P, T]", _mark_for_type_checkers(record.sentence(), category=None)(marked)
+        )
 
     return mark
 
 
 def warn_caller(record: Deprecation) -> None:
     """Warn at the nearest line outside the package that deprecated it; how often it is shown, the warning filters decide."""
-    warnings.warn(record.sentence(), TemperDeprecationWarning, stacklevel=_distance_of_caller(record.package.replace("-", "_")))
+    warnings.warn(
+        record.sentence(),
+        TemperDeprecationWarning,
+        stacklevel=_distance_of_caller(record.package.replace("-", "_")),
+    )
 
 
 def _distance_of_caller(package: str) -> int:

@@ -18,7 +18,16 @@ from temper_engine_api.backend import MicroLoss, ObjectT
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
-from temper_engine_api.hooks import DEFAULT_QUERY, Context, HookedStep, PostprocessFn, Predictions, PreprocessFn, RawBatch, RfcLoss
+from temper_engine_api.hooks import (
+    DEFAULT_QUERY,
+    Context,
+    HookedStep,
+    PostprocessFn,
+    Predictions,
+    PreprocessFn,
+    RawBatch,
+    RfcLoss,
+)
 from temper_engine_api.metrics import LateMetrics, Metric, merge_metrics, settle_metrics
 from temper_engine_api.objective import Answers, LossTerms, Objective, Query
 from temper_engine_api.outputs import Outputs, StepResult, gather_outputs, outputs_of
@@ -53,8 +62,15 @@ class BaseEngine(UpdateCycle):
         Raises:
             CapabilityError: the configuration asks for what this engine does not claim.
         """
-        needed = {Capability(self.config.model.model_type), *_needed_by_precision(self.config.precision)}
-        needed |= {Capability.ANY_OPTIMIZER} if self.config.optimizer is not None and not self.config.optimizer.is_adamw else set()
+        needed = {
+            Capability(self.config.model.model_type),
+            *_needed_by_precision(self.config.precision),
+        }
+        needed |= (
+            {Capability.ANY_OPTIMIZER}
+            if self.config.optimizer is not None and not self.config.optimizer.is_adamw
+            else set()
+        )
         needed |= {Capability.ADAPTER} if self.config.lora.is_on else set()
         needed |= {Capability.ADAPTER_ON_EXPERTS} if self.config.lora.target_parameters else set()
         needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
@@ -69,9 +85,13 @@ class BaseEngine(UpdateCycle):
         """
         for capability in sorted(set(needed) - self.capabilities):
             claimed = ", ".join(sorted(self.capabilities))
-            raise CapabilityError(f"{type(self).__name__} does not offer {capability.value!r}; it offers {claimed}.")
+            raise CapabilityError(
+                f"{type(self).__name__} does not offer {capability.value!r}; it offers {claimed}."
+            )
 
-    def set_loss_fn(self, loss: Objective | RfcLoss, *, needs: Collection[Query] | None = None) -> None:
+    def set_loss_fn(
+        self, loss: Objective | RfcLoss, *, needs: Collection[Query] | None = None
+    ) -> None:
         """An Objective, or an RFC callable together with what it wants predicted.
 
         Args:
@@ -81,11 +101,15 @@ class BaseEngine(UpdateCycle):
         """
         if isinstance(loss, Objective):
             if needs is not None:
-                raise ConfigError("needs has no effect with an Objective, which declares its own: remove it.")
+                raise ConfigError(
+                    "needs has no effect with an Objective, which declares its own: remove it."
+                )
             self._objective, self._rfc_loss = loss, None
             return
         self._objective, self._rfc_loss = None, loss
-        self._rfc_needs = frozenset({DEFAULT_QUERY[self.config.model.model_type]} if needs is None else needs)
+        self._rfc_needs = frozenset(
+            {DEFAULT_QUERY[self.config.model.model_type]} if needs is None else needs
+        )
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -100,7 +124,12 @@ class BaseEngine(UpdateCycle):
             yield
 
     def forward_backward_batch(
-        self, batch: PackedBatch, *, forward_only: bool, outputs: Collection[Query] = (), final: bool = True
+        self,
+        batch: PackedBatch,
+        *,
+        forward_only: bool,
+        outputs: Collection[Query] = (),
+        final: bool = True,
     ) -> StepResult:
         """This rank's share of one mini-batch, in the micro-batches its plan says.
 
@@ -121,7 +150,9 @@ class BaseEngine(UpdateCycle):
         else:
             objective = self._require_objective(batch)
             queries = objective.needs | asked
-            micro_loss = _objective_loss(objective, denominators=batch.denominators, metrics=metrics)
+            micro_loss = _objective_loss(
+                objective, denominators=batch.denominators, metrics=metrics
+            )
         if not forward_only:
             self._note_training(batch, final=final)
         answers = self._run_schedule(
@@ -181,10 +212,14 @@ class BaseEngine(UpdateCycle):
             batch, ctx = preprocess_fn(batch, ctx)
         packed = self._as_single_micro_batch(batch)
         loss = self._rfc_loss if self._objective is None else self._objective
-        step = HookedStep(loss, packed=packed, ctx=ctx, postprocess=postprocess_fn, dp_size=self.topology.dp.size)
+        step = HookedStep(
+            loss, packed=packed, ctx=ctx, postprocess=postprocess_fn, dp_size=self.topology.dp.size
+        )
         if not forward_only:
             if loss is None:
-                raise EngineStateError("no loss function is set: call set_loss_fn() before training.")
+                raise EngineStateError(
+                    "no loss function is set: call set_loss_fn() before training."
+                )
             self._note_training(packed, final=False)
         answers = self._run_schedule(
             packed,
@@ -218,16 +253,24 @@ class BaseEngine(UpdateCycle):
             max_tokens=max_tokens,
             constraints=topology.plan_constraints,
         )
-        return pack_rank(batch, plan=plan, rank=topology.dp.rank, denominators=count_denominators(batch))
+        return pack_rank(
+            batch, plan=plan, rank=topology.dp.rank, denominators=count_denominators(batch)
+        )
 
-    def unshard_data(self, part: SequenceBatch, *, sample_ids: Tensor | None = None) -> SequenceBatch:
+    def unshard_data(
+        self, part: SequenceBatch, *, sample_ids: Tensor | None = None
+    ) -> SequenceBatch:
         """The mini-batch of all data-parallel ranks again, on every rank, dummies dropped.
 
         Args:
             part: this rank's share.
             sample_ids: [B] the order wanted; ascending ids when None.
         """
-        kept = part.select(torch.nonzero(~part.is_dummy)[:, 0]) if bool((~part.is_dummy).any()) else None
+        kept = (
+            part.select(torch.nonzero(~part.is_dummy)[:, 0])
+            if bool((~part.is_dummy).any())
+            else None
+        )
         mine = kept if self.topology.returns_outputs else None
         whole = concatenate([p for p in self._gather_objects(mine) if p is not None])
         place = {sample: i for i, sample in enumerate(whole.sample_ids.tolist())}
@@ -309,7 +352,10 @@ class BaseEngine(UpdateCycle):
         with self._resident("update"):
             files = self._write_state(directory)
         if self.topology.global_rank == 0:
-            files = [*files, checkpoint.write_json(directory, checkpoint.PROGRESS_FILE, self._progress())]
+            files = [
+                *files,
+                checkpoint.write_json(directory, checkpoint.PROGRESS_FILE, self._progress()),
+            ]
         return checkpoint.report_part(directory, files)
 
     def stage_part(self, directory: str) -> None:
@@ -322,7 +368,9 @@ class BaseEngine(UpdateCycle):
         """
         self.require(Capability.BACKGROUND_SAVE)
         if self._background_part.is_pending:
-            raise EngineStateError(f"a part is still being written: call finish_part() before another one is staged in {directory}.")
+            raise EngineStateError(
+                f"a part is still being written: call finish_part() before another one is staged in {directory}."
+            )
         self.finish_saving()
         staged = self._stage()
         self._background_part.start(lambda: staged.write_part(directory), goal=Path(directory))
@@ -340,7 +388,9 @@ class BaseEngine(UpdateCycle):
         """
         report = self._background_part.finish()
         if report is None:
-            raise EngineStateError("no part is being written: call stage_part() before finish_part().")
+            raise EngineStateError(
+                "no part is being written: call stage_part() before finish_part()."
+            )
         return report
 
     def read_part(self, directory: str) -> None:
@@ -377,7 +427,9 @@ class BaseEngine(UpdateCycle):
         """
         self.finish_saving()
         if in_background:
-            return self._save_in_background(local_path, hdfs_path, step=global_step, max_to_keep=max_ckpt_to_keep)
+            return self._save_in_background(
+                local_path, hdfs_path, step=global_step, max_to_keep=max_ckpt_to_keep
+            )
         return checkpoint.save_alone(
             self,
             local_path=local_path,
@@ -387,7 +439,9 @@ class BaseEngine(UpdateCycle):
             gather=self._gather_objects,
         )
 
-    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
         """Load a step directory, or the last complete step of a folder of them. Collective.
 
         Args:
@@ -411,7 +465,9 @@ class BaseEngine(UpdateCycle):
 
     # How the above is done.
 
-    def _save_in_background(self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None) -> str:
+    def _save_in_background(
+        self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None
+    ) -> str:
         self.require(Capability.BACKGROUND_SAVE)
         goal = checkpoint.step_directory(local_path, step)
         staged = self._stage()
@@ -431,12 +487,16 @@ class BaseEngine(UpdateCycle):
     def _stage(self) -> checkpoint.StagedEngine:
         with self._resident("update"):
             write = self._stage_state()
-        return checkpoint.StagedEngine(config=self.config, topology=self.topology, write=write, progress=self._progress())
+        return checkpoint.StagedEngine(
+            config=self.config, topology=self.topology, write=write, progress=self._progress()
+        )
 
     @contextmanager
     def _in_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
         if self._mode is not None:
-            raise EngineStateError(f"{mode}_mode() inside {self._mode}_mode(): leave the first one before.")
+            raise EngineStateError(
+                f"{mode}_mode() inside {self._mode}_mode(): leave the first one before."
+            )
         with self._resident(mode):
             self._mode = mode
             try:
@@ -447,7 +507,9 @@ class BaseEngine(UpdateCycle):
     def _require_adapter(self) -> None:
         self.require(Capability.ADAPTER)
         if not self.config.lora.is_on:
-            raise EngineStateError("this engine has no adapter: set lora.rank and lora.alpha, or lora.path.")
+            raise EngineStateError(
+                "this engine has no adapter: set lora.rank and lora.alpha, or lora.path."
+            )
 
     def _check_can_run(self, *, forward_only: bool) -> None:
         if self._is_adapter_disabled and not forward_only:
@@ -456,7 +518,9 @@ class BaseEngine(UpdateCycle):
             )
         if self._mode is None or (self._mode == "eval" and not forward_only):
             wanted = "train_mode() or eval_mode()" if forward_only else "train_mode()"
-            raise EngineStateError(f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{wanted}`.")
+            raise EngineStateError(
+                f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{wanted}`."
+            )
         if not forward_only and self._gradients in (Gradients.FINAL, Gradients.SPENT):
             raise EngineStateError(
                 "gradients of this update are already reduced: call optimizer_zero_grad() before the next update, "
@@ -465,10 +529,14 @@ class BaseEngine(UpdateCycle):
 
     def _require_objective(self, batch: SequenceBatch) -> Objective:
         if self._objective is None:
-            raise EngineStateError("forward_backward_batch() needs an Objective: call set_loss_fn() with one before.")
+            raise EngineStateError(
+                "forward_backward_batch() needs an Objective: call set_loss_fn() with one before."
+            )
         missing = self._objective.columns - batch.columns.keys() - batch.sequence_columns.keys()
         if missing:
-            raise EngineStateError(f"objective {self._objective.name!r} reads columns that the batch lacks: {sorted(missing)}.")
+            raise EngineStateError(
+                f"objective {self._objective.name!r} reads columns that the batch lacks: {sorted(missing)}."
+            )
         return self._objective
 
     def _hooked_queries(self) -> frozenset[Query]:
@@ -483,10 +551,16 @@ class BaseEngine(UpdateCycle):
             denominators = batch.denominators
         else:
             counted = count_denominators(batch)
-            local = torch.tensor([counted.tokens, counted.sequences, counted.groups], dtype=torch.float64)
-            tokens, sequences, groups = (int(n) for n in self._sum_over_data_parallel(local).tolist())
+            local = torch.tensor(
+                [counted.tokens, counted.sequences, counted.groups], dtype=torch.float64
+            )
+            tokens, sequences, groups = (
+                int(n) for n in self._sum_over_data_parallel(local).tolist()
+            )
             denominators = Denominators(tokens=tokens, sequences=sequences, groups=groups)
-        plan = plan_single_micro_batch(batch.num_sequences, constraints=self.topology.plan_constraints)
+        plan = plan_single_micro_batch(
+            batch.num_sequences, constraints=self.topology.plan_constraints
+        )
         return pack_rank(batch, plan=plan, rank=0, denominators=denominators)
 
     def _weights_while_resident(self) -> Iterator[NamedWeight]:
@@ -496,13 +570,19 @@ class BaseEngine(UpdateCycle):
 
 def _needed_by_precision(precision: PrecisionSpec) -> set[Capability]:
     is_other = (precision.parameters, precision.reduce, precision.buffers) != ("fp32",) * 3
-    return ({Capability.FP16} if precision.compute == "fp16" else set()) | ({Capability.OTHER_DTYPES} if is_other else set())
+    return ({Capability.FP16} if precision.compute == "fp16" else set()) | (
+        {Capability.OTHER_DTYPES} if is_other else set()
+    )
 
 
-def _objective_loss(objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]) -> MicroLoss:
+def _objective_loss(
+    objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]
+) -> MicroLoss:
     def loss_of(answers: Answers, micro: SequenceBatch) -> Tensor:
         terms: LossTerms = objective(answers, micro)
-        loss = reduce_loss(terms, micro, denominators=denominators, aggregation=objective.aggregation)
+        loss = reduce_loss(
+            terms, micro, denominators=denominators, aggregation=objective.aggregation
+        )
         metrics.append({"loss": Metric(value=loss.detach(), reduction="sum"), **terms.metrics})
         return loss
 

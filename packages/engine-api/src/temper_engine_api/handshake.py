@@ -47,5 +47,7 @@ def contract_bounds(distribution: Distribution) -> list[str]:
     return [
         match.group(2).strip()
         for match in found
-        if match is not None and not match.group(3) and re.sub(r"[._-]+", "-", match.group(1)).lower() == CONTRACT
+        if match is not None
+        and not match.group(3)
+        and re.sub(r"[._-]+", "-", match.group(1)).lower() == CONTRACT
     ]

@@ -55,12 +55,19 @@ class HookedStep:
         """The scalar to differentiate for one micro-batch; a dummy that pads a schedule has a zero one."""
         if bool(micro.is_dummy.all()):
             return torch.stack([column.sum() for column in answers.columns.values()]).sum() * 0.0
-        predictions: Predictions = {query.value: column for query, column in answers.columns.items()}
+        predictions: Predictions = {
+            query.value: column for query, column in answers.columns.items()
+        }
         if self._postprocess is not None:
             predictions, self.ctx = self._postprocess(predictions, self.ctx)
         if isinstance(self._loss, Objective):
             terms = self._loss(answers, micro)
-            loss = reduce_loss(terms, micro, denominators=self._packed.denominators, aggregation=self._loss.aggregation)
+            loss = reduce_loss(
+                terms,
+                micro,
+                denominators=self._packed.denominators,
+                aggregation=self._loss.aggregation,
+            )
         else:
             assert self._loss is not None
             loss, self.ctx = self._loss(micro, predictions, self.ctx)
@@ -73,7 +80,9 @@ class HookedStep:
         """Detached predictions of a forward pass, through the postprocess hook."""
         if answers is None:
             return None
-        predictions: Predictions = {query.value: column for query, column in answers[0].columns.items()}
+        predictions: Predictions = {
+            query.value: column for query, column in answers[0].columns.items()
+        }
         if self._postprocess is not None:
             predictions, self.ctx = self._postprocess(predictions, self.ctx)
         return predictions

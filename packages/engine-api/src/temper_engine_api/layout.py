@@ -33,7 +33,9 @@ class Layout:
                 f"a layout is called {self.name!r}, expected small letters, digits, dots, dashes or underscores, and not 'all'."
             )
         if self.world_size < 1:
-            raise ConfigError(f"layout {self.name} has {self.world_size} ranks, but needs at least 1.")
+            raise ConfigError(
+                f"layout {self.name} has {self.world_size} ranks, but needs at least 1."
+            )
 
     @property
     def has_experts(self) -> bool:

@@ -38,8 +38,13 @@ class LossScale:
         Raises:
             DamagedCheckpointError: it holds something else.
         """
-        value, num_good = state.get("loss_scale", self.value), state.get("num_updates_without_overflow", self._num_good)
+        value, num_good = (
+            state.get("loss_scale", self.value),
+            state.get("num_updates_without_overflow", self._num_good),
+        )
         if not isinstance(value, float) or not isinstance(num_good, int) or not value > 0:
-            raise DamagedCheckpointError(f"progress.json should hold a loss scale, but holds {dict(state)}: load a step that is whole.")
+            raise DamagedCheckpointError(
+                f"progress.json should hold a loss scale, but holds {dict(state)}: load a step that is whole."
+            )
         if self.is_on:
             self.value, self._num_good = value, num_good

@@ -30,9 +30,15 @@ class Metric:
             ValueError: their reductions differ.
         """
         if self.reduction != other.reduction:
-            raise ValueError(f"a metric reduced by {self.reduction} can't merge with one reduced by {other.reduction}.")
+            raise ValueError(
+                f"a metric reduced by {self.reduction} can't merge with one reduced by {other.reduction}."
+            )
         if self.reduction in ("mean", "sum"):
-            return Metric(value=self.value + other.value, weight=self.weight + other.weight, reduction=self.reduction)
+            return Metric(
+                value=self.value + other.value,
+                weight=self.weight + other.weight,
+                reduction=self.reduction,
+            )
         pick = torch.maximum if self.reduction == "max" else torch.minimum
         value = pick(torch.as_tensor(self.value), torch.as_tensor(other.value))
         return Metric(value=value, weight=self.weight + other.weight, reduction=self.reduction)
@@ -88,7 +94,11 @@ def settle_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics as Python floats, moved from their device in one copy."""
     if not metrics:
         return {}
-    flat = [torch.as_tensor(x, dtype=torch.float64) for m in metrics.values() for x in (m.value, m.weight)]
+    flat = [
+        torch.as_tensor(x, dtype=torch.float64)
+        for m in metrics.values()
+        for x in (m.value, m.weight)
+    ]
     device = next((x.device for x in flat if x.device.type != "cpu"), torch.device("cpu"))
     numbers: list[float] = torch.stack([x.to(device) for x in flat]).tolist()
     pairs = zip(metrics.items(), numbers[0::2], numbers[1::2], strict=True)

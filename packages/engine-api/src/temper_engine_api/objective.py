@@ -55,7 +55,9 @@ class Answers:
             EngineStateError: it was not asked.
         """
         if query not in self.columns:
-            raise EngineStateError(f"the head was not asked for {query.value!r}: name it in the objective's needs, or in outputs.")
+            raise EngineStateError(
+                f"the head was not asked for {query.value!r}: name it in the objective's needs, or in outputs."
+            )
         return self.columns[query]
 
     def detach(self) -> "Answers":
@@ -90,9 +92,13 @@ class Aggregation:
     def __post_init__(self) -> None:
         wants = self.mode == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM
         if wants and (self.horizon is None or self.horizon < 1):
-            raise ConfigError(f"aggregation {self.mode.value} divides by a fixed horizon: set horizon to the longest completion in tokens.")
+            raise ConfigError(
+                f"aggregation {self.mode.value} divides by a fixed horizon: set horizon to the longest completion in tokens."
+            )
         if not wants and self.horizon is not None:
-            raise ConfigError(f"horizon has no effect with aggregation {self.mode.value}: remove it, or use sequence_mean_token_sum_norm.")
+            raise ConfigError(
+                f"horizon has no effect with aggregation {self.mode.value}: remove it, or use sequence_mean_token_sum_norm."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,9 @@ def register_objective(name: str) -> Callable[[ObjectiveT], ObjectiveT]:
     def add(cls: ObjectiveT) -> ObjectiveT:
         known = _REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
-            raise ConfigError(f"objective name {name!r} is taken by {known.__module__}.{known.__qualname__}: choose another.")
+            raise ConfigError(
+                f"objective name {name!r} is taken by {known.__module__}.{known.__qualname__}: choose another."
+            )
         cls.name = name
         return cls
 
@@ -167,7 +175,9 @@ def objective_class(name: str) -> type[Objective]:
         ConfigError: there is none.
     """
     if name not in _REGISTRY:
-        raise ConfigError(f"no objective is called {name!r}; registered are {', '.join(sorted(_REGISTRY)) or 'none'}.")
+        raise ConfigError(
+            f"no objective is called {name!r}; registered are {', '.join(sorted(_REGISTRY)) or 'none'}."
+        )
     return _REGISTRY[name]
 
 

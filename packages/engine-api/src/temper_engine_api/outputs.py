@@ -61,7 +61,10 @@ def outputs_of(batch: SequenceBatch, columns: Mapping[Query, Tensor]) -> Outputs
     lengths = batch.lengths.cpu()
     keep_tokens = torch.repeat_interleave(keep, lengths)
     kept = lengths[keep]
-    chosen = {q: c.detach().float().cpu()[keep if q == Query.SCORE else keep_tokens] for q, c in columns.items()}
+    chosen = {
+        q: c.detach().float().cpu()[keep if q == Query.SCORE else keep_tokens]
+        for q, c in columns.items()
+    }
     starts = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
     return Outputs(sample_ids=batch.sample_ids.cpu()[keep], sequence_starts=starts, columns=chosen)
 

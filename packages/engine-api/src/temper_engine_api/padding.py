@@ -13,7 +13,9 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 
 _IDS = ("sample_ids", "group_ids", "atom_ids")
-_OWN_FIELDS = frozenset({"input_ids", "attention_mask", "loss_mask", "position_ids", "temperature", *_IDS})
+_OWN_FIELDS = frozenset(
+    {"input_ids", "attention_mask", "loss_mask", "position_ids", "temperature", *_IDS}
+)
 
 
 def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
@@ -48,7 +50,9 @@ def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
         temperature=_temperature(padded, mask),
         columns=token_columns,
         sequence_columns=sequence_columns,
-        position_ids=_position_ids(padded["position_ids"], mask) if "position_ids" in padded else None,
+        position_ids=_position_ids(padded["position_ids"], mask)
+        if "position_ids" in padded
+        else None,
     )
 
 
@@ -78,13 +82,25 @@ def to_padded(
         out[mask] = column
         return out
 
-    padded = {"input_ids": pad(batch.tokens, pad_token_id), "attention_mask": mask.long(), "loss_mask": pad(batch.loss_mask)}
-    padded |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids, "atom_ids": batch.atom_ids}
+    padded = {
+        "input_ids": pad(batch.tokens, pad_token_id),
+        "attention_mask": mask.long(),
+        "loss_mask": pad(batch.loss_mask),
+    }
+    padded |= {
+        "sample_ids": batch.sample_ids,
+        "group_ids": batch.group_ids,
+        "atom_ids": batch.atom_ids,
+    }
     padded |= {"temperature": batch.temperature, **batch.sequence_columns}
     padded |= {name: pad(column) for name, column in batch.columns.items()}
     if batch.position_ids is not None:
         position_ids = batch.position_ids
-        padded["position_ids"] = pad(position_ids) if position_ids.ndim == 1 else torch.stack([pad(axis) for axis in position_ids])
+        padded["position_ids"] = (
+            pad(position_ids)
+            if position_ids.ndim == 1
+            else torch.stack([pad(axis) for axis in position_ids])
+        )
     return padded
 
 
@@ -92,9 +108,13 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
     longest = int(batch.lengths.max())
     width = longest if length is None else length
     if width < longest:
-        raise BatchError(f"length is {width}, but the longest sequence has {longest} tokens: raise length.")
+        raise BatchError(
+            f"length is {width}, but the longest sequence has {longest} tokens: raise length."
+        )
     if batch.media is not None:
-        raise BatchError("a batch with media can't be padded: drop the media, or keep the batch packed.")
+        raise BatchError(
+            "a batch with media can't be padded: drop the media, or keep the batch packed."
+        )
     for name, column in batch.sequence_columns.items():
         if column.shape[1:] == (width,):
             raise BatchError(
@@ -103,7 +123,9 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
             )
     taken = _OWN_FIELDS | (batch.columns.keys() & batch.sequence_columns.keys())
     for name in sorted(taken & (batch.columns.keys() | batch.sequence_columns.keys())):
-        raise BatchError(f"column {name!r} is a field of the padded mapping, or both per token and per sequence: rename it.")
+        raise BatchError(
+            f"column {name!r} is a field of the padded mapping, or both per token and per sequence: rename it."
+        )
     return width
 
 
@@ -120,21 +142,29 @@ def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         )
     tokens = padded["input_ids"]
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
-        raise BatchError(f"input_ids must be [B, L] integers with B and L above 0, but is {tuple(tokens.shape)} {tokens.dtype}.")
+        raise BatchError(
+            f"input_ids must be [B, L] integers with B and L above 0, but is {tuple(tokens.shape)} {tokens.dtype}."
+        )
     mask = _as_bool(padded["attention_mask"], name="attention_mask", shape=tokens.shape)
     place = torch.arange(mask.shape[1], device=mask.device)
     first, lengths = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
     whole = (mask == ((place >= first) & (place < first + lengths))).all(1) & (lengths[:, 0] > 0)
     if not bool(whole.all()):
         row = int(whole.int().argmin())
-        fault = "has a hole: its 1s must be in one run" if bool(mask[row].any()) else "is all 0: a sequence is never empty"
+        fault = (
+            "has a hole: its 1s must be in one run"
+            if bool(mask[row].any())
+            else "is all 0: a sequence is never empty"
+        )
         raise BatchError(f"row {row} of attention_mask {fault}.")
     return tokens, mask
 
 
 def _as_bool(value: Tensor, *, name: str, shape: torch.Size) -> Tensor:
     if value.shape != shape:
-        raise BatchError(f"{name} has shape {tuple(value.shape)}, but input_ids has {tuple(shape)}: they must be equal.")
+        raise BatchError(
+            f"{name} has shape {tuple(value.shape)}, but input_ids has {tuple(shape)}: they must be equal."
+        )
     if bool(((value != 0) & (value != 1)).any()):
         raise BatchError(f"{name} must hold 0 and 1 only; weights are a column of their own.")
     return value.bool()
@@ -144,21 +174,27 @@ def _loss_mask(value: Tensor, mask: Tensor) -> Tensor:
     loss_mask = _as_bool(value, name="loss_mask", shape=mask.shape)
     outside = (loss_mask & ~mask).any(1)
     if bool(outside.any()):
-        raise BatchError(f"loss_mask of row {int(outside.int().argmax())} is True on padding: set it to 0 there.")
+        raise BatchError(
+            f"loss_mask of row {int(outside.int().argmax())} is True on padding: set it to 0 there."
+        )
     return loss_mask[mask]
 
 
 def _ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
     value = padded.get(name, default)
     if value.shape != default.shape or value.is_floating_point():
-        raise BatchError(f"{name} must be [{len(default)}] integers, but is {tuple(value.shape)} {value.dtype}.")
+        raise BatchError(
+            f"{name} must be [{len(default)}] integers, but is {tuple(value.shape)} {value.dtype}."
+        )
     return value.long()
 
 
 def _temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
     value = padded.get("temperature", mask.new_ones((), dtype=torch.float32))
     if value.shape not in (torch.Size([]), torch.Size([len(mask)])):
-        raise BatchError(f"temperature must be [] or [{len(mask)}], one for all or one each, but is {tuple(value.shape)}.")
+        raise BatchError(
+            f"temperature must be [] or [{len(mask)}], one for all or one each, but is {tuple(value.shape)}."
+        )
     return value.to(torch.float32).expand(len(mask)).clone()
 
 
@@ -167,10 +203,14 @@ def _position_ids(value: Tensor, mask: Tensor) -> Tensor:
         return value[mask].long()
     if value.shape == (3, *mask.shape):
         return value[:, mask].long()
-    raise BatchError(f"position_ids has shape {tuple(value.shape)}; expected {tuple(mask.shape)} or {(3, *mask.shape)}.")
+    raise BatchError(
+        f"position_ids has shape {tuple(value.shape)}; expected {tuple(mask.shape)} or {(3, *mask.shape)}."
+    )
 
 
-def _columns(padded: Mapping[str, Tensor], mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _columns(
+    padded: Mapping[str, Tensor], mask: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     token_columns: dict[str, Tensor] = {}
     sequence_columns: dict[str, Tensor] = {}
     for name in padded.keys() - _OWN_FIELDS:

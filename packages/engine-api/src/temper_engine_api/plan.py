@@ -12,7 +12,13 @@ from dataclasses import dataclass, fields
 import torch
 
 from temper_engine_api.balance import assign_to_ranks, fill_bins, spread_over_bins
-from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate, dummy_sequence
+from temper_engine_api.batch import (
+    Denominators,
+    PackedBatch,
+    SequenceBatch,
+    concatenate,
+    dummy_sequence,
+)
 from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import PlanConstraints
 
@@ -83,10 +89,18 @@ def plan_mini_batch(
         PlanError: there is no sequence, or one sequence or atom alone exceeds the cap; names it.
     """
     if not lengths or dp_size < 1:
-        raise PlanError(f"{len(lengths)} sequences over {dp_size} ranks can't be planned: both must be at least 1.")
+        raise PlanError(
+            f"{len(lengths)} sequences over {dp_size} ranks can't be planned: both must be at least 1."
+        )
     atoms = _atoms_of(lengths, atom_ids, cost)
     capacity = max_tokens // constraints.token_multiple * constraints.token_multiple
-    _check_fits(atoms, lengths, max_tokens=max_tokens, capacity=capacity, token_multiple=constraints.token_multiple)
+    _check_fits(
+        atoms,
+        lengths,
+        max_tokens=max_tokens,
+        capacity=capacity,
+        token_multiple=constraints.token_multiple,
+    )
     shares: list[list[_Atom]] = [[] for _ in range(dp_size)]
     ranks = assign_to_ranks(torch.tensor([atom.cost for atom in atoms]), num_ranks=dp_size)
     for atom, rank in zip(atoms, ranks.tolist(), strict=True):
@@ -94,17 +108,24 @@ def plan_mini_batch(
     filled = [fill_bins([atom.tokens for atom in share], capacity=capacity) for share in shares]
     count = _allowed_count(max(len(bins) for bins in filled), constraints)
     return MiniBatchPlan(
-        ranks=tuple(_rank_plan(share, bins, count=count, capacity=capacity) for share, bins in zip(shares, filled, strict=True))
+        ranks=tuple(
+            _rank_plan(share, bins, count=count, capacity=capacity)
+            for share, bins in zip(shares, filled, strict=True)
+        )
     )
 
 
 def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints) -> MiniBatchPlan:
     """One rank, all sequences in the first micro-batch, empty ones after it where the layout asks for more."""
     count = _allowed_count(1, constraints)
-    return MiniBatchPlan(ranks=(RankPlan(micro_batches=(tuple(range(num_sequences)), *[()] * (count - 1))),))
+    return MiniBatchPlan(
+        ranks=(RankPlan(micro_batches=(tuple(range(num_sequences)), *[()] * (count - 1))),)
+    )
 
 
-def pack_rank(batch: SequenceBatch, *, plan: MiniBatchPlan, rank: int, denominators: Denominators) -> PackedBatch:
+def pack_rank(
+    batch: SequenceBatch, *, plan: MiniBatchPlan, rank: int, denominators: Denominators
+) -> PackedBatch:
     """A rank's share of a mini-batch, in the order of its micro-batches; a dummy token stands in each empty one.
 
     Args:
@@ -157,7 +178,10 @@ def split_mini_batches(
     shuffled = [units[i] for _, i in keyed]
     sizes = [len(unit) for unit in shuffled]
     ranks = assign_to_ranks(torch.tensor(sizes), num_ranks=num_mini_batches).tolist()
-    return [sorted(i for unit, r in zip(shuffled, ranks, strict=True) if r == m for i in unit) for m in range(num_mini_batches)]
+    return [
+        sorted(i for unit, r in zip(shuffled, ranks, strict=True) if r == m for i in unit)
+        for m in range(num_mini_batches)
+    ]
 
 
 def plan_fingerprint(plan: MiniBatchPlan) -> str:
@@ -168,12 +192,17 @@ def plan_fingerprint(plan: MiniBatchPlan) -> str:
 def describe(plan: MiniBatchPlan, lengths: Sequence[int], *, cost: CostModel = CostModel()) -> str:
     """A table for people: sequences, tokens, largest micro-batch and share of the mean cost of each rank."""
     rows = ["rank  sequences  tokens  largest micro-batch  cost/mean"]
-    costs = [sum(_cost(lengths[i], cost) for micro in rank.micro_batches for i in micro) for rank in plan.ranks]
+    costs = [
+        sum(_cost(lengths[i], cost) for micro in rank.micro_batches for i in micro)
+        for rank in plan.ranks
+    ]
     mean = sum(costs) / len(costs)
     for r, rank in enumerate(plan.ranks):
         sizes = [sum(lengths[i] for i in micro) for micro in rank.micro_batches]
         count = sum(len(micro) for micro in rank.micro_batches)
-        rows.append(f"{r:>4}  {count:>9}  {sum(sizes):>6}  {max(sizes):>19}  {costs[r] / mean:>9.3f}")
+        rows.append(
+            f"{r:>4}  {count:>9}  {sum(sizes):>6}  {max(sizes):>19}  {costs[r] / mean:>9.3f}"
+        )
     rows.append(f"{plan.num_micro_batches} micro-batches on each of {len(plan.ranks)} ranks")
     return "\n".join(rows)
 
@@ -182,16 +211,30 @@ def _cost(length: int, cost: CostModel) -> int:
     return cost.linear * length + cost.quadratic * length * length
 
 
-def _atoms_of(lengths: Sequence[int], atom_ids: Sequence[int] | None, cost: CostModel) -> list[_Atom]:
+def _atoms_of(
+    lengths: Sequence[int], atom_ids: Sequence[int] | None, cost: CostModel
+) -> list[_Atom]:
     members: dict[int, list[int]] = {}
     for i, atom in enumerate(range(len(lengths)) if atom_ids is None else atom_ids):
         members.setdefault(atom, []).append(i)
     return [
-        _Atom(members=tuple(m), tokens=sum(lengths[i] for i in m), cost=sum(_cost(lengths[i], cost) for i in m)) for m in members.values()
+        _Atom(
+            members=tuple(m),
+            tokens=sum(lengths[i] for i in m),
+            cost=sum(_cost(lengths[i], cost) for i in m),
+        )
+        for m in members.values()
     ]
 
 
-def _check_fits(atoms: list[_Atom], lengths: Sequence[int], *, max_tokens: int, capacity: int, token_multiple: int) -> None:
+def _check_fits(
+    atoms: list[_Atom],
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    capacity: int,
+    token_multiple: int,
+) -> None:
     largest = max(atoms, key=lambda atom: atom.tokens)
     if largest.tokens <= capacity:
         return
@@ -200,7 +243,9 @@ def _check_fits(atoms: list[_Atom], lengths: Sequence[int], *, max_tokens: int, 
     if len(largest.members) > 1:
         what += f" and shares its atom with {len(largest.members) - 1} more, {largest.tokens} tokens together"
     padding = f", counted in multiples of {token_multiple}" if token_multiple > 1 else ""
-    raise PlanError(f"{what}, but a micro-batch may hold {max_tokens}{padding}: raise batching.max_tokens or lower sampling.max_tokens.")
+    raise PlanError(
+        f"{what}, but a micro-batch may hold {max_tokens}{padding}: raise batching.max_tokens or lower sampling.max_tokens."
+    )
 
 
 def _allowed_count(count: int, constraints: PlanConstraints) -> int:
@@ -214,7 +259,11 @@ def _rank_plan(share: list[_Atom], bins: list[list[int]], *, count: int, capacit
     even = spread_over_bins(tokens, costs, num_bins=count, capacity=capacity)
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
     heaviest_first = sorted(chosen, key=lambda b: -sum(costs[a] for a in b))
-    return RankPlan(micro_batches=tuple(tuple(sorted(i for a in b for i in share[a].members)) for b in heaviest_first))
+    return RankPlan(
+        micro_batches=tuple(
+            tuple(sorted(i for a in b for i in share[a].members)) for b in heaviest_first
+        )
+    )
 
 
 def _joined(group_ids: Sequence[int], atom_ids: Sequence[int]) -> list[list[int]]:

@@ -8,7 +8,9 @@ from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import Aggregation, AggregationMode, LossTerms
 
 
-def reduce_loss(terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation) -> Tensor:
+def reduce_loss(
+    terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation
+) -> Tensor:
     """This micro-batch's part of the mini-batch's loss.
 
     The parts of all micro-batches on all data-parallel ranks add up to the loss, so gradients are reduced by sum. A denominator of 0
@@ -54,9 +56,13 @@ def _check_terms(terms: LossTerms, mask: Tensor, mode: AggregationMode) -> None:
                 f"the objective returned {what} of shape {tuple(column.shape)} at {terms.level} level; expected {tuple(mask.shape)}."
             )
     if terms.level == "token" and mode == AggregationMode.GROUP_MEAN:
-        raise BatchError("aggregation group_mean takes one loss per sequence, but the objective returned one per token.")
+        raise BatchError(
+            "aggregation group_mean takes one loss per sequence, but the objective returned one per token."
+        )
     if terms.level == "sequence" and mode == AggregationMode.TOKEN_MEAN:
-        raise BatchError("aggregation token_mean takes one loss per token, but the objective returned one per sequence.")
+        raise BatchError(
+            "aggregation token_mean takes one loss per token, but the objective returned one per sequence."
+        )
 
 
 def sequence_sum(column: Tensor, batch: SequenceBatch) -> Tensor:
@@ -73,4 +79,6 @@ def count_denominators(batch: SequenceBatch) -> Denominators:
     """Trained tokens, sequences and groups of a whole mini-batch, counted after all masking."""
     trained = trained_sequences(batch)
     groups = torch.unique(batch.group_ids[trained])
-    return Denominators(tokens=int(batch.loss_mask.sum()), sequences=int(trained.sum()), groups=groups.numel())
+    return Denominators(
+        tokens=int(batch.loss_mask.sum()), sequences=int(trained.sum()), groups=groups.numel()
+    )

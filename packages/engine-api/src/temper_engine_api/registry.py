@@ -48,7 +48,8 @@ class EngineEntry:
 def list_engines() -> list[EngineEntry]:
     """Every installed engine by name; nothing is imported."""
     return [
-        EngineEntry(name=name, target=point.value, distribution=_distribution(point)) for name, point in sorted(_points(ENGINES).items())
+        EngineEntry(name=name, target=point.value, distribution=_distribution(point))
+        for name, point in sorted(_points(ENGINES).items())
     ]
 
 
@@ -74,7 +75,9 @@ def engine_class(name: str) -> "type[BaseEngine]":
 
     loaded = _load(ENGINES, name)
     if not issubclass(loaded, BaseEngine):
-        raise EngineNotFoundError(f"engine {name!r} gives {loaded!r}, which is no {BaseEngine.__name__}: tell its authors.")
+        raise EngineNotFoundError(
+            f"engine {name!r} gives {loaded!r}, which is no {BaseEngine.__name__}: tell its authors."
+        )
     return loaded
 
 
@@ -87,7 +90,9 @@ def engine_config_class(name: str) -> type[EngineConfig]:
     """
     loaded = _load(ENGINE_CONFIGS, name)
     if not issubclass(loaded, EngineConfig):
-        raise EngineNotFoundError(f"engine {name!r} is configured by {loaded!r}, which is no {EngineConfig.__name__}: tell its authors.")
+        raise EngineNotFoundError(
+            f"engine {name!r} is configured by {loaded!r}, which is no {EngineConfig.__name__}: tell its authors."
+        )
     return loaded
 
 
@@ -98,7 +103,11 @@ def conformance_layouts(name: str) -> tuple[Layout, ...]:
         EngineNotFoundError: the entry point can't be imported, or gives no tuple of layouts with names of their own.
     """
     point = _points(CONFORMANCE_LAYOUTS).get(name)
-    return () if point is None else check_layouts(_import(point), source=f"entry point {name!r} of {_distribution(point)}")
+    return (
+        ()
+        if point is None
+        else check_layouts(_import(point), source=f"entry point {name!r} of {_distribution(point)}")
+    )
 
 
 def check_layouts(found: object, *, source: str) -> tuple[Layout, ...]:
@@ -108,10 +117,14 @@ def check_layouts(found: object, *, source: str) -> tuple[Layout, ...]:
         EngineNotFoundError: it is no tuple of layouts, or two of them have one name.
     """
     if not isinstance(found, tuple) or not all(isinstance(layout, Layout) for layout in found):
-        raise EngineNotFoundError(f"{source} gives {found!r}, which is no tuple of {Layout.__name__}: tell its authors.")
+        raise EngineNotFoundError(
+            f"{source} gives {found!r}, which is no tuple of {Layout.__name__}: tell its authors."
+        )
     names = [layout.name for layout in found]
     if len(set(names)) < len(names):
-        raise EngineNotFoundError(f"{source} gives layouts with one name twice: {', '.join(names)}. Tell its authors.")
+        raise EngineNotFoundError(
+            f"{source} gives layouts with one name twice: {', '.join(names)}. Tell its authors."
+        )
     return found
 
 
@@ -126,7 +139,9 @@ def _load(group: str, name: str) -> type[object]:
     point = points[name]
     loaded = _import(point)
     if not isinstance(loaded, type):
-        raise EngineNotFoundError(f"entry point {name!r} of {_distribution(point)} gives {loaded!r}, which is no class: tell its authors.")
+        raise EngineNotFoundError(
+            f"entry point {name!r} of {_distribution(point)} gives {loaded!r}, which is no class: tell its authors."
+        )
     return loaded
 
 
@@ -148,4 +163,8 @@ def _points(group: str) -> Mapping[str, EntryPoint]:
 
 
 def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+    return (
+        f"{point.dist.name} {point.dist.version}"
+        if point.dist is not None
+        else "an unknown distribution"
+    )

@@ -100,7 +100,9 @@ class StoreServer:
     def _serve(self, client: socket.socket, origin: str) -> None:
         try:
             try:
-                connection = _authenticated(client, self._key, is_server=True, timeout_s=HANDSHAKE_S)
+                connection = _authenticated(
+                    client, self._key, is_server=True, timeout_s=HANDSHAKE_S
+                )
             finally:
                 self._handshakes.release()
             with connection:
@@ -149,7 +151,9 @@ class StoreServer:
                 return b"", b"%d" % (self._values.pop(parts[0], None) is not None)
             if method == b"count":
                 return b"", b"%d" % len(self._values)
-        raise EngineStateError(f"a client of the store asked for {method!r}, which it does not offer.")
+        raise EngineStateError(
+            f"a client of the store asked for {method!r}, which it does not offer."
+        )
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
@@ -191,9 +195,13 @@ class TokenStore(Store):
         where = f"the store at {address}:{port}"
         try:
             client = _connect(address, port, timeout_s=timeout.total_seconds())
-            self._connection = _authenticated(client, token.encode(), is_server=False, timeout_s=timeout.total_seconds())
+            self._connection = _authenticated(
+                client, token.encode(), is_server=False, timeout_s=timeout.total_seconds()
+            )
         except (AuthenticationError, EOFError) as error:
-            raise EngineStateError(f"{where} has another token: is the port that of another run?") from error
+            raise EngineStateError(
+                f"{where} has another token: is the port that of another run?"
+            ) from error
         except BlockingIOError as error:  # what a receive that timed out is called
             raise EngineStateError(
                 f"{where} did not answer within {timeout.total_seconds():.0f} s: its process hangs, "
@@ -284,7 +292,9 @@ class TokenStore(Store):
         wait_s = timeout.total_seconds() if timeout.total_seconds() >= 0 else _FOREVER_S
         status, *values = self._send(method, repr(wait_s), *keys)
         if status == b"timeout":
-            raise dist.DistStoreError(f"timed out after {wait_s:g} s waiting for keys {', '.join(keys)}")
+            raise dist.DistStoreError(
+                f"timed out after {wait_s:g} s waiting for keys {', '.join(keys)}"
+            )
         return values
 
     def _ask(self, method: bytes, *parts: str | bytes) -> list[bytes]:
@@ -298,7 +308,9 @@ class TokenStore(Store):
                 return _unpack(self._connection.recv_bytes())
             except (OSError, EOFError) as error:
                 address, port, _ = self._arguments
-                raise dist.DistNetworkError(f"the store at {address}:{port} has gone: {error}") from error
+                raise dist.DistNetworkError(
+                    f"the store at {address}:{port} has gone: {error}"
+                ) from error
 
 
 def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
@@ -328,7 +340,9 @@ def bind_collectives(address: str) -> None:
     interface = interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" asks for exactly this name
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # "=" asks for exactly this name
 
 
 def interface_of(address: str) -> str | None:
@@ -364,7 +378,9 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             return client
 
 
-def _authenticated(client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float) -> Connection:
+def _authenticated(
+    client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float
+) -> Connection:
     """Return the connection of a socket once both sides have proved that they know the key.
 
     Raises:

@@ -21,7 +21,9 @@ def learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
         ConfigError: its length is still to be filled in.
     """
     if spec.total_steps == 0:
-        raise ConfigError("schedule.total_steps is 0, the length of a run, which only a trainer knows: give the number of steps.")
+        raise ConfigError(
+            "schedule.total_steps is 0, the length of a run, which only a trainer knows: give the number of steps."
+        )
     warmup = spec.num_warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

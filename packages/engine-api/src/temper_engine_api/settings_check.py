@@ -27,7 +27,9 @@ def check_fields(settings: object, *, prefix: str = "") -> None:
             choices = [*(repr(word) for word in words), *(["null"] if may_be_none else [])]
             raise ConfigError(f"{prefix}{name} is {value!r}, but must be {_either(choices)}.")
         if is_number and not (isinstance(value, Real) and float(value).is_integer()):
-            raise ConfigError(f"{prefix}{name} is {value!r}, but must be a whole number{' or null' if may_be_none else ''}.")
+            raise ConfigError(
+                f"{prefix}{name} is {value!r}, but must be a whole number{' or null' if may_be_none else ''}."
+            )
 
 
 @cache
@@ -36,7 +38,9 @@ def _checked(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ..
     found = []
     for name, hint in get_type_hints(kind).items():
         members = {hint} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
-        words = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+        words = tuple(
+            word for member in members if get_origin(member) is Literal for word in get_args(member)
+        )
         is_number = int in members and members <= {int, NoneType}
         if words or is_number:
             found.append((name, words, is_number, NoneType in members))

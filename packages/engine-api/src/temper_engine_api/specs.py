@@ -8,7 +8,13 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.settings_check import check_fields
-from temper_engine_api.training_specs import OptimizerSpec, PrecisionSpec, ResidencySpec, Scalar, ScheduleSpec
+from temper_engine_api.training_specs import (
+    OptimizerSpec,
+    PrecisionSpec,
+    ResidencySpec,
+    Scalar,
+    ScheduleSpec,
+)
 
 __all__ = [
     "EngineConfig",
@@ -48,7 +54,9 @@ class ModelSpec:
                 "a directory to load, or the config of a model to start from scratch."
             )
         if self.architecture and "model_type" not in self.architecture:
-            raise ConfigError("model.architecture needs model_type, for example {model_type: qwen2, hidden_size: 128, ...}.")
+            raise ConfigError(
+                "model.architecture needs model_type, for example {model_type: qwen2, hidden_size: 128, ...}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +93,21 @@ class LoraSpec:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout is {self.dropout}, but must be in [0, 1).")
         if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise ConfigError(f"lora.alpha is {self.alpha}, but must be above 0: the update is scaled by alpha / rank.")
+            raise ConfigError(
+                f"lora.alpha is {self.alpha}, but must be above 0: the update is scaled by alpha / rank."
+            )
         if self.path is not None and self.rank > 0:
-            raise ConfigError(f"lora.path is {self.path!r}, and that adapter has a rank of its own: remove lora.rank.")
+            raise ConfigError(
+                f"lora.path is {self.path!r}, and that adapter has a rank of its own: remove lora.rank."
+            )
         if self.rank > 0 and self.alpha is None:
-            raise ConfigError(f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank.")
+            raise ConfigError(
+                f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank."
+            )
         if not self.target_modules and not self.target_parameters:
-            raise ConfigError("lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear.")
+            raise ConfigError(
+                "lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear."
+            )
         self._check_patterns()
         if self.target_parameters and (self.dropout > 0 or self.dora):
             setting = "dora" if self.dora else "dropout"
@@ -113,16 +129,32 @@ class LoraSpec:
             try:
                 re.compile(value if isinstance(value, str) else "")
             except re.error as error:
-                raise ConfigError(f"lora.{name} is {value!r}, which is no regular expression: {error}.") from error
+                raise ConfigError(
+                    f"lora.{name} is {value!r}, which is no regular expression: {error}."
+                ) from error
 
     def _refuse_what_has_no_effect(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("rank", "path") or value == item.default or (item.name == "dropout" and self.path is not None):
+            if (
+                item.name in ("rank", "path")
+                or value == item.default
+                or (item.name == "dropout" and self.path is not None)
+            ):
                 continue
-            source = "lora.rank is 0" if self.path is None else f"lora.path is {self.path!r}, whose adapter_config.json decides it"
-            remedy = f"set lora.rank or remove lora.{item.name}" if self.path is None else f"remove lora.{item.name}"
-            raise ConfigError(f"lora.{item.name} is {value}, but {source}, so it has no effect: {remedy}.")
+            source = (
+                "lora.rank is 0"
+                if self.path is None
+                else f"lora.path is {self.path!r}, whose adapter_config.json decides it"
+            )
+            remedy = (
+                f"set lora.rank or remove lora.{item.name}"
+                if self.path is None
+                else f"remove lora.{item.name}"
+            )
+            raise ConfigError(
+                f"lora.{item.name} is {value}, but {source}, so it has no effect: {remedy}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +183,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 < self.collective_timeout_s < math.inf:
-            raise ConfigError(f"collective_timeout_s is {self.collective_timeout_s}, but must be above 0: seconds.")
+            raise ConfigError(
+                f"collective_timeout_s is {self.collective_timeout_s}, but must be above 0: seconds."
+            )
 
     @property
     def replica_size(self) -> int:

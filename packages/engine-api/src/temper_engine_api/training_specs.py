@@ -42,15 +42,29 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
         if len(self.betas) != 2:
-            raise ConfigError(f"optimizer.betas is {self.betas}, but must be two numbers: of the first and of the second moment.")
-        if not 0 <= self.lr < math.inf or not 0 < self.eps < math.inf or not all(0 <= b < 1 for b in self.betas):
-            raise ConfigError(f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1).")
+            raise ConfigError(
+                f"optimizer.betas is {self.betas}, but must be two numbers: of the first and of the second moment."
+            )
+        if (
+            not 0 <= self.lr < math.inf
+            or not 0 < self.eps < math.inf
+            or not all(0 <= b < 1 for b in self.betas)
+        ):
+            raise ConfigError(
+                f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1)."
+            )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ConfigError(f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off.")
+            raise ConfigError(
+                f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off."
+            )
         if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0.")
+            raise ConfigError(
+                f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0."
+            )
         if self.max_consecutive_skips < 0:
-            raise ConfigError(f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0.")
+            raise ConfigError(
+                f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0."
+            )
         self._check_name()
 
     @property
@@ -67,12 +81,22 @@ class OptimizerSpec:
                 )
             return
         if not all(part.isidentifier() for part in self.name.split(".")) or "." not in self.name:
-            raise ConfigError(f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a class such as torch.optim.SGD.")
-        idle = [name for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8)) if getattr(self, name) != default]
+            raise ConfigError(
+                f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a class such as torch.optim.SGD."
+            )
+        idle = [
+            name
+            for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8))
+            if getattr(self, name) != default
+        ]
         if idle:
-            raise ConfigError(f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in optimizer.arguments.")
+            raise ConfigError(
+                f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in optimizer.arguments."
+            )
         if {"lr", "weight_decay", "params"} & self.arguments.keys():
-            raise ConfigError("optimizer.arguments must not hold lr, weight_decay or params: the first two are keys of optimizer itself.")
+            raise ConfigError(
+                "optimizer.arguments must not hold lr, weight_decay or params: the first two are keys of optimizer itself."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,24 +130,42 @@ class ScheduleSpec:
     def __post_init__(self) -> None:
         check_fields(self, prefix="schedule.")
         if self.warmup_steps < 0:
-            raise ConfigError(f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0.")
+            raise ConfigError(
+                f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0."
+            )
         if not 0 <= self.warmup_ratio < 1:
-            raise ConfigError(f"schedule.warmup_ratio is {self.warmup_ratio}, but must be in [0, 1): a share of schedule.total_steps.")
+            raise ConfigError(
+                f"schedule.warmup_ratio is {self.warmup_ratio}, but must be in [0, 1): a share of schedule.total_steps."
+            )
         if self.warmup_steps and self.warmup_ratio:
-            raise ConfigError("schedule.warmup_steps and schedule.warmup_ratio both say how long the warm-up is: remove one of them.")
+            raise ConfigError(
+                "schedule.warmup_steps and schedule.warmup_ratio both say how long the warm-up is: remove one of them."
+            )
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError(f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: a share of the peak.")
+            raise ConfigError(
+                f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: a share of the peak."
+            )
         self._check_length()
 
     def _check_length(self) -> None:
         needs_total = self.kind != "constant" or self.warmup_ratio > 0
         if needs_total and self.total_steps is None:
-            cause = f"schedule.kind is {self.kind}" if self.kind != "constant" else f"schedule.warmup_ratio is {self.warmup_ratio}"
-            raise ConfigError(f"{cause}, which needs schedule.total_steps: the length of the schedule.")
+            cause = (
+                f"schedule.kind is {self.kind}"
+                if self.kind != "constant"
+                else f"schedule.warmup_ratio is {self.warmup_ratio}"
+            )
+            raise ConfigError(
+                f"{cause}, which needs schedule.total_steps: the length of the schedule."
+            )
         if not needs_total and self.total_steps is not None:
-            raise ConfigError("schedule.total_steps has no effect with schedule.kind constant: remove it.")
+            raise ConfigError(
+                "schedule.total_steps has no effect with schedule.kind constant: remove it."
+            )
         if self.kind == "constant" and self.min_lr_ratio != 0.0:
-            raise ConfigError("schedule.min_lr_ratio has no effect with schedule.kind constant: remove it.")
+            raise ConfigError(
+                "schedule.min_lr_ratio has no effect with schedule.kind constant: remove it."
+            )
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ConfigError(
                 f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd needs the length of its fall, "
@@ -132,10 +174,19 @@ class ScheduleSpec:
         if not self.total_steps:
             return
         fall, rise = self.decay_steps or 0, self.num_warmup_steps
-        if fall < 0 or self.total_steps <= rise or self.total_steps < rise + fall or (self.kind == "wsd" and fall < 1):
+        if (
+            fall < 0
+            or self.total_steps <= rise
+            or self.total_steps < rise + fall
+            or (self.kind == "wsd" and fall < 1)
+        ):
             raise ConfigError(
                 f"schedule.total_steps ({self.total_steps}) must exceed the warm-up ({rise} steps)"
-                + (f" and hold schedule.decay_steps ({fall}), at least 1, after it." if self.kind == "wsd" else ".")
+                + (
+                    f" and hold schedule.decay_steps ({fall}), at least 1, after it."
+                    if self.kind == "wsd"
+                    else "."
+                )
             )
 
 
@@ -167,9 +218,13 @@ class PrecisionSpec:
         if scale is not None and not 0 < scale < math.inf:
             raise ConfigError(f"precision.initial_loss_scale is {scale}, but must be above 0.")
         if interval is not None and interval < 1:
-            raise ConfigError(f"precision.loss_scale_growth_interval is {interval}, but must be at least 1.")
+            raise ConfigError(
+                f"precision.loss_scale_growth_interval is {interval}, but must be at least 1."
+            )
         if self.compute == "fp16" and self.parameters == "bf16":
-            raise ConfigError("precision.parameters is bf16, but precision.compute is fp16: take fp32 master weights with fp16.")
+            raise ConfigError(
+                "precision.parameters is bf16, but precision.compute is fp16: take fp32 master weights with fp16."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +250,12 @@ class ResidencySpec:
     @property
     def offloads_anything(self) -> bool:
         """Whether anything leaves the device."""
-        return self.offload_parameters or self.offloads_gradients or self.offload_optimizer or self.optimizer_on_cpu
+        return (
+            self.offload_parameters
+            or self.offloads_gradients
+            or self.offload_optimizer
+            or self.optimizer_on_cpu
+        )
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="residency.")
@@ -205,4 +265,6 @@ class ResidencySpec:
                 "memory all the time: remove one of them."
             )
         if self.load_optimizer_in == "train_mode" and not self.offload_optimizer:
-            raise ConfigError("residency.load_optimizer_in has no effect without residency.offload_optimizer: remove it.")
+            raise ConfigError(
+                "residency.load_optimizer_in has no effect without residency.offload_optimizer: remove it."
+            )

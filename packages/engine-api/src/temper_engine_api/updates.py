@@ -63,7 +63,11 @@ class UpdateCycle(EngineBackend):
     def optimizer_zero_grad(self) -> None:
         """Drop gradients and begin an update."""
         self._zero_gradients()
-        self._gradients, self._trains_something, self._pending_sample_ids = Gradients.EMPTY, False, []
+        self._gradients, self._trains_something, self._pending_sample_ids = (
+            Gradients.EMPTY,
+            False,
+            [],
+        )
 
     def optimizer_step(self) -> float:
         """Finalise what is pending, clip, update.
@@ -78,10 +82,14 @@ class UpdateCycle(EngineBackend):
             EngineStateError: no gradients, no optimiser, or too many non-finite updates in a row.
         """
         if self.config.optimizer is None:
-            raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't step.")
+            raise EngineStateError(
+                "this engine was configured without an optimiser (optimizer: null) and can't step."
+            )
         self._settle_background_save()
         if self._gradients in (Gradients.EMPTY, Gradients.SPENT):
-            raise EngineStateError("there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step().")
+            raise EngineStateError(
+                "there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step()."
+            )
         with self._resident("update"):
             if self._gradients is Gradients.PENDING:
                 self._reduce_pending_gradients()
@@ -104,7 +112,9 @@ class UpdateCycle(EngineBackend):
 
     def _settle_background_save(self) -> None:
         """Let a failure of a save in the background surface once it has ended on every rank, without waiting for it."""
-        if self._background_save.is_pending and all(self._gather_objects(self._background_save.is_done)):
+        if self._background_save.is_pending and all(
+            self._gather_objects(self._background_save.is_done)
+        ):
             self._background_save.finish()
 
     def lr_scheduler_step(self) -> float:
@@ -122,18 +132,24 @@ class UpdateCycle(EngineBackend):
         """Learning rate of the next update."""
         if self.config.optimizer is None:
             return 0.0
-        return learning_rate(self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule)
+        return learning_rate(
+            self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule
+        )
 
     def _note_training(self, batch: PackedBatch, *, final: bool) -> None:
         if self.config.optimizer is None:
-            raise EngineStateError("this engine was configured without an optimiser (optimizer: null) and can't train.")
+            raise EngineStateError(
+                "this engine was configured without an optimiser (optimizer: null) and can't train."
+            )
         self._gradients = Gradients.FINAL if final else Gradients.PENDING
         self._trains_something |= self._rfc_loss is not None or not batch.denominators.is_empty
         self._pending_sample_ids.append(batch.sample_ids)
 
     def _report_update(self, norm: float) -> None:
         if not self._trains_something:
-            self.last_update = UpdateReport(grad_norm=norm, outcome="nothing_trained", sample_ids=())
+            self.last_update = UpdateReport(
+                grad_norm=norm, outcome="nothing_trained", sample_ids=()
+            )
         elif math.isfinite(norm):
             self.num_updates += 1
             self._consecutive_skips = 0
@@ -142,16 +158,23 @@ class UpdateCycle(EngineBackend):
             self._report_nonfinite(norm)
 
     def _report_nonfinite(self, norm: float) -> None:
-        ids = torch.cat(self._pending_sample_ids) if self._pending_sample_ids else torch.empty(0, dtype=torch.int64)
+        ids = (
+            torch.cat(self._pending_sample_ids)
+            if self._pending_sample_ids
+            else torch.empty(0, dtype=torch.int64)
+        )
         self.num_nonfinite_updates += 1
         self._consecutive_skips += 1
-        self.last_update = UpdateReport(grad_norm=norm, outcome="nonfinite", sample_ids=tuple(ids[ids >= 0].tolist()))
+        self.last_update = UpdateReport(
+            grad_norm=norm, outcome="nonfinite", sample_ids=tuple(ids[ids >= 0].tolist())
+        )
         assert self.config.optimizer is not None
         if self._consecutive_skips > self.config.optimizer.max_consecutive_skips:
             raise EngineStateError(
                 f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}); the last batch holds samples "
                 f"{self.last_update.sample_ids[:8]}. Lower optimizer.lr or look at those samples; "
-                "optimizer.max_consecutive_skips is how many are passed over." + self._told_loss_scale()
+                "optimizer.max_consecutive_skips is how many are passed over."
+                + self._told_loss_scale()
             )
 
     def _told_loss_scale(self) -> str:
@@ -175,7 +198,14 @@ class UpdateCycle(EngineBackend):
         names = ["num_updates", "num_schedule_steps", "num_nonfinite_updates", "consecutive_skips"]
         counts = [count for count in map(progress.get, names) if isinstance(count, int)]
         if len(counts) < len(names):
-            raise DamagedCheckpointError(f"progress.json should hold the counters {names}, but holds {dict(progress)}.")
-        self.num_updates, self.num_schedule_steps, self.num_nonfinite_updates, self._consecutive_skips = counts
+            raise DamagedCheckpointError(
+                f"progress.json should hold the counters {names}, but holds {dict(progress)}."
+            )
+        (
+            self.num_updates,
+            self.num_schedule_steps,
+            self.num_nonfinite_updates,
+            self._consecutive_skips,
+        ) = counts
         self.loss_scale.restore(progress)
         self.last_update = None

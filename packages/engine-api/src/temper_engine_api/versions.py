@@ -27,7 +27,11 @@ def fits(version: str, bounds: str) -> bool:
     Raises:
         ValueError: a bound can't be read.
     """
-    return all(_fits_one(numbers(version), clause.strip()) for clause in bounds.split(",") if clause.strip())
+    return all(
+        _fits_one(numbers(version), clause.strip())
+        for clause in bounds.split(",")
+        if clause.strip()
+    )
 
 
 def _fits_one(version: tuple[int, int, int], clause: str) -> bool:

@@ -69,11 +69,18 @@ class WeightStream:
 
     def __enter__(self) -> "WeightStream":
         if self._source is None:
-            raise EngineStateError("this weight stream was already used: call export_weights() again.")
+            raise EngineStateError(
+                "this weight stream was already used: call export_weights() again."
+            )
         self._is_open = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_open, self._source = False, None
 
     def __iter__(self) -> Iterator[NamedWeight]:
@@ -81,7 +88,9 @@ class WeightStream:
 
     def __next__(self) -> NamedWeight:
         if not self._is_open or self._source is None:
-            raise EngineStateError("weights can be read only inside `with engine.export_weights() as stream`.")
+            raise EngineStateError(
+                "weights can be read only inside `with engine.export_weights() as stream`."
+            )
         return next(self._source)
 
 
@@ -93,16 +102,26 @@ def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntr
     """
     want = {entry.name: entry.shape for entry in expected}
     have = {entry.name: entry.shape for entry in arrived}
-    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [f"unexpected {name}" for name in have.keys() - want.keys()]
-    faults += [f"{n}: shape {have[n]}, expected {want[n]}" for n in want.keys() & have.keys() if want[n] != have[n]]
+    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [
+        f"unexpected {name}" for name in have.keys() - want.keys()
+    ]
+    faults += [
+        f"{n}: shape {have[n]}, expected {want[n]}"
+        for n in want.keys() & have.keys()
+        if want[n] != have[n]
+    ]
     if len(arrived) != len(have):
         faults.append(f"{len(arrived) - len(have)} names came twice")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise WeightError(f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded.")
+        raise WeightError(
+            f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded."
+        )
 
 
-def check_saved(expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path) -> None:
+def check_saved(
+    expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path
+) -> None:
     """As ``check_complete``, for what a checkpoint holds: to be called before the first tensor is read.
 
     Raises:

@@ -9,7 +9,9 @@ import pytest
 
 from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
 
-INFO = ManifestInfo(topology={"dp": 1}, config_hash="c0ffee", packages={"temper-engine-api": "0.1.0"})
+INFO = ManifestInfo(
+    topology={"dp": 1}, config_hash="c0ffee", packages={"temper-engine-api": "0.1.0"}
+)
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +23,18 @@ def info() -> ManifestInfo:
 def save_step(tmp_path: Path) -> Callable[..., Path]:
     """Commit a step of two parts, one of them with a file in a folder."""
 
-    def save(step: int, *, content: str = "weights", root: Path = tmp_path, run_id: str | None = None) -> Path:
+    def save(
+        step: int, *, content: str = "weights", root: Path = tmp_path, run_id: str | None = None
+    ) -> Path:
         with begin(root, step, run_id=run_id) as transaction:
             engine, trainer = transaction.part("engine"), transaction.part("trainer")
             (engine / "shards").mkdir()
             (engine / "shards" / "0.bin").write_text(f"{content} of step {step}")
             (trainer / "state.json").write_text("{}")
-            reports = {"engine": [report_part(engine, ["shards/0.bin"])], "trainer": [report_part(trainer, ["state.json"])]}
+            reports = {
+                "engine": [report_part(engine, ["shards/0.bin"])],
+                "trainer": [report_part(trainer, ["state.json"])],
+            }
             return transaction.commit(reports, info=replace(INFO, run_id=run_id))
 
     return save
@@ -38,7 +45,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     disk = tmp_path / "small"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("a machine where this user may mount a tmpfs runs this")
     yield disk

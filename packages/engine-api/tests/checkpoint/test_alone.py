@@ -12,7 +12,12 @@ import torch.distributed.checkpoint as dcp
 from temper_engine_api.checkpoint import ManifestInfo, begin, complete_steps, report_part, verify
 from temper_engine_api.checkpoint.alone import _check_seen
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from temper_engine_api.specs import ModelSpec
 
 MakeEngines = Callable[..., list[Any]]
@@ -35,11 +40,16 @@ def save(step: int, path: Path, **options: Any) -> Callable[[BaseEngine], str]:
     return lambda engine: engine.save_checkpoint(str(path), global_step=step, **options)
 
 
-def test_all_ranks_write_one_step_and_learn_its_path(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_all_ranks_write_one_step_and_learn_its_path(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     paths = on_every_rank(make_engines(3), save(10, tmp_path))
     assert paths == [str(tmp_path / "step_00000010")] * 3
     manifest = verify(tmp_path / "step_00000010")
-    assert [record.path for record in manifest.files] == ["engine/progress.json", *(f"engine/rank_{rank}.pt" for rank in range(3))]
+    assert [record.path for record in manifest.files] == [
+        "engine/progress.json",
+        *(f"engine/rank_{rank}.pt" for rank in range(3)),
+    ]
     assert manifest.info.topology["dp"] == 3
 
 
@@ -57,7 +67,9 @@ def test_saving_keeps_the_newest_steps(make_engines: MakeEngines, tmp_path: Path
     assert complete_steps(tmp_path) == [2, 3]
 
 
-def test_an_existing_step_is_refused_on_every_rank(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_an_existing_step_is_refused_on_every_rank(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     engines = make_engines(2)
     on_every_rank(engines, save(1, tmp_path))
     for error in on_every_rank(engines, save(1, tmp_path)):
@@ -65,7 +77,9 @@ def test_an_existing_step_is_refused_on_every_rank(make_engines: MakeEngines, tm
         assert "already exists and is never overwritten" in str(error)
 
 
-def test_a_rank_that_can_not_write_stops_every_rank(make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_can_not_write_stops_every_rank(
+    make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines = make_engines(2)
     on_every_rank(engines, save(1, tmp_path))
 
@@ -82,7 +96,9 @@ def test_a_rank_that_can_not_write_stops_every_rank(make_engines: MakeEngines, t
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_an_error_of_any_kind_on_one_rank_reaches_all(make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_kind_on_one_rank_reaches_all(
+    make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class LibraryError(Exception):
         """As safetensors has one."""
 
@@ -93,11 +109,15 @@ def test_an_error_of_any_kind_on_one_rank_reaches_all(make_engines: MakeEngines,
 
     monkeypatch.setattr(engines[1], "_write_state", fails)
     for error in on_every_rank(engines, save(1, tmp_path)):
-        assert "step 1 could not be saved: rank 1: LibraryError: No space left on device" in str(error)
+        assert "step 1 could not be saved: rank 1: LibraryError: No space left on device" in str(
+            error
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is what is meant
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning"
+)  # one process is what is meant
 def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
     make_engines: MakeEngines, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +129,10 @@ def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
         return [path.name for path in Path(directory).iterdir()]
 
     monkeypatch.setattr(engine, "_write_state", write)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be saved: rank 0: .*MiB of it were written and 0.0 MiB are free"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 2 could not be saved: rank 0: .*MiB of it were written and 0.0 MiB are free",
+    ):
         engine.save_checkpoint(str(small_disk), global_step=2)
     assert [path.name for path in small_disk.iterdir()] == ["step_00000001"]
     engine.load_checkpoint(str(small_disk))
@@ -117,7 +140,9 @@ def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("file", ["progress.json", "rank_0.pt", "rank_1.pt"])
-def test_damage_is_refused_before_the_first_weight_changes(make_engines: MakeEngines, tmp_path: Path, file: str, num_ranks: int) -> None:
+def test_damage_is_refused_before_the_first_weight_changes(
+    make_engines: MakeEngines, tmp_path: Path, file: str, num_ranks: int
+) -> None:
     engines, fresh = make_engines(2), make_engines(num_ranks, model=OTHER_SEED)
     on_every_rank(engines, save(1, tmp_path))
     path = tmp_path / "step_00000001" / "engine" / file
@@ -136,21 +161,31 @@ def test_counters_that_are_none_are_damage(make_engines: MakeEngines, tmp_path: 
         report = engine.write_part(str(part))
         (part / "progress.json").write_text('{"num_updates": "many"}')
         again = report_part(part, [record.path for record in report.files])
-        final = transaction.commit({"engine": [again]}, info=ManifestInfo(topology={}, config_hash=""))
+        final = transaction.commit(
+            {"engine": [again]}, info=ManifestInfo(topology={}, config_hash="")
+        )
     with pytest.raises(DamagedCheckpointError, match=r"progress.json should hold the counters"):
         engine.load_checkpoint(str(final))
 
 
-def test_no_complete_step_is_refused_on_every_rank(make_engines: MakeEngines, tmp_path: Path) -> None:
-    for error in on_every_rank(make_engines(2), lambda engine: engine.load_checkpoint(str(tmp_path))):
+def test_no_complete_step_is_refused_on_every_rank(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
+    for error in on_every_rank(
+        make_engines(2), lambda engine: engine.load_checkpoint(str(tmp_path))
+    ):
         assert isinstance(error, IncompleteCheckpointError)
 
 
-def test_a_step_of_several_participants_is_refused_naming_them(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_a_step_of_several_participants_is_refused_naming_them(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     (engine,) = make_engines()
     with begin(tmp_path, 1) as transaction:
         report = engine.write_part(str(transaction.part("actor")))
-        final = transaction.commit({"actor": [report]}, info=ManifestInfo(topology={}, config_hash=""))
+        final = transaction.commit(
+            {"actor": [report]}, info=ManifestInfo(topology={}, config_hash="")
+        )
     with pytest.raises(CheckpointError, match=r"has no part 'engine' but \['actor'\]"):
         engine.load_checkpoint(str(final))
 
@@ -174,7 +209,9 @@ def test_a_copy_goes_to_the_url_and_comes_back(make_engines: MakeEngines, tmp_pa
     fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
 
 
-def test_only_the_downloaded_copy_is_deleted_after_loading(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_only_the_downloaded_copy_is_deleted_after_loading(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     engines = make_engines(2)
     url = f"file://{tmp_path}/bucket"
     on_every_rank(engines, save(4, tmp_path / "local", hdfs_path=url))
@@ -182,7 +219,9 @@ def test_only_the_downloaded_copy_is_deleted_after_loading(make_engines: MakeEng
     (tmp_path / "other" / "mine.txt").write_text("mine")
 
     def load(engine: BaseEngine) -> None:
-        engine.load_checkpoint(str(tmp_path / "other"), hdfs_path=f"{url}/step_00000004", del_local_after_load=True)
+        engine.load_checkpoint(
+            str(tmp_path / "other"), hdfs_path=f"{url}/step_00000004", del_local_after_load=True
+        )
 
     assert on_every_rank(engines, load) == [None, None]
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["mine.txt"]
@@ -198,7 +237,9 @@ def test_deleting_without_a_download_is_refused(make_engines: MakeEngines, tmp_p
     verify(saved)
 
 
-def test_keeping_no_step_is_refused_before_anything_is_written(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_keeping_no_step_is_refused_before_anything_is_written(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     (engine,) = make_engines()
     with pytest.raises(ConfigError, match=r"at least 1 is kept"):
         engine.save_checkpoint(str(tmp_path / "run"), max_ckpt_to_keep=0)

@@ -36,7 +36,9 @@ def test_complete_steps_are_those_with_a_manifest(save_step: SaveStep, tmp_path:
     assert last_complete_step(tmp_path) == 100_000_000
 
 
-def test_a_path_means_its_step_or_the_last_complete_one(save_step: SaveStep, tmp_path: Path) -> None:
+def test_a_path_means_its_step_or_the_last_complete_one(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     first, second = save_step(1), save_step(2)
     (tmp_path / "step_00000003").mkdir()
     assert find_step(tmp_path) == second
@@ -47,7 +49,9 @@ def test_a_path_without_a_complete_step_says_what_is_there(tmp_path: Path) -> No
     with pytest.raises(IncompleteCheckpointError, match=r"does not exist"):
         find_step(tmp_path / "nowhere")
     (tmp_path / "step_00000003").mkdir()
-    with pytest.raises(IncompleteCheckpointError, match=r"holds no complete step .* it holds \['step_00000003'\]"):
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"holds no complete step .* it holds \['step_00000003'\]"
+    ):
         find_step(tmp_path)
     with pytest.raises(IncompleteCheckpointError, match=r"it holds nothing"):
         find_step(tmp_path / "step_00000003")
@@ -63,7 +67,9 @@ def test_pruning_keeps_the_newest(save_step: SaveStep, tmp_path: Path) -> None:
         verify(tmp_path / f"step_0000000{step}")
 
 
-def test_a_newer_damaged_manifest_does_not_count_as_the_last_complete_step(save_step: SaveStep, tmp_path: Path) -> None:
+def test_a_newer_damaged_manifest_does_not_count_as_the_last_complete_step(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     for step in (1, 2, 3):
         save_step(step)
     (tmp_path / "step_00000003" / "manifest.json").write_text("{")
@@ -71,7 +77,9 @@ def test_a_newer_damaged_manifest_does_not_count_as_the_last_complete_step(save_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
-def test_pruning_never_removes_what_we_did_not_write(save_step: SaveStep, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pruning_never_removes_what_we_did_not_write(
+    save_step: SaveStep, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3):
         save_step(step)
     (tmp_path / "step_00000001" / "engine" / "notes.txt").write_text("the good one")
@@ -81,7 +89,10 @@ def test_pruning_never_removes_what_we_did_not_write(save_step: SaveStep, tmp_pa
     assert prune(tmp_path, max_to_keep=1) == [2]
     assert "engine/notes.txt is not ours to delete" in caplog.text
     verify(tmp_path / "step_00000001")
-    assert all((tmp_path / name / "mine").is_file() for name in ("step_00000000", "best", ".step_00000009.abc.partial"))
+    assert all(
+        (tmp_path / name / "mine").is_file()
+        for name in ("step_00000000", "best", ".step_00000009.abc.partial")
+    )
 
 
 def test_pruning_removes_what_died_before_its_commit(save_step: SaveStep, tmp_path: Path) -> None:
@@ -109,7 +120,9 @@ def test_permanent_steps_are_kept_beyond_the_newest(save_step: SaveStep, tmp_pat
     assert complete_steps(tmp_path) == [3, 6, 7]
 
 
-def test_a_damaged_step_does_not_count_among_those_to_keep(save_step: SaveStep, tmp_path: Path) -> None:
+def test_a_damaged_step_does_not_count_among_those_to_keep(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     for step in (1, 2, 3, 4):
         save_step(step)
     (tmp_path / "step_00000004" / "trainer" / "state.json").unlink()
@@ -126,7 +139,9 @@ with reading(sys.argv[1]):
 """
 
 
-def test_a_step_that_another_process_reads_is_kept_until_it_is_done(save_step: SaveStep, tmp_path: Path) -> None:
+def test_a_step_that_another_process_reads_is_kept_until_it_is_done(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     first = save_step(1)
     save_step(2)
     command = [sys.executable, "-c", READER, str(first)]
@@ -143,11 +158,16 @@ def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: P
     first = save_step(1)
     save_step(2)
     prune(tmp_path, max_to_keep=1)
-    with pytest.raises(IncompleteCheckpointError, match=r"step_00000001 has no manifest\.json"), reading(first):
+    with (
+        pytest.raises(IncompleteCheckpointError, match=r"step_00000001 has no manifest\.json"),
+        reading(first),
+    ):
         pass
 
 
-def test_setting_aside_never_replaces_what_was_set_aside_before(save_step: SaveStep, tmp_path: Path) -> None:
+def test_setting_aside_never_replaces_what_was_set_aside_before(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     names = [set_aside(save_step(7), "damaged").name for _ in range(2)]
     assert names == ["step_00000007.damaged-1", "step_00000007.damaged-2"]
     partial = begin(tmp_path, 8, run_id="ours")
@@ -171,8 +191,12 @@ def test_partial_names_do_not_collide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [find_step, lambda url: begin(url, 1)], ids=["load", "save"])
-def test_a_url_is_no_folder_of_this_name(use: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_no_folder_of_this_name(
+    use: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"s3://bucket/run is a URL, but a folder .* the URL as hdfs_path"):
+    with pytest.raises(
+        ConfigError, match=r"s3://bucket/run is a URL, but a folder .* the URL as hdfs_path"
+    ):
         use("s3://bucket/run")
     assert not list(tmp_path.iterdir())

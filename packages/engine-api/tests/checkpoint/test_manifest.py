@@ -11,9 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from temper_engine_api.checkpoint import FileRecord, config_hash, package_versions, verify
-from temper_engine_api.checkpoint.manifest import parse_manifest, read_manifest, shares_by_size, topology_sizes
+from temper_engine_api.checkpoint.manifest import (
+    parse_manifest,
+    read_manifest,
+    shares_by_size,
+    topology_sizes,
+)
 from temper_engine_api.checkpoint.parts import read_json, report_part, write_json
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec
 from temper_engine_api.topology import Axis, Topology
 
@@ -21,7 +30,9 @@ SaveStep = Callable[..., Path]
 
 
 def test_a_directory_without_a_manifest_was_never_committed(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteCheckpointError, match=r"has no manifest.json, so it was never committed"):
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"has no manifest.json, so it was never committed"
+    ):
         verify(tmp_path)
 
 
@@ -39,7 +50,9 @@ def flip(path: Path) -> None:
         (flip, "has another checksum than when it was written"),
     ],
 )
-def test_damage_is_refused_naming_the_file(save_step: SaveStep, damage: Callable[[Path], object], fault: str) -> None:
+def test_damage_is_refused_naming_the_file(
+    save_step: SaveStep, damage: Callable[[Path], object], fault: str
+) -> None:
     step = save_step(1)
     damage(step / "engine" / "shards" / "0.bin")
     with pytest.raises(DamagedCheckpointError, match=f"shards/0.bin {fault}: load another step"):
@@ -59,7 +72,9 @@ def test_ranks_share_the_reading_and_all_see_the_sizes(save_step: SaveStep) -> N
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
-def test_any_altered_byte_of_a_manifest_is_noticed(save_step: SaveStep, tmp_path: Path, data: st.DataObject) -> None:
+def test_any_altered_byte_of_a_manifest_is_noticed(
+    save_step: SaveStep, tmp_path: Path, data: st.DataObject
+) -> None:
     step = tmp_path / "step_00000001"
     content = (step if step.exists() else save_step(1)).joinpath("manifest.json").read_bytes()
     place = data.draw(st.integers(0, len(content) - 1))
@@ -88,11 +103,16 @@ def test_a_torn_manifest_is_damaged(save_step: SaveStep, cut: int) -> None:
 def test_a_newer_schema_is_refused(save_step: SaveStep) -> None:
     path = save_step(1) / "manifest.json"
     path.write_text(replace(read_manifest(path.parent), schema_version=3).to_json())
-    with pytest.raises(CheckpointError, match=r"schema version 3, but this temper-engine-api reads up to 2: install a newer one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"schema version 3, but this temper-engine-api reads up to 2: install a newer one",
+    ):
         read_manifest(path.parent)
 
 
-def test_a_bit_flipped_in_the_schema_version_is_damage_and_no_newer_release(save_step: SaveStep) -> None:
+def test_a_bit_flipped_in_the_schema_version_is_damage_and_no_newer_release(
+    save_step: SaveStep,
+) -> None:
     path = save_step(1) / "manifest.json"
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
     with pytest.raises(DamagedCheckpointError, match=r"does not match its own checksum"):
@@ -125,8 +145,12 @@ def test_each_rank_reads_only_its_share_and_together_they_notice(save_step: Save
 def test_a_file_that_cannot_be_read_is_no_damage(save_step: SaveStep, name: str) -> None:
     step = save_step(1)
     (step / name).unlink()
-    (step / name).symlink_to(Path(name).name)  # a loop: an OSError for every user, where a permission stops only some
-    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. The checkpoint is not damaged") as caught:
+    (step / name).symlink_to(
+        Path(name).name
+    )  # a loop: an OSError for every user, where a permission stops only some
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read \(.*\)\. The checkpoint is not damaged"
+    ) as caught:
         verify(step)
     assert type(caught.value) is CheckpointError
 
@@ -140,7 +164,9 @@ def test_a_manifest_that_names_files_outside_is_refused(save_step: SaveStep, out
 
 def test_the_hash_of_a_configuration_depends_on_values_only() -> None:
     one = EngineConfig(model=ModelSpec(architecture={"model_type": "qwen2", "hidden_size": 8}))
-    same = EngineConfig(model=ModelSpec(architecture=MappingProxyType({"hidden_size": 8, "model_type": "qwen2"})))
+    same = EngineConfig(
+        model=ModelSpec(architecture=MappingProxyType({"hidden_size": 8, "model_type": "qwen2"}))
+    )
     other = EngineConfig(model=one.model, optimizer=OptimizerSpec(lr=2e-6))
     assert config_hash(one) == config_hash(same)
     assert config_hash(one) != config_hash(other)
@@ -175,7 +201,10 @@ def test_a_report_holds_size_and_checksum(tmp_path: Path) -> None:
 
 
 def test_small_json_comes_back_and_what_is_none_is_damaged(tmp_path: Path) -> None:
-    assert read_json(tmp_path, write_json(tmp_path, "a.json", {"b": 1, "c": [2.5, None]})) == {"b": 1, "c": [2.5, None]}
+    assert read_json(tmp_path, write_json(tmp_path, "a.json", {"b": 1, "c": [2.5, None]})) == {
+        "b": 1,
+        "c": [2.5, None],
+    }
     with pytest.raises(DamagedCheckpointError, match=r"b.json is missing"):
         read_json(tmp_path, "b.json")
     for content, sentence in (("{", "is not JSON"), ("[1]", "should hold a JSON object")):

@@ -10,14 +10,22 @@ import fsspec
 import pytest
 
 from temper_engine_api.checkpoint import begin, download, upload, verify
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 
 SaveStep = Callable[..., Path]
 
 
 @pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    bucket = f"memory://{uuid4().hex}/run" if request.param == "memory" else f"file://{tmp_path}/bucket/run"
+    bucket = (
+        f"memory://{uuid4().hex}/run"
+        if request.param == "memory"
+        else f"file://{tmp_path}/bucket/run"
+    )
     yield bucket
     files, path = fsspec.core.url_to_fs(bucket)
     if files.exists(path):
@@ -33,7 +41,9 @@ def test_what_goes_up_comes_down_verified(save_step: SaveStep, tmp_path: Path, u
         assert (copy / "manifest.json").read_bytes() == (step / "manifest.json").read_bytes()
 
 
-def test_a_folder_means_its_last_committed_step(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_a_folder_means_its_last_committed_step(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     for step in (1, 12, 3):
         upload(save_step(step), url)
     files, base = fsspec.core.url_to_fs(url)
@@ -42,7 +52,9 @@ def test_a_folder_means_its_last_committed_step(save_step: SaveStep, tmp_path: P
     assert download(url, tmp_path / "fresh").name == "step_00000012"
 
 
-def test_the_manifest_goes_up_last(save_step: SaveStep, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_goes_up_last(
+    save_step: SaveStep, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, base = fsspec.core.url_to_fs(url)
     order = []
     put_file = type(files).put_file
@@ -56,15 +68,23 @@ def test_the_manifest_goes_up_last(save_step: SaveStep, url: str, monkeypatch: p
     assert order == ["engine/shards/0.bin", "trainer/state.json", "manifest.json"]
 
 
-def test_a_committed_copy_is_never_overwritten(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_a_committed_copy_is_never_overwritten(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     upload(save_step(1), url)
     other = save_step(1, content="other", root=tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"step_00000001 already exists and is never overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 already exists and is never overwritten"
+    ):
         upload(other, url)
-    assert (download(url, tmp_path / "fresh") / "engine/shards/0.bin").read_text() == "weights of step 1"
+    assert (
+        download(url, tmp_path / "fresh") / "engine/shards/0.bin"
+    ).read_text() == "weights of step 1"
 
 
-def test_an_upload_that_died_is_not_a_step_and_can_be_repeated(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_an_upload_that_died_is_not_a_step_and_can_be_repeated(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     step = save_step(1)
     files, base = fsspec.core.url_to_fs(url)
     files.makedirs(f"{base}/step_00000001/engine/shards", exist_ok=True)
@@ -85,25 +105,33 @@ def test_what_is_not_of_this_step_is_not_touched(save_step: SaveStep, url: str) 
 
 
 @pytest.mark.parametrize("damage", ["missing", "altered"])
-def test_damage_behind_the_url_is_refused_naming_the_file(save_step: SaveStep, tmp_path: Path, url: str, damage: str) -> None:
+def test_damage_behind_the_url_is_refused_naming_the_file(
+    save_step: SaveStep, tmp_path: Path, url: str, damage: str
+) -> None:
     upload(save_step(1), url)
     files, base = fsspec.core.url_to_fs(url)
     if damage == "missing":
         files.rm(f"{base}/step_00000001/engine/shards/0.bin")
     else:
         files.pipe_file(f"{base}/step_00000001/engine/shards/0.bin", b"weights of step 2")
-    with pytest.raises(DamagedCheckpointError, match=r"engine/shards/0.bin of .* (is missing|has another checksum)"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"engine/shards/0.bin of .* (is missing|has another checksum)"
+    ):
         download(url, tmp_path / "fresh")
     assert list((tmp_path / "fresh").iterdir()) == []
 
 
-def test_a_step_that_is_already_here_is_not_downloaded_over(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_a_step_that_is_already_here_is_not_downloaded_over(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     upload(save_step(1), url)
     with pytest.raises(CheckpointError, match=r"already exists and is never overwritten"):
         download(url, tmp_path)
 
 
-def test_a_full_disk_stops_the_download_cleanly(save_step: SaveStep, small_disk: Path, url: str) -> None:
+def test_a_full_disk_stops_the_download_cleanly(
+    save_step: SaveStep, small_disk: Path, url: str
+) -> None:
     upload(save_step(1, content="w" * 400_000), url)
     with pytest.raises(CheckpointError, match=r"step 1 could not be saved: .*No space left"):
         download(url, small_disk)
@@ -117,7 +145,9 @@ def test_an_unknown_protocol_is_named() -> None:
 
 def test_without_fsspec_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(CheckpointError, match=r"memory://x is read and written through fsspec: pip install fsspec"):
+    with pytest.raises(
+        CheckpointError, match=r"memory://x is read and written through fsspec: pip install fsspec"
+    ):
         download("memory://x", "nowhere")
     monkeypatch.undo()
     importlib.import_module("fsspec.core")

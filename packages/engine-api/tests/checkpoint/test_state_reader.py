@@ -12,7 +12,9 @@ import torch.distributed.checkpoint as dcp
 from temper_engine_api.checkpoint.state_reader import StateReader
 from temper_engine_api.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 class Evil:
@@ -29,11 +31,17 @@ class Evil:
 def test_tensors_are_read_as_torch_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {"a": torch.arange(6).view(2, 3).to(dtype), "b": {"c": torch.ones((), dtype=dtype)}}
     dcp.save(state, checkpoint_id=tmp_path)
-    read: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=dtype), "b": {"c": torch.zeros((), dtype=dtype)}}
+    read: dict[str, Any] = {
+        "a": torch.zeros(2, 3, dtype=dtype),
+        "b": {"c": torch.zeros((), dtype=dtype)},
+    }
     dcp.load(read, storage_reader=StateReader(tmp_path))
     assert read["a"].equal(state["a"])
     assert read["b"]["c"].equal(state["b"]["c"])  # type: ignore[index]
-    assert StateReader(tmp_path).read_metadata().state_dict_metadata == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert (
+        StateReader(tmp_path).read_metadata().state_dict_metadata
+        == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    )
 
 
 def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) -> None:

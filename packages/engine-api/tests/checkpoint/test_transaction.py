@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.checkpoint import ManifestInfo, begin, complete_steps, last_complete_step, report_part, verify
+from temper_engine_api.checkpoint import (
+    ManifestInfo,
+    begin,
+    complete_steps,
+    last_complete_step,
+    report_part,
+    verify,
+)
 from temper_engine_api.checkpoint.layout import leftovers
 from temper_engine_api.errors import CheckpointError, ConfigError
 
@@ -20,8 +27,15 @@ def test_a_committed_step_holds_its_parts_and_verifies(save_step: SaveStep, tmp_
     final = save_step(10)
     assert final == tmp_path / "step_00000010"
     manifest = verify(final)
-    assert [record.path for record in manifest.files] == ["engine/shards/0.bin", "trainer/state.json"]
-    assert (manifest.step, manifest.info.config_hash, manifest.num_bytes) == (10, "c0ffee", len("weights of step 10") + 2)
+    assert [record.path for record in manifest.files] == [
+        "engine/shards/0.bin",
+        "trainer/state.json",
+    ]
+    assert (manifest.step, manifest.info.config_hash, manifest.num_bytes) == (
+        10,
+        "c0ffee",
+        len("weights of step 10") + 2,
+    )
     assert sorted(path.name for path in final.iterdir()) == ["engine", "manifest.json", "trainer"]
     assert leftovers(tmp_path) == []
 
@@ -33,7 +47,9 @@ def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
     assert not transaction.final.exists()
 
 
-def test_leaving_uncommitted_removes_the_staging_directory_only(save_step: SaveStep, tmp_path: Path) -> None:
+def test_leaving_uncommitted_removes_the_staging_directory_only(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     save_step(1)
 
     def die_while_saving() -> None:
@@ -48,7 +64,9 @@ def test_leaving_uncommitted_removes_the_staging_directory_only(save_step: SaveS
 
 def test_an_existing_step_is_never_overwritten(save_step: SaveStep, tmp_path: Path) -> None:
     save_step(10)
-    with pytest.raises(CheckpointError, match=r"step_00000010 already exists and is never overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000010 already exists and is never overwritten"
+    ):
         begin(tmp_path, 10)
     verify(tmp_path / "step_00000010")
 
@@ -60,10 +78,15 @@ def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo)
     for transaction in (two, one):
         transaction.commit({"engine": [report_part(transaction.part("engine"), ["a"])]}, info=info)
     assert complete_steps(tmp_path) == [1, 2]
-    assert [(tmp_path / f"step_0000000{step}/engine/a").read_text() for step in (1, 2)] == ["1", "2"]
+    assert [(tmp_path / f"step_0000000{step}/engine/a").read_text() for step in (1, 2)] == [
+        "1",
+        "2",
+    ]
 
 
-def test_of_two_saves_of_one_step_the_first_commit_stays(tmp_path: Path, info: ManifestInfo) -> None:
+def test_of_two_saves_of_one_step_the_first_commit_stays(
+    tmp_path: Path, info: ManifestInfo
+) -> None:
     one, two = begin(tmp_path, 1), begin(tmp_path, 1)
     for content, transaction in (("first", one), ("second", two)):
         (transaction.part("engine") / "a").write_text(content)
@@ -88,8 +111,14 @@ def save_after(damage: Callable[[Path], object], root: Path, info: ManifestInfo)
     ("damage", "sentence"),
     [
         (lambda part: (part / "a").unlink(), r"engine/a is missing, so step 1 is not committed"),
-        (lambda part: (part / "a").write_text("b"), r"engine/a has 1 bytes instead of 4, so step 1 is not committed"),
-        (lambda part: (part / "b").write_text("b"), r"no participant reported engine/b, so step 1 is not committed"),
+        (
+            lambda part: (part / "a").write_text("b"),
+            r"engine/a has 1 bytes instead of 4, so step 1 is not committed",
+        ),
+        (
+            lambda part: (part / "b").write_text("b"),
+            r"no participant reported engine/b, so step 1 is not committed",
+        ),
     ],
     ids=["vanished", "shrank", "nobody's"],
 )
@@ -101,7 +130,9 @@ def test_a_part_that_is_not_as_reported_stops_the_commit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_may_report_the_same_file_but_not_different_content(tmp_path: Path, info: ManifestInfo) -> None:
+def test_two_ranks_may_report_the_same_file_but_not_different_content(
+    tmp_path: Path, info: ManifestInfo
+) -> None:
     transaction = begin(tmp_path, 1)
     part = transaction.part("engine")
     (part / "a").write_text("one")
@@ -123,7 +154,10 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
 ) -> None:
     save_step(1, content="w" * 100_000, root=small_disk)
     sentence = r"step 2 could not be saved: .*No space left.* MiB of it were written and 0.0 MiB are free .*step 1 takes 0.1 MiB"
-    with pytest.raises(CheckpointError, match=sentence) as caught, begin(small_disk, 2) as transaction:
+    with (
+        pytest.raises(CheckpointError, match=sentence) as caught,
+        begin(small_disk, 2) as transaction,
+    ):
         (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
@@ -132,9 +166,14 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
     save_step(2, root=small_disk)  # there is room again
 
 
-def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(save_step: SaveStep, small_disk: Path) -> None:
+def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(
+    save_step: SaveStep, small_disk: Path
+) -> None:
     (save_step(1, root=small_disk) / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step 2 could not be saved"), begin(small_disk, 2) as transaction:
+    with (
+        pytest.raises(CheckpointError, match=r"step 2 could not be saved"),
+        begin(small_disk, 2) as transaction,
+    ):
         (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
 
@@ -148,9 +187,13 @@ with begin(sys.argv[1], 2) as transaction:
 """
 
 
-def test_a_file_that_can_not_grow_is_a_checkpoint_error(save_step: SaveStep, tmp_path: Path) -> None:
+def test_a_file_that_can_not_grow_is_a_checkpoint_error(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
     save_step(1)
-    ended = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert "CheckpointError: step 2 could not be saved: [Errno 27]" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
@@ -195,11 +238,16 @@ raise AssertionError("the run should have died")
 
 
 def die_at(point: str, root: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", DIES, str(root), point], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", DIES, str(root), point], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 9, ended.stderr
 
 
-@pytest.mark.parametrize("point", ["begun", "written", "reported", "manifest written under another name", "manifest in place"])
+@pytest.mark.parametrize(
+    "point",
+    ["begun", "written", "reported", "manifest written under another name", "manifest in place"],
+)
 def test_a_run_that_dies_before_the_rename_leaves_the_earlier_step(
     save_step: SaveStep, tmp_path: Path, point: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,7 +261,9 @@ def test_a_run_that_dies_before_the_rename_leaves_the_earlier_step(
 
 
 @pytest.mark.parametrize("point", ["renamed", "committed", "pruned step out of sight"])
-def test_a_run_that_dies_after_the_rename_leaves_the_later_step(save_step: SaveStep, tmp_path: Path, point: str) -> None:
+def test_a_run_that_dies_after_the_rename_leaves_the_later_step(
+    save_step: SaveStep, tmp_path: Path, point: str
+) -> None:
     save_step(1)
     die_at(point, tmp_path)
     assert last_complete_step(tmp_path) == 2

@@ -48,7 +48,17 @@ class Kit:
         found = Laws()
         code = pytest.main(
             [
-                *("-c", str(ini), "--rootdir", str(self.folder), "-p", "no:cacheprovider", "-p", "no:timeout", "-q"),
+                *(
+                    "-c",
+                    str(ini),
+                    "--rootdir",
+                    str(self.folder),
+                    "-p",
+                    "no:cacheprovider",
+                    "-p",
+                    "no:timeout",
+                    "-q",
+                ),
                 *("--tb=short", "--pyargs", *([f"{KIT}.{law}" for law in laws] or [KIT])),
                 *("--engine", engine, *where, *arguments),
             ],

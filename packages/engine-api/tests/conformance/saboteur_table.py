@@ -61,26 +61,55 @@ SABOTEURS = (
     Saboteur(numbers.MeanPerMicroBatch, (SPLIT,)),
     Saboteur(numbers.MeanPerRank, (RANKS,), 2),
     Saboteur(numbers.CountsDummies, (SPLIT,), 2),
-    Saboteur(numbers.ReducesTwice, (RANKS, "test_gradient::test_gradient_norm_is_that_of_the_whole_gradient"), 2),
-    Saboteur(numbers.FinalisesEveryCall, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2),
-    Saboteur(numbers.NeverReducesPending, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2),
-    Saboteur(numbers.ForgetsTemperature, ("test_logprob::test_temperature_scales_logits_before_log_softmax", SPLIT)),
-    Saboteur(numbers.TempersLogProbs, ("test_logprob::test_temperature_scales_logits_before_log_softmax",)),
+    Saboteur(
+        numbers.ReducesTwice,
+        (RANKS, "test_gradient::test_gradient_norm_is_that_of_the_whole_gradient"),
+        2,
+    ),
+    Saboteur(
+        numbers.FinalisesEveryCall, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2
+    ),
+    Saboteur(
+        numbers.NeverReducesPending, ("test_gradient::test_two_calls_then_step_equal_one_call",), 2
+    ),
+    Saboteur(
+        numbers.ForgetsTemperature,
+        ("test_logprob::test_temperature_scales_logits_before_log_softmax", SPLIT),
+    ),
+    Saboteur(
+        numbers.TempersLogProbs,
+        ("test_logprob::test_temperature_scales_logits_before_log_softmax",),
+    ),
     Saboteur(numbers.ShiftsLabels, ("test_logprob::test_answers_equal_the_oracle", SPLIT)),
-    Saboteur(numbers.DropsFirstResponseToken, ("test_gradient::test_first_response_token_contributes",)),
+    Saboteur(
+        numbers.DropsFirstResponseToken, ("test_gradient::test_first_response_token_contributes",)
+    ),
     Saboteur(numbers.IgnoresWeights, (SPLIT,)),
     Saboteur(numbers.IgnoresPositions, ("test_logprob::test_given_position_ids_are_used",)),
     Saboteur(numbers.LeaksAcrossSequences, ("test_logprob::test_packed_equals_alone", SPLIT)),
-    Saboteur(numbers.AnswersUntrained, ("test_logprob::test_positions_that_nothing_trains_hold_zero",)),
-    Saboteur(numbers.RoundsLogProbs, ("test_logprob::test_answers_are_float32_under_bf16_compute",)),
-    Saboteur(numbers.EntropySpoilsLogProbs, ("test_logprob::test_asking_for_entropy_does_not_change_log_probs",)),
+    Saboteur(
+        numbers.AnswersUntrained, ("test_logprob::test_positions_that_nothing_trains_hold_zero",)
+    ),
+    Saboteur(
+        numbers.RoundsLogProbs, ("test_logprob::test_answers_are_float32_under_bf16_compute",)
+    ),
+    Saboteur(
+        numbers.EntropySpoilsLogProbs,
+        ("test_logprob::test_asking_for_entropy_does_not_change_log_probs",),
+    ),
     Saboteur(
         numbers.IsRandomInEval,
-        ("test_logprob::test_eval_twice_gives_the_same_bits", "test_logprob::test_on_policy_ratio_is_exactly_one"),
+        (
+            "test_logprob::test_eval_twice_gives_the_same_bits",
+            "test_logprob::test_on_policy_ratio_is_exactly_one",
+        ),
     ),
     Saboteur(
         numbers.ValueSeesItsToken,
-        ("test_value::test_values_equal_the_oracle", "test_value::test_a_value_does_not_see_its_own_token"),
+        (
+            "test_value::test_values_equal_the_oracle",
+            "test_value::test_a_value_does_not_see_its_own_token",
+        ),
     ),
     Saboteur(numbers.MergesMicroBatches, ("test_batch::test_plan_is_executed_unchanged",)),
     Saboteur(numbers.LosesOrder, ("test_batch::test_output_order_is_restored",), 2),
@@ -89,43 +118,91 @@ SABOTEURS = (
     Saboteur(replicas.FloorsTokenCounts, (SPLIT,), layout="contexts2"),
     Saboteur(
         replicas.KeepsLossOnLastStage,
-        ("test_rfc_loop::test_rfc_loop_with_a_callable", "test_rfc_loop::test_rfc_loop_with_an_objective"),
+        (
+            "test_rfc_loop::test_rfc_loop_with_a_callable",
+            "test_rfc_loop::test_rfc_loop_with_an_objective",
+        ),
         layout="stages2",
     ),
     Saboteur(state.IgnoresClip, ("test_update::test_clip_is_applied",)),
     Saboteur(state.ReportsClippedNorm, ("test_update::test_clip_is_applied",)),
-    Saboteur(state.ReportsNormOfOneRank, ("test_gradient::test_gradient_norm_is_that_of_the_whole_gradient",), 2),
+    Saboteur(
+        state.ReportsNormOfOneRank,
+        ("test_gradient::test_gradient_norm_is_that_of_the_whole_gradient",),
+        2,
+    ),
     Saboteur(state.SkipsAlone, (NONFINITE,), 2),
     Saboteur(state.StepsOnNonfinite, (NONFINITE,)),
     Saboteur(state.StepsOnAllMasked, ("test_update::test_all_masked_mini_batch_updates_nothing",)),
-    Saboteur(state.RateAdvancesOnSkip, (NONFINITE, "test_update::test_all_masked_mini_batch_updates_nothing")),
-    Saboteur(state.FirstStepHasNoRate, ("test_update::test_learning_rate_is_a_pure_function_of_the_step",)),
+    Saboteur(
+        state.RateAdvancesOnSkip,
+        (NONFINITE, "test_update::test_all_masked_mini_batch_updates_nothing"),
+    ),
+    Saboteur(
+        state.FirstStepHasNoRate,
+        ("test_update::test_learning_rate_is_a_pure_function_of_the_step",),
+    ),
     Saboteur(state.DecaysVectors, ("test_update::test_weight_decay_spares_vectors",)),
-    Saboteur(state.SparesVectorsAlways, ("test_update::test_weight_decay_reaches_vectors_where_asked",)),
+    Saboteur(
+        state.SparesVectorsAlways, ("test_update::test_weight_decay_reaches_vectors_where_asked",)
+    ),
     Saboteur(state.ForgetsBiasCorrection, ("test_update::test_three_updates_equal_adamw_by_hand",)),
     Saboteur(state.KeepsZeroedGradients, ("test_update::test_zeroed_gradients_do_not_come_back",)),
-    Saboteur(state.DropsGradientsOnLeave, ("test_update::test_leaving_train_mode_keeps_gradients",)),
-    Saboteur(state.StaysInModeOnError, ("test_state_machine::test_modes_end_when_their_body_raises",)),
+    Saboteur(
+        state.DropsGradientsOnLeave, ("test_update::test_leaving_train_mode_keeps_gradients",)
+    ),
+    Saboteur(
+        state.StaysInModeOnError, ("test_state_machine::test_modes_end_when_their_body_raises",)
+    ),
     Saboteur(state.LosesTiedHead, (INDEX,)),
-    Saboteur(state.ExportsStaleWeights, ("test_weights::test_exported_weights_give_same_logits_in_transformers",)),
-    Saboteur(state.LoadsLeniently, ("test_weights::test_wrong_weights_are_refused_and_nothing_changes",)),
+    Saboteur(
+        state.ExportsStaleWeights,
+        ("test_weights::test_exported_weights_give_same_logits_in_transformers",),
+    ),
+    Saboteur(
+        state.LoadsLeniently, ("test_weights::test_wrong_weights_are_refused_and_nothing_changes",)
+    ),
     Saboteur(state.LosesMoments, (RESUME,)),
-    Saboteur(state.RestartsSchedule, (RESUME, "test_checkpoint::test_counters_and_rate_are_resumed")),
+    Saboteur(
+        state.RestartsSchedule, (RESUME, "test_checkpoint::test_counters_and_rate_are_resumed")
+    ),
     Saboteur(state.ForgetsRandomState, ("test_checkpoint::test_random_state_is_resumed",)),
     Saboteur(
         state.LoadsUnchecked,
         ("test_checkpoint::test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file",),
     ),
-    Saboteur(state.LoadsWhatItKnows, ("test_checkpoint::test_a_checkpoint_of_another_model_is_refused",)),
-    Saboteur(state.PortableStateLosesCounts, ("test_weights::test_portable_state_continues_bitwise",)),
-    Saboteur(state.MergesWithoutScale, ("test_adapter::test_merged_weights_give_same_logits_in_transformers",)),
+    Saboteur(
+        state.LoadsWhatItKnows, ("test_checkpoint::test_a_checkpoint_of_another_model_is_refused",)
+    ),
+    Saboteur(
+        state.PortableStateLosesCounts, ("test_weights::test_portable_state_continues_bitwise",)
+    ),
+    Saboteur(
+        state.MergesWithoutScale,
+        ("test_adapter::test_merged_weights_give_same_logits_in_transformers",),
+    ),
     Saboteur(state.AdapterStaysOn, ("test_adapter::test_disabled_adapter_is_the_base",)),
-    Saboteur(state.ExportsAdapterWithoutAlpha, ("test_adapter::test_adapter_loads_in_peft_with_same_logits",)),
-    Saboteur(state.OrdersExpertsOfAnAdapterAlike, ("test_expert_adapter::test_adapter_loads_in_peft_with_same_logits",)),
-    Saboteur(state.LoadsAdapterLeniently, ("test_adapter::test_a_wrong_adapter_is_refused_and_nothing_changes",)),
-    Saboteur(state.SavesTheBase, ("test_adapter::test_a_checkpoint_holds_the_adapter_for_peft_and_no_base",)),
+    Saboteur(
+        state.ExportsAdapterWithoutAlpha,
+        ("test_adapter::test_adapter_loads_in_peft_with_same_logits",),
+    ),
+    Saboteur(
+        state.OrdersExpertsOfAnAdapterAlike,
+        ("test_expert_adapter::test_adapter_loads_in_peft_with_same_logits",),
+    ),
+    Saboteur(
+        state.LoadsAdapterLeniently,
+        ("test_adapter::test_a_wrong_adapter_is_refused_and_nothing_changes",),
+    ),
+    Saboteur(
+        state.SavesTheBase,
+        ("test_adapter::test_a_checkpoint_holds_the_adapter_for_peft_and_no_base",),
+    ),
     Saboteur(state.DropsInEval, ("test_adapter::test_dropout_of_an_adapter_is_for_training_only",)),
-    Saboteur(state.SharesStateBetweenEngines, ("test_state_machine::test_a_second_engine_follows_a_closed_one",)),
+    Saboteur(
+        state.SharesStateBetweenEngines,
+        ("test_state_machine::test_a_second_engine_follows_a_closed_one",),
+    ),
 )
 
 
@@ -134,7 +211,9 @@ def row_of(saboteur, broken):
     named = {law.partition("::")[2] for law in saboteur.laws}
     counts = Counter(law.partition("[")[0] for law in broken)
     laws = [f"{f'**{law}**' if law in named else law} ({counts[law]})" for law in sorted(counts)]
-    assert named <= counts.keys(), f"{saboteur.engine.__name__} keeps {sorted(named - counts.keys())}"
+    assert named <= counts.keys(), (
+        f"{saboteur.engine.__name__} keeps {sorted(named - counts.keys())}"
+    )
     fault = " ".join(saboteur.engine.__doc__.split())
     return f"| {saboteur.engine.__name__} | {fault} | {saboteur.layout or saboteur.world_size} | {', '.join(laws)} |"
 
@@ -143,7 +222,11 @@ def main(names):
     """Write the page, or only the rows of these engines."""
     rows = dict.fromkeys(saboteur.engine.__name__ for saboteur in SABOTEURS)
     if names:
-        rows |= {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.count("|") > 4}
+        rows |= {
+            line.split("|")[1].strip(): line
+            for line in PAGE.read_text().splitlines()
+            if line.count("|") > 4
+        }
     with tempfile.TemporaryDirectory() as folder:
         lent = Lent(fleet=Fleet(2, folder=Path(folder)), reference=Reference(folder=Path(folder)))
         kit = Kit(lent=lent, folder=Path(folder))

@@ -58,7 +58,9 @@ class MeanPerRank(_OtherLoss):
     """Divides by the trained tokens of its own rank, and averages over ranks."""
 
     def _factor(self, batch, micro):
-        return batch.denominators.tokens / max(int(batch.loss_mask.sum()), 1) / self.topology.dp.size
+        return (
+            batch.denominators.tokens / max(int(batch.loss_mask.sum()), 1) / self.topology.dp.size
+        )
 
 
 class CountsDummies(_OtherLoss):
@@ -81,7 +83,9 @@ class FinalisesEveryCall(DataParallelOracle):
     """Sums gradients over ranks at the end of every call, those of an earlier call of the same update once more."""
 
     def _run_schedule(self, batch, *, reduce_gradients, forward_only, **arguments):
-        answers = super()._run_schedule(batch, reduce_gradients=False, forward_only=forward_only, **arguments)
+        answers = super()._run_schedule(
+            batch, reduce_gradients=False, forward_only=forward_only, **arguments
+        )
         if not forward_only:
             super()._reduce_pending_gradients()
         return answers
@@ -115,9 +119,15 @@ class TempersLogProbs(_OtherAnswers):
 
     def _answer(self, micro, *, queries, only_trained):
         plain = replace(micro, temperature=torch.ones_like(micro.temperature))
-        columns = dict(super(_OtherAnswers, self)._answer(plain, queries=queries, only_trained=only_trained).columns)
+        columns = dict(
+            super(_OtherAnswers, self)
+            ._answer(plain, queries=queries, only_trained=only_trained)
+            .columns
+        )
         if Query.LOGPROB in columns:
-            columns[Query.LOGPROB] = columns[Query.LOGPROB] / micro.temperature[micro.sequence_index]
+            columns[Query.LOGPROB] = (
+                columns[Query.LOGPROB] / micro.temperature[micro.sequence_index]
+            )
         return Answers(columns=columns)
 
 
@@ -181,7 +191,10 @@ class LeaksAcrossSequences(DataParallelOracle):
                 position_ids=micro.positions()[:last],
             )
             answers = answers_of_sequence(self.model, seen, queries=queries)
-            own = {query: column if query is Query.SCORE else column[first:] for query, column in answers.items()}
+            own = {
+                query: column if query is Query.SCORE else column[first:]
+                for query, column in answers.items()
+            }
             for query in own.keys() - {Query.SCORE}:
                 own[query] = torch.cat([torch.zeros_like(own[query][:1]), own[query][1:]])
             parts.append(own)
@@ -223,13 +236,19 @@ class ValueSeesItsToken(_OtherAnswers):
 
     def _answer(self, micro, *, queries, only_trained):
         if Query.VALUE not in queries:
-            return super(_OtherAnswers, self)._answer(micro, queries=queries, only_trained=only_trained)
-        values = super(_OtherAnswers, self)._answer(micro, queries=queries | {Query.SCORE}, only_trained=False)
+            return super(_OtherAnswers, self)._answer(
+                micro, queries=queries, only_trained=only_trained
+            )
+        values = super(_OtherAnswers, self)._answer(
+            micro, queries=queries | {Query.SCORE}, only_trained=False
+        )
         column = values[Query.VALUE].roll(-1)
         column = column.index_copy(0, micro.sequence_starts[1:].long() - 1, values[Query.SCORE])
         if only_trained:
             column = torch.where(micro.loss_mask, column, 0.0)
-        return Answers(columns={query: column if query is Query.VALUE else values[query] for query in queries})
+        return Answers(
+            columns={query: column if query is Query.VALUE else values[query] for query in queries}
+        )
 
 
 class MergesMicroBatches(DataParallelOracle):
@@ -245,7 +264,9 @@ class LosesOrder(DataParallelOracle):
 
     def unshard_outputs(self, outputs, *, sample_ids):
         gathered = [part for part in self._gather_objects(outputs) if part is not None]
-        return super().unshard_outputs(outputs, sample_ids=torch.cat([part.sample_ids for part in gathered]))
+        return super().unshard_outputs(
+            outputs, sample_ids=torch.cat([part.sample_ids for part in gathered])
+        )
 
 
 class SumsLossOverRanks(DataParallelOracle):
@@ -255,5 +276,9 @@ class SumsLossOverRanks(DataParallelOracle):
         result = super().forward_backward_batch(batch, **arguments)
         if "loss" not in result.metrics or not dist.is_initialized():
             return result
-        whole = float(self._sum_over_data_parallel(torch.tensor(float(result.metrics["loss"].value))))
-        return replace(result, metrics={**result.metrics, "loss": Metric(value=whole, reduction="sum")})
+        whole = float(
+            self._sum_over_data_parallel(torch.tensor(float(result.metrics["loss"].value)))
+        )
+        return replace(
+            result, metrics={**result.metrics, "loss": Metric(value=whole, reduction="sum")}
+        )

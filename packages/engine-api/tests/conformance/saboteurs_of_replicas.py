@@ -3,7 +3,12 @@
 import torch
 from staged_oracle import CONFORMANCE_LAYOUTS, StagedOracle
 
-__all__ = ["CONFORMANCE_LAYOUTS", "DividesByMicroBatchesTwice", "FloorsTokenCounts", "KeepsLossOnLastStage"]
+__all__ = [
+    "CONFORMANCE_LAYOUTS",
+    "DividesByMicroBatchesTwice",
+    "FloorsTokenCounts",
+    "KeepsLossOnLastStage",
+]
 
 
 class _OtherMicroLoss(StagedOracle):

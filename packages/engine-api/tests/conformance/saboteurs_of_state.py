@@ -35,7 +35,9 @@ class ReportsNormOfOneRank(DataParallelOracle):
     """The norm of its own gradient, from before the reduction."""
 
     def _reduce_pending_gradients(self):
-        self._local_norm = math.sqrt(sum(float(g.square().sum()) for g in self.gradients().values()))
+        self._local_norm = math.sqrt(
+            sum(float(g.square().sum()) for g in self.gradients().values())
+        )
         super()._reduce_pending_gradients()
 
     def _apply_gradients(self, *, lr):
@@ -224,7 +226,10 @@ class LoadsWhatItKnows(DataParallelOracle):
     """Takes from a checkpoint what has its names, and passes over the layers of a deeper model."""
 
     def _check_saved(self, masters, *, directory):
-        super()._check_saved({name: master for name, master in masters.items() if name in self.parameters()}, directory=directory)
+        super()._check_saved(
+            {name: master for name, master in masters.items() if name in self.parameters()},
+            directory=directory,
+        )
 
 
 class PortableStateLosesCounts(DataParallelOracle):
@@ -255,7 +260,11 @@ class MergesWithoutScale(DataParallelOracle):
     """Adds B A to the base instead of alpha / rank times that."""
 
     def _iterate_weights(self):
-        layers = [] if self.adapter is None else [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        layers = (
+            []
+            if self.adapter is None
+            else [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        )
         kept = [dict(layer.scaling) for layer in layers]
         for layer in layers:
             layer.scaling = dict.fromkeys(layer.scaling, 1.0)
@@ -286,7 +295,9 @@ class OrdersExpertsOfAnAdapterAlike(DataParallelOracle):
     def _export_adapter(self):
         config, tensors = super()._export_adapter()
         swapped = {
-            name: tensor.unflatten(1, (config["r"], -1)).transpose(1, 2).flatten(1) if ".experts." in name and "lora_B" in name else tensor
+            name: tensor.unflatten(1, (config["r"], -1)).transpose(1, 2).flatten(1)
+            if ".experts." in name and "lora_B" in name
+            else tensor
             for name, tensor in tensors.items()
         }
         return config, swapped

@@ -62,8 +62,12 @@ class StagedOracle(DataParallelOracle):
         columns = dict(super()._answer(micro, **arguments).columns)
         for query, column in columns.items():
             is_mine = mine[micro.sequence_starts[1:].long() - 1] if query is Query.SCORE else mine
-            columns[query] = torch.where(is_mine if column.ndim == 1 else is_mine[:, None], column, column.detach())
+            columns[query] = torch.where(
+                is_mine if column.ndim == 1 else is_mine[:, None], column, column.detach()
+            )
         return Answers(columns=columns)
 
     def _sum_over_data_parallel(self, value):
-        return super()._sum_over_data_parallel(value if self.topology.returns_outputs else torch.zeros_like(value))
+        return super()._sum_over_data_parallel(
+            value if self.topology.returns_outputs else torch.zeros_like(value)
+        )

@@ -89,7 +89,14 @@ def test_ranks_hash_differently_and_alike_in_every_run(fleet):
     # A loop over a set of names then has another order on each rank, the same in every run.
     script = "print(hash('logprob'))"
     seeded = [
-        int(subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env={"PYTHONHASHSEED": seed},
+                capture_output=True,
+                check=True,
+            ).stdout
+        )
         for seed in "12"
     ]
     assert run(fleet, hash_of, word="logprob") == seeded
@@ -97,19 +104,26 @@ def test_ranks_hash_differently_and_alike_in_every_run(fleet):
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(fleet):
-    with pytest.raises(RankFailureError, match=r"rank 1 raised in \S*test_fleet:raise_on:\n(.|\n)*a fault of this rank"):
+    with pytest.raises(
+        RankFailureError,
+        match=r"rank 1 raised in \S*test_fleet:raise_on:\n(.|\n)*a fault of this rank",
+    ):
         run(fleet, raise_on, index=1)
     assert run(fleet, raise_on, index=7) == ["fine", "fine"]
 
 
 def test_ranks_that_wait_for_one_that_raised_are_ended(fleet):
-    with pytest.raises(RankFailureError, match=r"rank 0 raised(.|\n)*rank 1 did not answer(.|\n)*barrier"):
+    with pytest.raises(
+        RankFailureError, match=r"rank 0 raised(.|\n)*rank 1 did not answer(.|\n)*barrier"
+    ):
         run(fleet, raise_while_others_wait)
     assert run(fleet, raise_on, index=7) == ["fine", "fine"]
 
 
 def test_a_rank_that_dies_is_named_with_its_exit_code(fleet):
-    with pytest.raises(RankFailureError, match=r"rank 1 died in \S*test_fleet:die with exit code 3"):
+    with pytest.raises(
+        RankFailureError, match=r"rank 1 died in \S*test_fleet:die with exit code 3"
+    ):
         run(fleet, die)
 
 
@@ -117,7 +131,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
     impatient = Fleet(2, folder=tmp_path)
     run(impatient, raise_on, index=7)
     impatient.job_timeout_s = 1.0
-    with pytest.raises(RankFailureError, match=r"rank 1 did not answer \S*test_fleet:sleep_long(.|\n)*sleep_long"):
+    with pytest.raises(
+        RankFailureError, match=r"rank 1 did not answer \S*test_fleet:sleep_long(.|\n)*sleep_long"
+    ):
         run(impatient, sleep_long)
     impatient.close()
 

@@ -24,7 +24,9 @@ def usage_error(kit, capsys, *arguments, engine=ORACLE, **options):
 
 def expecting(tmp_path, **fields):
     path = tmp_path / "expected.toml"
-    path.write_text("[[expected]]\n" + "".join(f"{name} = {value!r}\n" for name, value in fields.items()))
+    path.write_text(
+        "[[expected]]\n" + "".join(f"{name} = {value!r}\n" for name, value in fields.items())
+    )
     return "--expected-failures", str(path)
 
 
@@ -32,11 +34,19 @@ def test_a_run_without_an_engine_is_refused(kit, capsys):
     assert "needs --engine NAME" in usage_error(kit, capsys, engine="")
 
 
-@pytest.mark.parametrize("start", ["import pytest; pytest.main", "from temper_engine_api.conformance.__main__ import main; main"])
+@pytest.mark.parametrize(
+    "start",
+    ["import pytest; pytest.main", "from temper_engine_api.conformance.__main__ import main; main"],
+)
 def test_a_kit_without_its_extra_says_what_to_install(start):
     hide = "import sys; sys.modules.update(peft=None, transformers=None)"
     arguments = ["--pyargs", KIT, "--engine", ORACLE]
-    done = subprocess.run([sys.executable, "-c", f"{hide}; {start}({arguments})"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}; {start}({arguments})"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     sentence = "the conformance kit needs peft, transformers, not installed here: pip install 'temper-engine-api[conformance]'."
     assert done.stderr.strip() == f"ERROR: {sentence}"
 
@@ -58,7 +68,12 @@ def test_a_broken_law_fails_the_run(kit):
 
 
 def test_an_expected_failure_passes_the_run(kit, tmp_path):
-    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7", layouts=["1-rank"])
+    expected = expecting(
+        tmp_path,
+        law="test_clip_is_applied",
+        reason="clip is a dead key, issue 7",
+        layouts=["1-rank"],
+    )
     report = tmp_path / "report.md"
     kit.run(BROKEN, *expected, "--report", str(report), laws=[LAW], status=pytest.ExitCode.OK)
     assert "clip is a dead key, issue 7" in report.read_text()
@@ -84,10 +99,17 @@ def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, 
 
 def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
     report = tmp_path / "report.md"
-    laws = ["test_residency::test_offloaded_weights_answer_as_well", "test_residency::test_moving_by_hand_changes_no_number"]
+    laws = [
+        "test_residency::test_offloaded_weights_answer_as_well",
+        "test_residency::test_moving_by_hand_changes_no_number",
+    ]
     found = kit.run(ORACLE, "--report", str(report), laws=laws, status=pytest.ExitCode.OK)
-    assert [name.partition("[")[0] for name in found.held] == ["test_moving_by_hand_changes_no_number"]
-    assert "## Not claimed\n\n* `test_offloaded_weights_answer_as_well[1-rank]`" in report.read_text()
+    assert [name.partition("[")[0] for name in found.held] == [
+        "test_moving_by_hand_changes_no_number"
+    ]
+    assert (
+        "## Not claimed\n\n* `test_offloaded_weights_answer_as_well[1-rank]`" in report.read_text()
+    )
 
 
 def test_a_part_of_the_laws_is_no_report_of_conformance(kit, tmp_path, capsys):
@@ -106,8 +128,19 @@ def test_a_law_of_a_mandatory_group_does_not_skip(kit, lent, monkeypatch):
 
 def test_the_command_starts_where_warnings_are_errors(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    command = [sys.executable, "-m", "temper_engine_api.conformance", "--engine", ORACLE, "--collect-only", "-q"]
-    command += ["-p", "no:anyio"]  # a plugin that comes with transformers' HTTP client; its warnings are its own
+    command = [
+        sys.executable,
+        "-m",
+        "temper_engine_api.conformance",
+        "--engine",
+        ORACLE,
+        "--collect-only",
+        "-q",
+    ]
+    command += [
+        "-p",
+        "no:anyio",
+    ]  # a plugin that comes with transformers' HTTP client; its warnings are its own
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "test_resume_is_bitwise[1-rank]" in ended.stdout
@@ -124,5 +157,7 @@ def test_the_oracle_keeps_every_law(kit, tmp_path):
 
 @pytest.mark.nightly
 def test_the_oracle_keeps_every_law_over_two_ranks(kit):
-    found = kit.run("data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK)
+    found = kit.run(
+        "data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK
+    )
     assert len(found.held) > 300

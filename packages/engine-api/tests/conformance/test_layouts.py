@@ -24,24 +24,41 @@ def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
 
 def test_a_law_runs_in_every_layout_that_was_named(kit):
     found = kit.run(STAGED, laws=[LAW], layouts="all", status=pytest.ExitCode.OK)
-    assert found.held == [f"test_topologies_fit_together[{name}]" for name in ("stages1", "stages2", "contexts2")]
-    found = kit.run(STAGED, "--world-sizes", "2", laws=[LAW], layouts="stages2", status=pytest.ExitCode.OK)
-    assert sorted(found.held) == ["test_topologies_fit_together[2-ranks]", "test_topologies_fit_together[stages2]"]
+    assert found.held == [
+        f"test_topologies_fit_together[{name}]" for name in ("stages1", "stages2", "contexts2")
+    ]
+    found = kit.run(
+        STAGED, "--world-sizes", "2", laws=[LAW], layouts="stages2", status=pytest.ExitCode.OK
+    )
+    assert sorted(found.held) == [
+        "test_topologies_fit_together[2-ranks]",
+        "test_topologies_fit_together[stages2]",
+    ]
 
 
 def test_layouts_that_nobody_offers_are_refused(kit, capsys):
-    assert "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2, contexts2" in usage_error(kit, capsys, layouts="stages9")
+    assert (
+        "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2, contexts2"
+        in usage_error(kit, capsys, layouts="stages9")
+    )
     assert "offers no layouts" in usage_error(kit, capsys, engine=ORACLE, layouts="all")
 
 
 def test_a_layout_with_a_setting_that_the_engine_lacks_is_refused(kit, capsys, monkeypatch):
     wrong = Layout(name="wrong", world_size=1, fields={"tensor_parallel": 2})
     monkeypatch.setattr(staged_oracle, "CONFORMANCE_LAYOUTS", (wrong,))
-    assert "layout wrong sets ['tensor_parallel'], which StagedConfig does not have" in usage_error(kit, capsys, layouts="all")
+    assert "layout wrong sets ['tensor_parallel'], which StagedConfig does not have" in usage_error(
+        kit, capsys, layouts="all"
+    )
 
 
 @pytest.mark.parametrize(
-    "fields", [{"name": "all", "world_size": 1}, {"name": "two words", "world_size": 1}, {"name": "x", "world_size": 0}]
+    "fields",
+    [
+        {"name": "all", "world_size": 1},
+        {"name": "two words", "world_size": 1},
+        {"name": "x", "world_size": 0},
+    ],
 )
 def test_a_layout_without_a_plain_name_or_without_ranks_is_refused(fields):
     with pytest.raises(ConfigError, match="layout"):
@@ -50,7 +67,10 @@ def test_a_layout_without_a_plain_name_or_without_ranks_is_refused(fields):
 
 def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
     def installed(*, group):
-        points = [EntryPoint("mine", "staged_oracle:CONFORMANCE_LAYOUTS", group), EntryPoint("odd", "staged_oracle:StagedOracle", group)]
+        points = [
+            EntryPoint("mine", "staged_oracle:CONFORMANCE_LAYOUTS", group),
+            EntryPoint("odd", "staged_oracle:StagedOracle", group),
+        ]
         return points if group == "temper.conformance_layouts" else []
 
     monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
@@ -61,13 +81,21 @@ def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
 
 
 def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
-    monkeypatch.setattr(staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2)
+    monkeypatch.setattr(
+        staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2
+    )
     with pytest.raises(EngineNotFoundError, match="twice"):
         layouts_of(STAGED)
 
 
 def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
-    found = kit.run(STAGED, "--groups", "capability", laws=[LAW, "test_update::test_clip_is_applied"], status=pytest.ExitCode.OK)
+    found = kit.run(
+        STAGED,
+        "--groups",
+        "capability",
+        laws=[LAW, "test_update::test_clip_is_applied"],
+        status=pytest.ExitCode.OK,
+    )
     assert found.held == ["test_topologies_fit_together[1-rank]"]
     assert "a partial run, from which nothing follows" in capsys.readouterr().out
     assert "the groups are gradient, update" in usage_error(kit, capsys, "--groups", "colour")
@@ -77,7 +105,9 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     files = []
     for engine, layouts in ((ORACLE, None), (STAGED, "stages2")):
         files.append(str(tmp_path / f"{len(files)}.json"))
-        kit.run(engine, "--findings", files[-1], laws=[LAW], layouts=layouts, status=pytest.ExitCode.OK)
+        kit.run(
+            engine, "--findings", files[-1], laws=[LAW], layouts=layouts, status=pytest.ExitCode.OK
+        )
     report = tmp_path / "report.md"
     command = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side"]
     subprocess.run([*command, *files, "--report", str(report)], check=True)
@@ -88,14 +118,23 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     assert text.count("version (") == 2
     other = tmp_path / "other.json"
     other.write_text("[]")
-    ended = subprocess.run([*command, str(other), "--report", str(report)], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*command, str(other), "--report", str(report)], capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, "expected the findings of a run" in ended.stderr) == (2, True)
 
 
 def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
     files = [tmp_path / f"{layout}.json" for layout in ("stages2", "stages1")]
     for path in files:
-        kit.run(STAGED, "--findings", str(path), laws=[LAW], layouts=path.stem, status=pytest.ExitCode.OK)
+        kit.run(
+            STAGED,
+            "--findings",
+            str(path),
+            laws=[LAW],
+            layouts=path.stem,
+            status=pytest.ExitCode.OK,
+        )
     (together,) = joined(from_json(path.read_text()) for path in files)
     assert together.layouts == ("stages2", "stages1")
     assert len(together.found) == 2

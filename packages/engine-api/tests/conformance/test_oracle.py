@@ -17,7 +17,9 @@ def padded_logits(engine, batch):
     longest = int(batch.lengths.max())
     tokens = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
     mask = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
-    for b, (first, last) in enumerate(zip(batch.sequence_starts, batch.sequence_starts[1:], strict=False)):
+    for b, (first, last) in enumerate(
+        zip(batch.sequence_starts, batch.sequence_starts[1:], strict=False)
+    ):
         tokens[b, : last - first] = batch.tokens[first:last]
         mask[b, : last - first] = 1
     return engine.model(input_ids=tokens, attention_mask=mask).logits, tokens, mask
@@ -30,8 +32,12 @@ def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
     with torch.no_grad():
         logits, tokens, mask = padded_logits(engine, batch)
     tempered = logits / batch.temperature[:, None, None]
-    costs = functional.cross_entropy(tempered[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    rows = torch.cat([torch.zeros(batch.num_sequences, 1), -costs.view(batch.num_sequences, -1)], dim=1)
+    costs = functional.cross_entropy(
+        tempered[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
+    rows = torch.cat(
+        [torch.zeros(batch.num_sequences, 1), -costs.view(batch.num_sequences, -1)], dim=1
+    )
     expected = rows[mask.bool()]
     actual = reference.outputs(recipe, batch, Query.LOGPROB)
     assert torch.allclose(actual, expected, atol=3e-6)
@@ -43,7 +49,9 @@ def test_its_entropy_is_that_of_a_categorical_distribution(lent):
     recipe = reference.recipe(QWEN2_GROUPED)
     with torch.no_grad():
         logits, _, mask = padded_logits(reference.rank.kept_engine(recipe), batch)
-    entropy = torch.distributions.Categorical(logits=logits / batch.temperature[:, None, None]).entropy()
+    entropy = torch.distributions.Categorical(
+        logits=logits / batch.temperature[:, None, None]
+    ).entropy()
     expected = torch.cat([torch.zeros(batch.num_sequences, 1), entropy[:, :-1]], dim=1)[mask.bool()]
     assert torch.allclose(reference.outputs(recipe, batch, Query.ENTROPY), expected, atol=3e-6)
 
@@ -66,7 +74,9 @@ def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
 def test_its_updates_are_those_of_torchs_adamw(lent):
     reference = lent.reference
     spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
-    engine = Rank(type(reference.rank.kept_engine(reference.recipe(QWEN2_GROUPED)))).engine(reference.recipe(QWEN2_GROUPED, optimizer=spec))
+    engine = Rank(type(reference.rank.kept_engine(reference.recipe(QWEN2_GROUPED)))).engine(
+        reference.recipe(QWEN2_GROUPED, optimizer=spec)
+    )
     engine.set_loss_fn(TokenProbe())
     copies = {name: p.detach().clone().requires_grad_() for name, p in engine.parameters().items()}
     theirs = torch.optim.AdamW(

@@ -20,7 +20,10 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query, register
 def pair(columns=None, sequence_columns=None):
     """Two sequences of two tokens, the second of each trained."""
     mask = torch.tensor([False, True])
-    parts = {name: list(torch.tensor(column).view(2, 2, *torch.tensor(column).shape[1:])) for name, column in (columns or {}).items()}
+    parts = {
+        name: list(torch.tensor(column).view(2, 2, *torch.tensor(column).shape[1:]))
+        for name, column in (columns or {}).items()
+    }
     return from_sequences(
         [torch.tensor([1, 2]), torch.tensor([3, 4])],
         loss_masks=[mask, mask],
@@ -28,7 +31,9 @@ def pair(columns=None, sequence_columns=None):
         atom_ids=[0, 0],
         group_ids=[0, 0],
         columns=parts,
-        sequence_columns={name: torch.tensor(column) for name, column in (sequence_columns or {}).items()},
+        sequence_columns={
+            name: torch.tensor(column) for name, column in (sequence_columns or {}).items()
+        },
     )
 
 
@@ -39,7 +44,11 @@ def answering(query, column):
 def test_token_probe_clips_on_both_sides():
     # Ratios 1.5 and 0.5 at the trained tokens. Advantage 2: min(1.5 * 2, 1.3 * 2) = 2.6. Advantage -1: min(-0.5, -0.8) = -0.8.
     batch = pair(
-        {"old_logprobs": [0.0] * 4, "advantages": [0.0, 2.0, 0.0, -1.0], "weights": [1.0, 1.0, 1.0, 3.0]},
+        {
+            "old_logprobs": [0.0] * 4,
+            "advantages": [0.0, 2.0, 0.0, -1.0],
+            "weights": [1.0, 1.0, 1.0, 3.0],
+        },
     )
     terms = TokenProbe()(answering(Query.LOGPROB, [0.0, math.log(1.5), 0.0, math.log(0.5)]), batch)
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([-2.6, 0.8])
@@ -49,7 +58,9 @@ def test_token_probe_clips_on_both_sides():
 
 def test_token_probe_asks_for_entropy_where_it_pays_for_it():
     batch = pair({"old_logprobs": [0.0] * 4, "advantages": [0.0] * 4, "weights": [1.0] * 4})
-    answers = Answers(columns={Query.LOGPROB: torch.zeros(4), Query.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0])})
+    answers = Answers(
+        columns={Query.LOGPROB: torch.zeros(4), Query.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0])}
+    )
     probe = TokenProbe(entropy_coefficient=0.5)
     assert probe.needs == {Query.LOGPROB, Query.ENTROPY}
     assert probe(answers, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
@@ -76,7 +87,9 @@ def test_topk_probe_is_zero_where_the_teacher_agrees():
     assert TopKProbe()(answering(Query.LOGPROB_AT, teacher), batch).loss.tolist() == [0.0] * 4
     # A student with log-probs 1 lower everywhere: (0.5 + 0.25) * 1.
     lower = [[a - 1.0, b - 1.0] for a, b in teacher]
-    assert TopKProbe()(answering(Query.LOGPROB_AT, lower), batch).loss.tolist() == pytest.approx([0.75] * 4)
+    assert TopKProbe()(answering(Query.LOGPROB_AT, lower), batch).loss.tolist() == pytest.approx(
+        [0.75] * 4
+    )
 
 
 def test_value_probe_takes_the_worse_of_two():
@@ -109,5 +122,12 @@ def test_batch_statistic_probe_drops_only_large_covariances(lent):
 
 
 def test_the_six_probes_are_registered():
-    names = {"probe_token", "probe_sequence", "probe_pair", "probe_topk", "probe_batch_statistic", "probe_value"}
+    names = {
+        "probe_token",
+        "probe_sequence",
+        "probe_pair",
+        "probe_topk",
+        "probe_batch_statistic",
+        "probe_value",
+    }
     assert names <= registered_objectives().keys()

@@ -31,23 +31,38 @@ def test_every_broken_engine_is_in_the_table():
 
 
 def test_laws_that_catch_saboteurs_at_one_rank_hold_for_the_oracle(kit):
-    laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 1 and not saboteur.layout for law in saboteur.laws})
-    found = kit.run(f"{OracleEngine.__module__}:{OracleEngine.__name__}", laws=laws, world_sizes="1")
+    laws = sorted(
+        {
+            law
+            for saboteur in SABOTEURS
+            if saboteur.world_size == 1 and not saboteur.layout
+            for law in saboteur.laws
+        }
+    )
+    found = kit.run(
+        f"{OracleEngine.__module__}:{OracleEngine.__name__}", laws=laws, world_sizes="1"
+    )
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 
 
 def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_break(kit):
-    laws = sorted({law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws})
+    laws = sorted(
+        {law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws}
+    )
     name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
     found = kit.run(name, laws=laws, world_sizes="2")
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 
 
-@pytest.mark.parametrize("layout", sorted({saboteur.layout for saboteur in SABOTEURS if saboteur.layout}))
+@pytest.mark.parametrize(
+    "layout", sorted({saboteur.layout for saboteur in SABOTEURS if saboteur.layout})
+)
 def test_laws_that_catch_saboteurs_in_a_layout_hold_for_the_engine_that_they_break(kit, layout):
-    laws = sorted({law for saboteur in SABOTEURS if saboteur.layout == layout for law in saboteur.laws})
+    laws = sorted(
+        {law for saboteur in SABOTEURS if saboteur.layout == layout for law in saboteur.laws}
+    )
     name = f"{StagedOracle.__module__}:{StagedOracle.__name__}"
     found = kit.run(name, laws=laws, layouts=layout)
     assert not found.broken

@@ -19,7 +19,12 @@ from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_complete
 from temper_engine_megatron.adapter_layers import LowRank
-from temper_engine_megatron.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, peft_stem
+from temper_engine_megatron.adapter_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    peft_stem,
+)
 
 _NOT_OFFERED = (
     "rank_pattern",
@@ -41,7 +46,14 @@ class AdapterPlan:
     """Which Hugging Face modules are adapted or trained whole, and how; known before the model is built."""
 
     def __init__(
-        self, spec: LoraSpec, *, model: ModelSpec, modules: tuple[str, ...], others: tuple[str, ...], joined: tuple[str, ...], head: str
+        self,
+        spec: LoraSpec,
+        *,
+        model: ModelSpec,
+        modules: tuple[str, ...],
+        others: tuple[str, ...],
+        joined: tuple[str, ...],
+        head: str,
     ) -> None:
         """Decide.
 
@@ -58,7 +70,11 @@ class AdapterPlan:
             CapabilityError: the directory holds another kind of adapter.
         """
         self.spec, self.head = spec, head
-        self.config = _fresh_config(spec, model=model) if spec.path is None else _saved_config(spec.path, dropout=spec.dropout)
+        self.config = (
+            _fresh_config(spec, model=model)
+            if spec.path is None
+            else _saved_config(spec.path, dropout=spec.dropout)
+        )
         asked = self.config.target_modules
         _refuse_experts(self.config, modules=modules, joined=joined)
         _refuse_unmatched(spec, names=(*modules, *others), kinds=_kinds(modules))
@@ -76,11 +92,16 @@ class AdapterPlan:
                     "Name it in lora.exclude_modules, or train it whole through lora.modules_to_save."
                 )
         if not self.targets and not self.experts:
-            raise ConfigError(f"lora.target_modules {_told(asked)} names no linear layer of this model; it has {_told(_kinds(modules))}.")
+            raise ConfigError(
+                f"lora.target_modules {_told(asked)} names no linear layer of this model; it has {_told(_kinds(modules))}."
+            )
         self.trains_head = self._trains_head((*modules, *others))
         scale = math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
         self.settings = LowRank(
-            rank=self.config.r, scale=self.config.lora_alpha / scale, dropout=spec.dropout, dora=bool(self.config.use_dora)
+            rank=self.config.r,
+            scale=self.config.lora_alpha / scale,
+            dropout=spec.dropout,
+            dora=bool(self.config.use_dora),
         )
         self._seed = model.seed
 
@@ -88,7 +109,11 @@ class AdapterPlan:
         """PEFT names heads by every name that it knows; those that the model does not have mean nothing, unless they were asked for."""
         wanted = set(self.config.modules_to_save or ())
         found = {name for name in modules for asked in wanted if f".{name}".endswith(f".{asked}")}
-        missing = {asked for asked in self.spec.modules_to_save if not any(f".{name}".endswith(f".{asked}") for name in modules)}
+        missing = {
+            asked
+            for asked in self.spec.modules_to_save
+            if not any(f".{name}".endswith(f".{asked}") for name in modules)
+        }
         if unknown := (found - {self.head}) | missing:
             raise ConfigError(
                 f"lora.modules_to_save names {', '.join(sorted(unknown))}, but the Megatron engine trains only the output layer whole "
@@ -98,8 +123,13 @@ class AdapterPlan:
 
     def description(self) -> dict[str, object]:
         """What adapter_config.json holds."""
-        fields = {key: sorted(value) if isinstance(value, set) else value for key, value in self.config.to_dict().items()}
-        described: dict[str, object] = json.loads(json.dumps(fields | {"inference_mode": True}, default=str))
+        fields = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in self.config.to_dict().items()
+        }
+        described: dict[str, object] = json.loads(
+            json.dumps(fields | {"inference_mode": True}, default=str)
+        )
         return described
 
     def targets_of(self, modules: tuple[str, ...]) -> tuple[str, ...]:
@@ -108,14 +138,18 @@ class AdapterPlan:
 
     def experts_of(self, module: str) -> tuple[str, ...]:
         """The last parts of the adapted tensors of one module with experts."""
-        return tuple(name.rpartition(".")[2] for name in self.experts if name.rpartition(".")[0] == module)
+        return tuple(
+            name.rpartition(".")[2] for name in self.experts if name.rpartition(".")[0] == module
+        )
 
     def stem_of(self, joined: str) -> str:
         """What PEFT puts before ``.lora_A`` for one of the joined tensors."""
         module, _, part = joined.rpartition(".")
         return peft_stem(module, part, joined=self.experts_of(module))
 
-    def tensors(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def tensors(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
         """What the adapter begins with, full tensors by PEFT name; magnitudes of a fresh DoRA are left out.
 
         Args:
@@ -131,8 +165,13 @@ class AdapterPlan:
             return tensors
         fresh: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self._seed)  # without the GPUs, whose streams go on as they were
-            for stem in (*(PEFT_PREFIX + module for module in self.targets), *map(self.stem_of, self.experts)):
+            torch.default_generator.manual_seed(
+                self._seed
+            )  # without the GPUs, whose streams go on as they were
+            for stem in (
+                *(PEFT_PREFIX + module for module in self.targets),
+                *map(self.stem_of, self.experts),
+            ):
                 down, up = (f"{stem}.{part}.weight" for part in ("lora_A", "lora_B"))
                 fresh[down], fresh[up] = _fresh_pair(shapes[down], shapes[up])
         for name in shapes.keys() - fresh.keys():
@@ -145,14 +184,22 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
     is_language_model = model.model_type == "language_model"
     # The head of a value or reward model starts from random numbers: it can only be trained whole.
     whole = {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
-    excluded = spec.exclude_modules if isinstance(spec.exclude_modules, str) else sorted({*spec.exclude_modules, *whole})
+    excluded = (
+        spec.exclude_modules
+        if isinstance(spec.exclude_modules, str)
+        else sorted({*spec.exclude_modules, *whole})
+    )
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
         base_model_name_or_path=model.path,
         r=spec.rank,
-        lora_alpha=int(spec.alpha) if spec.alpha is not None and float(spec.alpha).is_integer() else spec.alpha,
+        lora_alpha=int(spec.alpha)
+        if spec.alpha is not None and float(spec.alpha).is_integer()
+        else spec.alpha,
         lora_dropout=spec.dropout,
-        target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
+        target_modules=spec.target_modules
+        if isinstance(spec.target_modules, str)
+        else list(spec.target_modules),
         exclude_modules=excluded or None,
         # engine-api 0.1.1 and those before do not have the field.
         target_parameters=list(getattr(spec, "target_parameters", ())) or None,
@@ -170,18 +217,30 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
                 f"lora.path is {path!r}, which holds an adapter in another system's private layout: convert it with "
                 f"`temper-migrate checkpoint {path} --to peft --out NEW` and set lora.path to NEW."
             )
-        raise ConfigError(f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: name a directory in the format of Hugging Face PEFT.")
+        raise ConfigError(
+            f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: name a directory in the format of Hugging Face PEFT."
+        )
     kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
     if kind != "LORA":
-        raise CapabilityError(f"the adapter in {path} is of type {kind}; only LORA can be trained here.")
+        raise CapabilityError(
+            f"the adapter in {path} is of type {kind}; only LORA can be trained here."
+        )
     config = LoraConfig.from_pretrained(path)
     assert isinstance(config, LoraConfig)
-    others = [name for name in _NOT_OFFERED if vars(config).get(name)] + (["bias"] if config.bias != "none" else [])
+    others = [name for name in _NOT_OFFERED if vars(config).get(name)] + (
+        ["bias"] if config.bias != "none" else []
+    )
     if others:
-        raise CapabilityError(f"the adapter in {path} sets {', '.join(others)}, which the Megatron engine does not compute.")
+        raise CapabilityError(
+            f"the adapter in {path} sets {', '.join(others)}, which the Megatron engine does not compute."
+        )
     if config.target_parameters and (dropout > 0 or config.use_dora):
-        setting = f"lora.dropout is {dropout}" if dropout > 0 else f"the adapter in {path} is a DoRA"
-        raise ConfigError(f"{setting}, but PEFT has that beside linear layers only, and the adapter in {path} has target_parameters.")
+        setting = (
+            f"lora.dropout is {dropout}" if dropout > 0 else f"the adapter in {path} is a DoRA"
+        )
+        raise ConfigError(
+            f"{setting}, but PEFT has that beside linear layers only, and the adapter in {path} has target_parameters."
+        )
     config.inference_mode = False
     config.lora_dropout = dropout
     return config
@@ -195,7 +254,9 @@ def read_tensors(path: str) -> dict[str, Tensor]:
     """
     file = Path(path, ADAPTER_WEIGHTS)
     if not file.is_file():
-        raise WeightError(f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors.")
+        raise WeightError(
+            f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors."
+        )
     return load_file(file)
 
 
@@ -221,11 +282,15 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
     return bool(check_target_module_exists(probe, name))
 
 
-def _refuse_experts(config: LoraConfig, *, modules: tuple[str, ...], joined: tuple[str, ...]) -> None:
+def _refuse_experts(
+    config: LoraConfig, *, modules: tuple[str, ...], joined: tuple[str, ...]
+) -> None:
     """PEFT has no modules inside experts; of such names it makes target_parameters, with twice the rank where two matrices are joined."""
     asked = config.target_modules
     is_all = asked == "all-linear" and not config.target_parameters
-    if joined and (is_all or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))):
+    if joined and (
+        is_all or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))
+    ):
         raise ConfigError(
             f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: name in it modules of "
             f"{_told(_kinds(modules))}, and in lora.target_parameters the tensors of experts, of {_told(_tensors_of(joined))}."
@@ -237,10 +302,18 @@ def _refuse_unmatched(spec: LoraSpec, *, names: tuple[str, ...], kinds: list[str
     for key in ("target_modules", "exclude_modules"):
         asked: str | tuple[str, ...] = getattr(spec, key)
         if isinstance(asked, str):
-            is_idle = key == "exclude_modules" and asked and not any(re.fullmatch(asked, name) for name in names)
+            is_idle = (
+                key == "exclude_modules"
+                and asked
+                and not any(re.fullmatch(asked, name) for name in names)
+            )
             unmatched = [asked] if is_idle else []
         else:
-            unmatched = [wanted for wanted in asked if not any(f".{name}".endswith(f".{wanted}") for name in names)]
+            unmatched = [
+                wanted
+                for wanted in asked
+                if not any(f".{name}".endswith(f".{wanted}") for name in names)
+            ]
         if unmatched:
             raise ConfigError(
                 f"lora.{key} names {', '.join(unmatched)}, but no layer of this model has that name: remove it, or take another; "
@@ -255,7 +328,9 @@ def _chosen_of(config: LoraConfig, joined: tuple[str, ...]) -> tuple[str, ...]:
         ConfigError: it names others.
     """
     asked = config.target_parameters or ()
-    unknown = sorted(name for name in asked if not any(f".{each}".endswith(f".{name}") for each in joined))
+    unknown = sorted(
+        name for name in asked if not any(f".{each}".endswith(f".{name}") for each in joined)
+    )
     if unknown:
         raise ConfigError(
             f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts can be named, and this model has "
@@ -279,6 +354,12 @@ def _told(target: object) -> str:
 
 def _check_complete(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     check_complete(
-        [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in shapes.items()],
-        [WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()],
+        [
+            WeightEntry(name=name, shape=shape, dtype=torch.float32)
+            for name, shape in shapes.items()
+        ],
+        [
+            WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            for name, tensor in tensors.items()
+        ],
     )

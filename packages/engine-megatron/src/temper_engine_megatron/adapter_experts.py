@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor, nn
 
 from temper_engine_megatron.adapter_layers import LowRank, Surroundings
@@ -23,7 +26,14 @@ Output = tuple[Tensor, Tensor | None]
 class ExpertPairs(nn.Module):
     """A and B of one matrix of every expert of this rank."""
 
-    def __init__(self, weights: Sequence[Tensor], *, splits_input: bool, settings: LowRank, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        *,
+        splits_input: bool,
+        settings: LowRank,
+        group: dist.ProcessGroup,
+    ) -> None:
         super().__init__()
         like, count = weights[0], len(weights)
         self.lora_A = nn.Parameter(like.new_empty(count, settings.rank, like.shape[1]))
@@ -44,7 +54,9 @@ class ExpertPairs(nn.Module):
         Ranks that hold parts of the same matrices see the same tokens, and each has a part of the gradient of what is whole on all of
         them; the backward pass sums these.
         """
-        first, second = (self._summed(parameter).unbind() for parameter in (self.lora_A, self.lora_B))
+        first, second = (
+            self._summed(parameter).unbind() for parameter in (self.lora_A, self.lora_B)
+        )
         return list(zip(first, second, strict=True))
 
     def _summed(self, parameter: nn.Parameter) -> Tensor:
@@ -65,13 +77,19 @@ class BesideExperts(nn.Module):
     def begin(self, *_: object) -> None:
         """Before the experts of a layer see their tokens: one node of the graph for all of them."""
         if not self._around.switch.is_off:
-            self._passing = {name: pairs.of_experts() for name, pairs in self.named_children() if isinstance(pairs, ExpertPairs)}
+            self._passing = {
+                name: pairs.of_experts()
+                for name, pairs in self.named_children()
+                if isinstance(pairs, ExpertPairs)
+            }
 
     def end(self, *_: object) -> None:
         """After it; the graph keeps what it needs."""
         self._passing = {}
 
-    def hook(self, name: str, number: int) -> Callable[[nn.Module, tuple[Tensor, ...], Output], Output]:
+    def hook(
+        self, name: str, number: int
+    ) -> Callable[[nn.Module, tuple[Tensor, ...], Output], Output]:
         """Of one matrix of one expert of this rank."""
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Output) -> Output:
@@ -85,7 +103,9 @@ class BesideExperts(nn.Module):
         return add
 
 
-def put_beside_experts(experts: nn.Module, *, targets: Sequence[str], settings: LowRank, around: Surroundings) -> None:
+def put_beside_experts(
+    experts: nn.Module, *, targets: Sequence[str], settings: LowRank, around: Surroundings
+) -> None:
     """Put an adapter into the experts of a layer; its parameters are part of that module from now on.
 
     Args:
@@ -100,7 +120,12 @@ def put_beside_experts(experts: nn.Module, *, targets: Sequence[str], settings: 
         layers = [expert.get_submodule(EXPERT_HOSTS[name]) for expert in local]
         weights = [layer.get_parameter("weight") for layer in layers]
         splits_input = EXPERT_HOSTS[name] == "linear_fc2"
-        beside.add_module(name, ExpertPairs(weights, splits_input=splits_input, settings=settings, group=around.expert_tp))
+        beside.add_module(
+            name,
+            ExpertPairs(
+                weights, splits_input=splits_input, settings=settings, group=around.expert_tp
+            ),
+        )
         for number, layer in enumerate(layers):
             layer.register_forward_hook(beside.hook(name, number))
     experts.add_module(BESIDE, beside)
@@ -114,11 +139,17 @@ def joined(parts: Sequence[Tensor], *, kind: ParameterKind) -> Tensor:
         return torch.cat([*parts], dim=2).flatten(0, 1)
     if kind == "gated_experts_b":
         # Each part is rows of the gate above rows of the up-projection.
-        parts = [half for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True) for half in halves]
+        parts = [
+            half
+            for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+            for half in halves
+        ]
     return torch.cat([*parts], dim=1).permute(1, 2, 0).flatten(1)
 
 
-def part_of(tensor: Tensor, *, kind: ParameterKind, num_experts: int, rank: int, size: int) -> Tensor:
+def part_of(
+    tensor: Tensor, *, kind: ParameterKind, num_experts: int, rank: int, size: int
+) -> Tensor:
     """The reverse: all experts' part of one of so many ranks."""
     if kind == "experts_a":
         pairs: Tensor = tensor.unflatten(0, (num_experts, -1))

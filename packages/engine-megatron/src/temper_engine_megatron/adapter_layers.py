@@ -78,19 +78,29 @@ class Host:
     @property
     def bias(self) -> Tensor | None:
         """[out] that is already in the output; a row-parallel layer returns its own beside it."""
-        return None if self.splits_input else dict(self.layer.named_parameters(recurse=False)).get("bias")
+        return (
+            None
+            if self.splits_input
+            else dict(self.layer.named_parameters(recurse=False)).get("bias")
+        )
 
 
 class LowRankPart(nn.Module):
     """A and B of one Hugging Face module on this rank, and the lengths of its rows."""
 
-    def __init__(self, host: Host, *, num_rows: int, settings: LowRank, is_sequence_parallel: bool) -> None:
+    def __init__(
+        self, host: Host, *, num_rows: int, settings: LowRank, is_sequence_parallel: bool
+    ) -> None:
         super().__init__()
         weight = host.weight
         self.lora_A = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(num_rows, settings.rank))
-        self.lora_magnitude_vector = nn.Parameter(weight.new_empty(num_rows)) if settings.dora else None
-        split, whole = (self.lora_A, self.lora_B) if host.splits_input else (self.lora_B, self.lora_A)
+        self.lora_magnitude_vector = (
+            nn.Parameter(weight.new_empty(num_rows)) if settings.dora else None
+        )
+        split, whole = (
+            (self.lora_A, self.lora_B) if host.splits_input else (self.lora_B, self.lora_A)
+        )
         set_tensor_model_parallel_attributes(split, True, 1 if host.splits_input else 0, 1)
         # Every rank sees a part of the sequence, so that gradients of what is whole are summed over them.
         whole.sequence_parallel = is_sequence_parallel  # type: ignore[attr-defined]
@@ -104,18 +114,27 @@ class LowRankPart(nn.Module):
 class BesideHost(nn.Module):
     """What an adapter adds to the output of one linear layer; a forward hook of that layer."""
 
-    def __init__(self, host: Host, *, targets: tuple[str, ...], settings: LowRank, around: Surroundings) -> None:
+    def __init__(
+        self, host: Host, *, targets: tuple[str, ...], settings: LowRank, around: Surroundings
+    ) -> None:
         super().__init__()
         self._host, self._settings, self._around = host, settings, around
         self._targets = targets
         for name in targets:
-            part = LowRankPart(host, num_rows=len(host.rows[name]), settings=settings, is_sequence_parallel=around.is_sequence_parallel)
+            part = LowRankPart(
+                host,
+                num_rows=len(host.rows[name]),
+                settings=settings,
+                is_sequence_parallel=around.is_sequence_parallel,
+            )
             self.add_module(name, part)
         # From the order of Hugging Face's modules, one behind the other, to that of the layer's output.
         order = torch.argsort(torch.cat([*host.rows.values()]))
         self.register_buffer("order", order, persistent=False)
 
-    def hook(self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    def hook(
+        self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         """The layer's output with the adapter's on top."""
         if self._around.switch.is_off:
             return output
@@ -152,9 +171,17 @@ class BesideHost(nn.Module):
         is_sequence_parallel = self._around.is_sequence_parallel
         across: Callable[..., Tensor]
         if self._host.splits_input:
-            across = reduce_scatter_to_sequence_parallel_region if is_sequence_parallel else reduce_from_tensor_model_parallel_region
+            across = (
+                reduce_scatter_to_sequence_parallel_region
+                if is_sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
         else:
-            across = gather_from_sequence_parallel_region if is_sequence_parallel else copy_to_tensor_model_parallel_region
+            across = (
+                gather_from_sequence_parallel_region
+                if is_sequence_parallel
+                else copy_to_tensor_model_parallel_region
+            )
         return across(low, group=tp)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -170,13 +197,21 @@ class BesideHost(nn.Module):
         """[rows] float32 lengths of the rows of W + s B A, whole on every rank that holds them; a constant, as in equation 11."""
         part, rows = self.part(name), self._host.rows[name].to(self._host.weight.device)
         weight = self._host.weight.index_select(0, rows).float()
-        square = torch.addmm(weight, part.lora_B.float(), part.lora_A.float(), alpha=self._settings.scale).square().sum(1)
+        square = (
+            torch.addmm(
+                weight, part.lora_B.float(), part.lora_A.float(), alpha=self._settings.scale
+            )
+            .square()
+            .sum(1)
+        )
         if self._host.splits_input and self._around.tp.size() > 1:
             dist.all_reduce(square, group=self._around.tp)
         return square.sqrt()
 
 
-def put_beside(host: Host, *, targets: tuple[str, ...], settings: LowRank, around: Surroundings) -> BesideHost:
+def put_beside(
+    host: Host, *, targets: tuple[str, ...], settings: LowRank, around: Surroundings
+) -> BesideHost:
     """Put an adapter beside a layer; its parameters are part of the layer's from now on."""
     beside = BesideHost(host, targets=targets, settings=settings, around=around)
     host.layer.add_module(BESIDE, beside)
@@ -184,7 +219,9 @@ def put_beside(host: Host, *, targets: tuple[str, ...], settings: LowRank, aroun
     return beside
 
 
-def hosts_of(layer: nn.Module, *, settings: object, tp_size: int, paths: Mapping[str, tuple[str, ...]]) -> dict[str, Host]:
+def hosts_of(
+    layer: nn.Module, *, settings: object, tp_size: int, paths: Mapping[str, tuple[str, ...]]
+) -> dict[str, Host]:
     """The linear layers of one decoder layer by their path, with the rows of the Hugging Face modules in them.
 
     Args:
@@ -202,7 +239,9 @@ def hosts_of(layer: nn.Module, *, settings: object, tp_size: int, paths: Mapping
             rows = _attention_rows(settings, tp_size=tp_size)
         else:
             rows = list(torch.arange(size).chunk(len(names)))
-        found[path] = Host(layer=linear, splits_input=is_row, rows=dict(zip(names, rows, strict=True)))
+        found[path] = Host(
+            layer=linear, splits_input=is_row, rows=dict(zip(names, rows, strict=True))
+        )
     return found
 
 
@@ -211,5 +250,11 @@ def _attention_rows(settings: object, *, tp_size: int) -> list[Tensor]:
     values = vars(settings)
     width, num_groups = int(values["kv_channels"]), int(values["num_query_groups"]) // tp_size
     per_group = int(values["num_attention_heads"]) // int(values["num_query_groups"])
-    place = torch.arange(num_groups * (per_group + 2) * width).view(num_groups, per_group + 2, width)
-    return [place[:, :per_group].reshape(-1), place[:, per_group].reshape(-1), place[:, per_group + 1].reshape(-1)]
+    place = torch.arange(num_groups * (per_group + 2) * width).view(
+        num_groups, per_group + 2, width
+    )
+    return [
+        place[:, :per_group].reshape(-1),
+        place[:, per_group].reshape(-1),
+        place[:, per_group + 1].reshape(-1),
+    ]

@@ -15,7 +15,13 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.adapter import AdapterPlan
 from temper_engine_megatron.adapter_experts import put_beside_experts
-from temper_engine_megatron.adapter_layers import BesideHost, Surroundings, Switch, hosts_of, put_beside
+from temper_engine_megatron.adapter_layers import (
+    BesideHost,
+    Surroundings,
+    Switch,
+    hosts_of,
+    put_beside,
+)
 from temper_engine_megatron.adapter_names import (
     ATTENTION_HOSTS,
     DENSE_HOSTS,
@@ -78,21 +84,42 @@ class AdapterSite:
             )
 
     def _enter_layer(self, layer: nn.Module, *, number: int, settings: Any) -> None:
-        names = {path: f"decoder.layers.{number}.{path}.weight" for path in _hosts(self.translation)}
-        modules = {path: modules_of(self.translation.recipe_of(name)) for path, name in names.items()}
-        short = {path: tuple(name.rpartition(".")[2] for name in names) for path, names in modules.items()}
-        for path, host in hosts_of(layer, settings=settings, tp_size=self.around.tp.size(), paths=short).items():
+        names = {
+            path: f"decoder.layers.{number}.{path}.weight" for path in _hosts(self.translation)
+        }
+        modules = {
+            path: modules_of(self.translation.recipe_of(name)) for path, name in names.items()
+        }
+        short = {
+            path: tuple(name.rpartition(".")[2] for name in names)
+            for path, names in modules.items()
+        }
+        for path, host in hosts_of(
+            layer, settings=settings, tp_size=self.around.tp.size(), paths=short
+        ).items():
             targets = self.plan.targets_of(modules[path])
             if targets:
-                beside = put_beside(host, targets=targets, settings=self.plan.settings, around=self.around)
+                beside = put_beside(
+                    host, targets=targets, settings=self.plan.settings, around=self.around
+                )
                 self.beside |= {name: beside for name in modules[path] if name in self.plan.targets}
         if self.plan.experts:
-            inside = self.plan.experts_of(experts_module(number, recipe_of=self.translation.recipe_of))
+            inside = self.plan.experts_of(
+                experts_module(number, recipe_of=self.translation.recipe_of)
+            )
             if inside:
-                put_beside_experts(layer.get_submodule(EXPERTS), targets=inside, settings=self.plan.settings, around=self.around)
+                put_beside_experts(
+                    layer.get_submodule(EXPERTS),
+                    targets=inside,
+                    settings=self.plan.settings,
+                    around=self.around,
+                )
 
     def _own_head(self, layer: nn.Module) -> TrainedHead:
-        weight, bias = layer.get_parameter("weight"), dict(layer.named_parameters(recurse=False)).get("bias")
+        weight, bias = (
+            layer.get_parameter("weight"),
+            dict(layer.named_parameters(recurse=False)).get("bias"),
+        )
         is_split = bool(vars(weight).get("tensor_model_parallel"))
         layer.register_parameter(TRAINED_WEIGHT, nn.Parameter(torch.empty_like(weight)))
         own = layer.get_parameter(TRAINED_WEIGHT)
@@ -111,7 +138,13 @@ class AdapterSite:
         return {"adapter_shared": self.around.shared_draws, "adapter_own": self.around.own_draws}
 
 
-def plan_adapter(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> AdapterSite:
+def plan_adapter(
+    config: MegatronConfig,
+    *,
+    hf_config: PretrainedConfig,
+    translation: Translation,
+    membership: Membership,
+) -> AdapterSite:
     """Decide what is adapted.
 
     Raises:
@@ -130,7 +163,12 @@ def plan_adapter(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
         for module in modules_of(translation.recipe_of(f"decoder.layers.{number}.{path}.weight"))
     }
     found = modules_with_weights(config.model, hf_config)
-    joined = tuple(f"{module}.{part}" for module in found if module.endswith(".experts") for part in EXPERT_HOSTS)
+    joined = tuple(
+        f"{module}.{part}"
+        for module in found
+        if module.endswith(".experts")
+        for part in EXPERT_HOSTS
+    )
     head = "lm_head" if config.model.model_type == "language_model" else "score"
     plan = AdapterPlan(
         config.lora,
@@ -141,20 +179,30 @@ def plan_adapter(config: MegatronConfig, *, hf_config: PretrainedConfig, transla
         head=head,
     )
     if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
-        raise ConfigError("lora.modules_to_save names lm_head, which this model ties to its other embedding: take an untied model.")
+        raise ConfigError(
+            "lora.modules_to_save names lm_head, which this model ties to its other embedding: take an untied model."
+        )
     _refuse_shared_key_heads(plan, config=config, translation=translation)
     if plan.experts and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
         raise ConfigError(
             f"lora.target_parameters names tensors of experts and expert_tensor_parallel is {config.expert_ranks_of_a_matrix}, where "
             f"Megatron's gradient norm would miscount what ranks hold twice: set it to 1 or to tensor_parallel ({config.tensor_parallel})."
         )
-    return AdapterSite(plan=plan, translation=translation, around=_surroundings(config, membership=membership, model=config.model))
+    return AdapterSite(
+        plan=plan,
+        translation=translation,
+        around=_surroundings(config, membership=membership, model=config.model),
+    )
 
 
-def _refuse_shared_key_heads(plan: AdapterPlan, *, config: MegatronConfig, translation: Translation) -> None:
+def _refuse_shared_key_heads(
+    plan: AdapterPlan, *, config: MegatronConfig, translation: Translation
+) -> None:
     """Where ranks share a key head, a rank's rows of query, key and value have no equal sizes."""
     groups = translation.settings.num_query_groups or translation.settings.num_attention_heads
-    inputs = {"q_proj", "k_proj", "v_proj"}.intersection(name.rpartition(".")[2] for name in plan.targets)
+    inputs = {"q_proj", "k_proj", "v_proj"}.intersection(
+        name.rpartition(".")[2] for name in plan.targets
+    )
     if config.tensor_parallel > groups and inputs:
         raise ConfigError(
             f"lora.target_modules takes in {', '.join(sorted(inputs))}, and tensor_parallel is {config.tensor_parallel}, more than the "
@@ -166,10 +214,16 @@ def _hosts(translation: Translation) -> tuple[str, ...]:
     return ATTENTION_HOSTS if translation.settings.num_moe_experts else DENSE_HOSTS
 
 
-def _surroundings(config: MegatronConfig, *, membership: Membership, model: ModelSpec) -> Surroundings:
+def _surroundings(
+    config: MegatronConfig, *, membership: Membership, model: ModelSpec
+) -> Surroundings:
     topology = membership.topology
-    place = (topology.dp.rank * topology.cp.size + topology.cp.rank) * topology.pp.size + topology.pp.rank
-    shared, own = ((model.seed << 32) + (place << 12) + offset for offset in (0, 1 + topology.tp.rank))
+    place = (
+        topology.dp.rank * topology.cp.size + topology.cp.rank
+    ) * topology.pp.size + topology.pp.rank
+    shared, own = (
+        (model.seed << 32) + (place << 12) + offset for offset in (0, 1 + topology.tp.rank)
+    )
     return Surroundings(
         tp=membership.tp,
         expert_tp=membership.expert_tp,

@@ -25,7 +25,10 @@ PEFT's wrapper of the first one lies inside that of the second."""
 
 def is_of_adapter(name: str) -> bool:
     """Whether a parameter, by Megatron's name, is an adapter's own."""
-    return f".{BESIDE}." in name or name in (f"output_layer.{TRAINED_WEIGHT}", f"output_layer.{TRAINED_BIAS}")
+    return f".{BESIDE}." in name or name in (
+        f"output_layer.{TRAINED_WEIGHT}",
+        f"output_layer.{TRAINED_BIAS}",
+    )
 
 
 def is_of_experts(name: str) -> bool:
@@ -38,7 +41,9 @@ def is_trained_head(name: str) -> bool:
     return name == f"output_layer.{TRAINED_WEIGHT}"
 
 
-def peft_recipe(name: str, *, recipe_of: Callable[[str], Recipe], head: str, names: Collection[str]) -> Recipe:
+def peft_recipe(
+    name: str, *, recipe_of: Callable[[str], Recipe], head: str, names: Collection[str]
+) -> Recipe:
     """What PEFT's file calls an adapter's parameter.
 
     Args:
@@ -54,17 +59,32 @@ def peft_recipe(name: str, *, recipe_of: Callable[[str], Recipe], head: str, nam
     part, _, parameter = rest.partition(".")
     if is_of_experts(name):
         module = experts_module(int(name.split(".")[2]), recipe_of=recipe_of)
-        stem = peft_stem(module, part, joined=[other for other in EXPERT_HOSTS if f"{host}.{BESIDE}.{other}.{parameter}" in names])
-        kinds: dict[str, ParameterKind] = {"lora_A": "experts_a", "lora_B": "gated_experts_b" if part == "gate_up_proj" else "experts_b"}
+        stem = peft_stem(
+            module,
+            part,
+            joined=[
+                other for other in EXPERT_HOSTS if f"{host}.{BESIDE}.{other}.{parameter}" in names
+            ],
+        )
+        kinds: dict[str, ParameterKind] = {
+            "lora_A": "experts_a",
+            "lora_B": "gated_experts_b" if part == "gate_up_proj" else "experts_b",
+        }
         return Recipe(kind=kinds[parameter], names=(f"{stem}.{parameter}.weight",))
-    module = next(module for module in modules_of(recipe_of(f"{host}.weight")) if module.rpartition(".")[2] == part)
+    module = next(
+        module
+        for module in modules_of(recipe_of(f"{host}.weight"))
+        if module.rpartition(".")[2] == part
+    )
     suffix = "" if parameter == "lora_magnitude_vector" else ".weight"
     return Recipe(kind="plain", names=(f"{PEFT_PREFIX}{module}.{parameter}{suffix}",))
 
 
 def experts_module(number: int, *, recipe_of: Callable[[str], Recipe]) -> str:
     """The transformers module that holds the joined experts of a layer, by the layer's number."""
-    first = recipe_of(f"decoder.layers.{number}.{EXPERTS}.local_experts.0.linear_fc1.weight").names[0]
+    first = recipe_of(f"decoder.layers.{number}.{EXPERTS}.local_experts.0.linear_fc1.weight").names[
+        0
+    ]
     return first.partition(".experts.")[0] + ".experts"
 
 

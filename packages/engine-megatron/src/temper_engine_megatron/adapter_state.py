@@ -59,7 +59,9 @@ class Adapter:
             return self._merged_expert(place, weight, kept)
         if owner not in self._plan.targets or kind != "weight":
             return weight
-        down, up = (self.state.full(f"{PEFT_PREFIX}{owner}.{part}.weight") for part in ("lora_A", "lora_B"))
+        down, up = (
+            self.state.full(f"{PEFT_PREFIX}{owner}.{part}.weight") for part in ("lora_A", "lora_B")
+        )
         whole = torch.addmm(weight.float(), up, down, alpha=self._plan.settings.scale)
         if self._plan.settings.dora:
             # Each row has a trained length; arXiv:2402.09353, equation 5.
@@ -67,16 +69,26 @@ class Adapter:
             whole *= (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]
         return whole
 
-    def _merged_expert(self, place: Place, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    def _merged_expert(
+        self, place: Place, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]
+    ) -> Tensor:
         stem = self._plan.stem_of(place.joined)
         if place.joined not in kept:
             # Two tensors a layer, which every expert has a part of.
-            for other in [name for name in kept if name.rpartition(".")[0] != place.joined.rpartition(".")[0]]:
+            for other in [
+                name for name in kept if name.rpartition(".")[0] != place.joined.rpartition(".")[0]
+            ]:
                 del kept[other]
-            kept[place.joined] = self.state.full(f"{stem}.lora_A.weight"), self.state.full(f"{stem}.lora_B.weight")
+            kept[place.joined] = (
+                self.state.full(f"{stem}.lora_A.weight"),
+                self.state.full(f"{stem}.lora_B.weight"),
+            )
         down, up = kept[place.joined]
         rank = self._plan.settings.rank
-        own_down, own_up = down[place.expert * rank : (place.expert + 1) * rank], up[:, place.expert :: down.shape[0] // rank]
+        own_down, own_up = (
+            down[place.expert * rank : (place.expert + 1) * rank],
+            up[:, place.expert :: down.shape[0] // rank],
+        )
         rows = own_up.chunk(place.num_parts)[place.part]
         return torch.addmm(weight.float(), rows, own_down, alpha=self._plan.settings.scale)
 
@@ -94,7 +106,9 @@ class Adapter:
         ours = self._plan.description()
         for key in _MUST_AGREE:
             if config.get(key, ours[key]) != ours[key]:
-                raise ConfigError(f"the adapter to load has {key} {config[key]}, but this engine has {ours[key]}: configure lora like it.")
+                raise ConfigError(
+                    f"the adapter to load has {key} {config[key]}, but this engine has {ours[key]}: configure lora like it."
+                )
         self.state.load_weights(NamedWeight(name, tensor) for name, tensor in tensors.items())
 
     def expect_weights(self, are_there: bool, *, directory: str) -> None:

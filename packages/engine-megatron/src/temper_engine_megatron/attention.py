@@ -52,7 +52,9 @@ class RowLayout:
     """As that of AttentionLayout."""
 
 
-def attention_layout(starts: Sequence[int], *, mine: slice, share: float, device: torch.device) -> AttentionLayout:
+def attention_layout(
+    starts: Sequence[int], *, mine: slice, share: float, device: torch.device
+) -> AttentionLayout:
     """The layout of one rank's slice.
 
     Args:
@@ -81,7 +83,14 @@ def _running_sums(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout | RowLayout, *, scale: float | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: AttentionLayout | RowLayout,
+    *,
+    scale: float | None,
+) -> Tensor:
     """Mixed values of this rank's tokens.
 
     Args:
@@ -100,14 +109,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout | 
     return _attend_in_pack(query[:, 0], key[:, 0], value[:, 0], layout, scale=scale)[:, None]
 
 
-def _attend_in_pack(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None) -> Tensor:
+def _attend_in_pack(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None
+) -> Tensor:
     key, value = key[layout.keys], value[layout.keys]
     if query.is_cuda and query.dtype is not torch.float32:
         return _in_one_kernel(query, key, value, layout, scale=scale)
     return _one_by_one(query, key, value, layout, scale=scale)
 
 
-def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None) -> Tensor:
+def _in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None
+) -> Tensor:
     # Where a sequence has fewer queries than keys, the last of both meet.
     sizes = (layout.query_starts, layout.key_starts, max(layout.num_queries), max(layout.num_keys))
     q, k, v = (x.contiguous() for x in (query, key, value))
@@ -119,9 +132,15 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: AttentionL
     return mixed
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None) -> Tensor:
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, *, scale: float | None
+) -> Tensor:
     mixed = []
-    for parts in zip(query.split(layout.num_queries), *(x.split(layout.num_keys) for x in (key, value)), strict=True):
+    for parts in zip(
+        query.split(layout.num_queries),
+        *(x.split(layout.num_keys) for x in (key, value)),
+        strict=True,
+    ):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
         mixed.append(_causal(q, k, v, scale=scale)[0].transpose(0, 1))
     return torch.cat(mixed)
@@ -132,4 +151,6 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -
     is_cut = query.shape[2] != key.shape[2]
     mask = causal_lower_right(query.shape[2], key.shape[2]) if is_cut else None
     is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_cut, scale=scale, enable_gqa=is_grouped)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=not is_cut, scale=scale, enable_gqa=is_grouped
+    )

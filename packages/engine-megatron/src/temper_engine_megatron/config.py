@@ -61,11 +61,19 @@ class MegatronConfig(EngineConfig):
     def __post_init__(self) -> None:
         # engine-api 0.1.1 and those before check nothing there.
         getattr(EngineConfig, "__post_init__", lambda _: None)(self)
-        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "head_chunk_tokens"):
+        for name in (
+            "tensor_parallel",
+            "pipeline_parallel",
+            "context_parallel",
+            "expert_parallel",
+            "head_chunk_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         if self.expert_ranks_of_a_matrix < 1:
-            raise ConfigError(f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1; null is tensor_parallel.")
+            raise ConfigError(
+                f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1; null is tensor_parallel."
+            )
         if self.expert_ranks_of_a_matrix != self.tensor_parallel and self.expert_parallel == 1:
             raise ConfigError(
                 f"expert_tensor_parallel is {self.expert_tensor_parallel} and tensor_parallel {self.tensor_parallel}: "
@@ -75,7 +83,9 @@ class MegatronConfig(EngineConfig):
             raise ConfigError(
                 "sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off."
             )
-        if self.virtual_pipeline is not None and (self.virtual_pipeline < 2 or self.pipeline_parallel == 1):
+        if self.virtual_pipeline is not None and (
+            self.virtual_pipeline < 2 or self.pipeline_parallel == 1
+        ):
             raise ConfigError(
                 f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more "
                 "on two stages or more; null is one chunk a stage."
@@ -85,8 +95,12 @@ class MegatronConfig(EngineConfig):
     def _check_stages(self) -> None:
         chunks = self.pipeline_parallel * (self.virtual_pipeline or 1)
         if self.layers_per_stage and self.pipeline_parallel == 1:
-            raise ConfigError(f"layers_per_stage is {list(self.layers_per_stage)}, but pipeline_parallel is 1: remove it.")
-        if self.layers_per_stage and (len(self.layers_per_stage) != chunks or min(self.layers_per_stage) < 1):
+            raise ConfigError(
+                f"layers_per_stage is {list(self.layers_per_stage)}, but pipeline_parallel is 1: remove it."
+            )
+        if self.layers_per_stage and (
+            len(self.layers_per_stage) != chunks or min(self.layers_per_stage) < 1
+        ):
             raise ConfigError(
                 f"layers_per_stage is {list(self.layers_per_stage)}, but must be {chunks} numbers of at least 1: one for each chunk "
                 "of each stage; leave it empty to divide the layers evenly."
@@ -103,4 +117,8 @@ class MegatronConfig(EngineConfig):
     @property
     def expert_ranks_of_a_matrix(self) -> int:
         """Ranks that one expert's matrices are split over."""
-        return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel
+        return (
+            self.tensor_parallel
+            if self.expert_tensor_parallel is None
+            else self.expert_tensor_parallel
+        )

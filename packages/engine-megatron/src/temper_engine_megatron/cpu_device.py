@@ -38,7 +38,11 @@ class _OnCpu(TorchFunctionMode):
     """``device="cuda"`` is the CPU, and nothing is pinned."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         chosen = dict(kwargs or {})
         if "device" in chosen and str(chosen["device"]).startswith("cuda"):
@@ -69,13 +73,22 @@ def _on_host(numbers: Any, as_numpy: bool = False, record_stream: bool = False) 
     return numbers.numpy() if as_numpy and isinstance(numbers, Tensor) else numbers
 
 
-def _gather_of_any_sizes(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Any:
+def _gather_of_any_sizes(
+    parts: list[Tensor],
+    mine: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
     """As ``all_gather``; gloo wants parts of one size, and what ranks have of an expert's tokens is of many."""
     if async_op or len({part.shape for part in parts}) == 1:
         return _REAL_ALL_GATHER(parts, mine, group=group, async_op=async_op)
     longest = max(part.shape[0] for part in parts)
     padded = [mine.new_zeros(longest, *mine.shape[1:]) for _ in parts]
-    _REAL_ALL_GATHER(padded, torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])]), group=group)
+    _REAL_ALL_GATHER(
+        padded,
+        torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])]),
+        group=group,
+    )
     for part, found in zip(parts, padded, strict=True):
         part.copy_(found[: part.shape[0]])
     return None
@@ -115,8 +128,18 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, stand_in in _stand_ins():
             stack.enter_context(patch.object(owner, name, stand_in))
-        stack.enter_context(patch.object(megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
-        stack.enter_context(patch.object(megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)))
+        stack.enter_context(
+            patch.object(
+                megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
+            )
+        )
+        stack.enter_context(
+            patch.object(
+                megatron_random,
+                "_set_cuda_rng_state",
+                lambda state, *_, **__: torch.set_rng_state(state),
+            )
+        )
         stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
         # Megatron compiles small functions when it is imported; on a CPU that costs seconds at their first call.
         stack.enter_context(torch.compiler.set_stance("force_eager"))

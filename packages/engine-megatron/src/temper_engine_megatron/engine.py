@@ -74,13 +74,17 @@ class MegatronEngine(BaseEngine):
     @property
     def _parts(self) -> Parts:
         if self._built is None:
-            raise EngineStateError("the engine has no model: call init_model() before, and nothing after close().")
+            raise EngineStateError(
+                "the engine has no model: call init_model() before, and nothing after close()."
+            )
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         return self._parts.residency.around(mode)
 
-    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
         """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
 
         Contexts bring in what they need meanwhile, and put it back.
@@ -89,7 +93,9 @@ class MegatronEngine(BaseEngine):
             EngineStateError: inside a mode.
         """
         if self._mode is not None:
-            raise EngineStateError(f"to({device!r}) inside {self._mode}_mode(): leave the mode before.")
+            raise EngineStateError(
+                f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
+            )
         residency = self._parts.residency
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
@@ -111,14 +117,19 @@ class MegatronEngine(BaseEngine):
     ) -> list[Answers] | None:
         runner = self._parts.runner
         with self._numerics():
-            answers = runner.run(batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only)
+            answers = runner.run(
+                batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only
+            )
             if reduce_gradients:
                 runner.reduce()
         self._router_losses = {} if forward_only else runner.take_router_losses()
         return answers
 
     def _telemetry(self) -> Mapping[str, Metric]:
-        return {f"router/{name}": Metric(value=value, reduction="sum") for name, value in self._router_losses.items()}
+        return {
+            f"router/{name}": Metric(value=value, reduction="sum")
+            for name, value in self._router_losses.items()
+        }
 
     def _reduce_pending_gradients(self) -> None:
         if self._parts.runner.has_local_gradients:
@@ -150,7 +161,9 @@ class MegatronEngine(BaseEngine):
 
     def _iterate_merged(self, adapter: "Adapter") -> Iterator[NamedWeight]:
         with self._parts.residency.resident(OPTIMIZER):
-            yield from self._parts.state.iterate_weights(dtype=self._export_dtype(), merge=adapter.merging())
+            yield from self._parts.state.iterate_weights(
+                dtype=self._export_dtype(), merge=adapter.merging()
+            )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         with self._parts.residency.resident(OPTIMIZER):
@@ -182,7 +195,9 @@ class MegatronEngine(BaseEngine):
 
     def _trained_state(self) -> StateOfRanks:
         if self._parts.optimizer is None:
-            raise EngineStateError("an engine without an optimiser (optimizer: null) has no training state.")
+            raise EngineStateError(
+                "an engine without an optimiser (optimizer: null) has no training state."
+            )
         return self._parts.trained
 
     def _write_state(self, directory: str) -> list[str]:
@@ -197,7 +212,9 @@ class MegatronEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         saving.read_state(self._parts, directory=directory)
 
-    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
         """See BaseEngine; a folder in another system's layout is refused with the command that converts it."""
         if hdfs_path is None:
             persistence.refuse_other_systems(local_path)

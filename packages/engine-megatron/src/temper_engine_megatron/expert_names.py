@@ -11,7 +11,10 @@ from torch import Tensor
 
 from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
 
-_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
 """Of each expert, one above the other."""
 
 
@@ -35,7 +38,12 @@ def place_of(name: str) -> Place | None:
     number, _, kind = rest.removesuffix(".weight").partition(".")
     for joined, parts in _PARTS.items():
         if number.isdecimal() and kind in parts:
-            return Place(joined=f"{layer}.experts.{joined}", expert=int(number), part=parts.index(kind), num_parts=len(parts))
+            return Place(
+                joined=f"{layer}.experts.{joined}",
+                expert=int(number),
+                part=parts.index(kind),
+                num_parts=len(parts),
+            )
     return None
 
 

@@ -29,9 +29,13 @@ class SharingRouter(TopKRouter):
         self.weighted: dict[str, list[Tensor]] = defaultdict(list)
         """This rank's part of each loss for each micro-batch since the last call, without its coefficient, times its share."""
 
-    def attach_and_log_load_balancing_loss(self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any) -> Tensor:
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
         """Add the loss's gradient to what passes; Megatron would log it for the whole process, and weigh it by counts of tokens."""
-        return self._attach(activation, aux_loss / aux_loss_coeff, coefficient=aux_loss_coeff, name=BALANCE)
+        return self._attach(
+            activation, aux_loss / aux_loss_coeff, coefficient=aux_loss_coeff, name=BALANCE
+        )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Add the z-loss's gradient to what passes; collective over ranks that have other tokens of the micro-batch.
@@ -43,7 +47,9 @@ class SharingRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
-        assert padding_mask is not None, "the model tells its layers where there is a loss of routers"
+        assert padding_mask is not None, (
+            "the model tells its layers where there is a loss of routers"
+        )
         is_real = ~padding_mask
         count = is_real.sum()
         dist.all_reduce(count, group=self.tp_cp_group)

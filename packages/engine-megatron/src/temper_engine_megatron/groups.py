@@ -50,7 +50,10 @@ class Sizes:
 
     def __str__(self) -> str:
         found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return ", ".join(f"{name} {size}" for name, size in found.items() if size not in (1, None)) or "no model parallelism"
+        return (
+            ", ".join(f"{name} {size}" for name, size in found.items() if size not in (1, None))
+            or "no model parallelism"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,9 @@ def join(config: MegatronConfig) -> Membership:
     with megatron_on_cpu():
         collection = ProcessGroupCollection.use_mpu_process_groups()
     topology = _topology(config, collection)
-    return Membership(topology=topology, device=device, sizes=sizes, collection=collection, made_group=made_group)
+    return Membership(
+        topology=topology, device=device, sizes=sizes, collection=collection, made_group=made_group
+    )
 
 
 def leave(membership: Membership) -> None:
@@ -165,7 +170,9 @@ def _check(config: MegatronConfig, sizes: Sizes, world_size: int) -> None:
             f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel} x context_parallel "
             f"{config.context_parallel} is {config.replica_size}, which must divide the {world_size} ranks."
         )
-    replica_of_experts = sizes.expert_tensor_parallel * sizes.expert_parallel * sizes.pipeline_parallel
+    replica_of_experts = (
+        sizes.expert_tensor_parallel * sizes.expert_parallel * sizes.pipeline_parallel
+    )
     if world_size % replica_of_experts:
         raise ConfigError(
             f"expert_tensor_parallel {sizes.expert_tensor_parallel} x expert_parallel {sizes.expert_parallel} x pipeline_parallel "
@@ -197,12 +204,17 @@ def _make_groups(sizes: Sizes, *, timeout_s: float, seed: int) -> None:
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """What Megatron seeds and draws while it builds leaves the process's own stream of random numbers as it was."""
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+    with torch.random.fork_rng(
+        devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
+    ):
         yield
 
 
 def _topology(config: MegatronConfig, collection: Any) -> Topology:
-    tp, pp, cp, dp, ep = (_axis(group) for group in (collection.tp, collection.pp, collection.cp, collection.dp, collection.ep))
+    tp, pp, cp, dp, ep = (
+        _axis(group)
+        for group in (collection.tp, collection.pp, collection.cp, collection.dp, collection.ep)
+    )
     stages = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
@@ -235,7 +247,9 @@ def _choose_device(wanted: str) -> torch.device:
             "device is cpu, but torch sees CUDA, which Megatron then uses in places of its own: start with CUDA_VISIBLE_DEVICES= "
             "(nothing after the sign), or use device auto."
         )
-    index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    index = (
+        int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+    )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -249,7 +263,9 @@ def _join_default(device: torch.device, *, timeout_s: float) -> bool:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
-    place = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    place = tuple(
+        os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    )
     if place not in _STORES:
         _STORES[place] = store_from_environment(timeout)
     store, rank, world_size = _STORES[place]

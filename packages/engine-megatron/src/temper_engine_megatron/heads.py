@@ -19,7 +19,9 @@ from temper_engine_megatron.collectives import sum_of_parts
 from temper_engine_megatron.packing import LocalMicroBatch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
 
-LANGUAGE_QUERIES = frozenset({Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS})
+LANGUAGE_QUERIES = frozenset(
+    {Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,17 @@ class Head:
 
     @property
     def _weight(self) -> nn.Parameter:
-        return self.projection if self.trained is None or self.trained.switch.is_off else self.trained.weight
+        return (
+            self.projection
+            if self.trained is None or self.trained.switch.is_off
+            else self.trained.weight
+        )
 
     @property
     def _offset(self) -> nn.Parameter | None:
-        return self.bias if self.trained is None or self.trained.switch.is_off else self.trained.bias
+        return (
+            self.bias if self.trained is None or self.trained.switch.is_off else self.trained.bias
+        )
 
     def check(self, queries: frozenset[Query]) -> None:
         """Refuse what this head can't answer.
@@ -64,9 +72,18 @@ class Head:
         allowed = LANGUAGE_QUERIES if self.scalar is None else frozenset({self.scalar})
         if others := queries - allowed:
             kind = "language_model" if self.scalar is None else f"{self.scalar.value}_model"
-            raise CapabilityError(f"a {kind} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}.")
+            raise CapabilityError(
+                f"a {kind} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}."
+            )
 
-    def answer(self, hidden: Tensor, local: LocalMicroBatch, *, queries: frozenset[Query], trained_only: bool) -> Answers:
+    def answer(
+        self,
+        hidden: Tensor,
+        local: LocalMicroBatch,
+        *,
+        queries: frozenset[Query],
+        trained_only: bool,
+    ) -> Answers:
         """Answers about the whole micro-batch, the same on every rank of the last stage. Collective over them.
 
         Args:
@@ -84,12 +101,22 @@ class Head:
             place = local.place[at - 1]
             at = at[place >= 0]
             rows = hidden.index_select(0, place[place >= 0])
-            found = self._language(rows, whole, at, queries) if self.scalar is None else {Query.VALUE: self._scalars(rows)}
-            columns = {query: _place(found[query], at=at, size=whole.num_tokens) for query in queries}
+            found = (
+                self._language(rows, whole, at, queries)
+                if self.scalar is None
+                else {Query.VALUE: self._scalars(rows)}
+            )
+            columns = {
+                query: _place(found[query], at=at, size=whole.num_tokens) for query in queries
+            }
         # Sorted: sets differ in order between processes, and every rank must add up the same column.
-        return Answers(columns={query: sum_of_parts(columns[query], self.cp) for query in sorted(columns)})
+        return Answers(
+            columns={query: sum_of_parts(columns[query], self.cp) for query in sorted(columns)}
+        )
 
-    def _language(self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]) -> Mapping[Query, Tensor]:
+    def _language(
+        self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]
+    ) -> Mapping[Query, Tensor]:
         weight = self._weight
         held = weight.shape[0]
         first = self.tp.rank() * held
@@ -141,5 +168,7 @@ def _place(column: Tensor, *, at: Tensor, size: int) -> Tensor:
 
 def _ids_of(batch: SequenceBatch) -> Tensor:
     if LOGPROB_AT_IDS not in batch.columns:
-        raise BatchError(f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids.")
+        raise BatchError(
+            f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids."
+        )
     return batch.columns[LOGPROB_AT_IDS]

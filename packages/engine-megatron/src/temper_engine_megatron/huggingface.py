@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
@@ -27,7 +32,9 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         ConfigError: transformers knows no such architecture, or foreign code was asked for.
     """
     if spec.trust_remote_code:
-        raise ConfigError("model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: set it to False.")
+        raise ConfigError(
+            "model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: set it to False."
+        )
     if spec.path is not None:
         if not Path(spec.path).is_dir():
             raise ConfigError(
@@ -54,11 +61,17 @@ def modules_with_weights(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[
         auto, described.num_labels = AutoModelForTokenClassification, 1
     with torch.device("meta"):
         network = auto.from_config(described)
-    return tuple(name for name, module in network.named_modules() if next(module.parameters(recurse=False), None) is not None)
+    return tuple(
+        name
+        for name, module in network.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    )
 
 
 @contextmanager
-def open_tensors(spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]) -> Iterator[TensorReader]:
+def open_tensors(
+    spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]
+) -> Iterator[TensorReader]:
     """A function from name to full float32 tensor, for these names.
 
     A value or reward head that the files lack is drawn from the model's seed.
@@ -77,7 +90,9 @@ def open_tensors(spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collect
     needless = set() if "lm_head.weight" in names else {"lm_head.weight"}
     missing, surplus = sorted(lacking - new_head), sorted(places.keys() - set(names) - needless)
     if missing or surplus:
-        raise WeightError(f"the weights in {spec.path} do not match their config: missing {missing[:5]}, unexpected {surplus[:5]}.")
+        raise WeightError(
+            f"the weights in {spec.path} do not match their config: missing {missing[:5]}, unexpected {surplus[:5]}."
+        )
 
     def read(name: str) -> Tensor:
         if name in new_head:
@@ -96,7 +111,9 @@ def _places(folder: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             places |= dict.fromkeys(file.keys(), path)
     if not places:
-        raise WeightError(f"{folder} holds no safetensors files: model.path is a Hugging Face model directory with its weights.")
+        raise WeightError(
+            f"{folder} holds no safetensors files: model.path is a Hugging Face model directory with its weights."
+        )
     return places
 
 
@@ -106,13 +123,21 @@ def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Te
     if spec.model_type != "language_model":
         auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(spec.seed)  # without the GPUs, whose streams go on as they were
+        torch.default_generator.manual_seed(
+            spec.seed
+        )  # without the GPUs, whose streams go on as they were
         network = auto.from_config(hf_config, dtype=torch.float32)
-    return dict(part for name, tensor in network.state_dict().items() for part in expert_names.split(name, tensor))
+    return dict(
+        part
+        for name, tensor in network.state_dict().items()
+        for part in expert_names.split(name, tensor)
+    )
 
 
 def _new_head(spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool) -> Tensor:
     if is_bias:
         return torch.zeros(1)
     draw = torch.Generator().manual_seed(spec.seed)
-    return torch.randn(1, hf_config.hidden_size, generator=draw) * float(hf_config.initializer_range)
+    return torch.randn(1, hf_config.hidden_size, generator=draw) * float(
+        hf_config.initializer_range
+    )

@@ -29,11 +29,19 @@ from temper_engine_megatron.heads import Head
 from temper_engine_megatron.layer_spec import block_spec
 from temper_engine_megatron.overrides import plain
 
-_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 _RECOMPUTE: Mapping[str, dict[str, object]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 SCALAR_QUERIES = {"value_model": Query.VALUE, "reward_model": Query.SCORE}
 
@@ -68,8 +76,12 @@ class PackedGPTModel(GPTModel):
         Returns:
             [S, R, D], or what sequence parallelism leaves of it here.
         """
-        angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(position_ids.device)
-        has_router_loss = self.config.num_moe_experts and (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff)
+        angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(
+            position_ids.device
+        )
+        has_router_loss = self.config.num_moe_experts and (
+            self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff
+        )
         hidden: Tensor = self.decoder(
             hidden_states=self._embedded(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
@@ -124,7 +136,10 @@ def build_chunks(
     _fill(settings, config, hf_config=hf_config, is_language_model=is_language_model)
     frequencies = _rotary_frequencies(hf_config)
     num_chunks = config.virtual_pipeline or 1
-    bare = tuple(_build_chunk(settings, stage=stage, num_chunks=num_chunks, membership=membership) for stage in range(num_chunks))
+    bare = tuple(
+        _build_chunk(settings, stage=stage, num_chunks=num_chunks, membership=membership)
+        for stage in range(num_chunks)
+    )
     for chunk in bare:
         chunk.rotary_frequencies = frequencies
         chunk.padding_token = _padding_token(hf_config)
@@ -139,13 +154,20 @@ def build_chunks(
     if settings.params_dtype is not torch.float32:
         wrapped = tuple(Float16Module(settings, chunk) for chunk in bare)
     if config.optimizer is not None:
-        wrapped = tuple(_wrap(chunk, settings, config, membership, is_first=i == 0) for i, chunk in enumerate(wrapped))
+        wrapped = tuple(
+            _wrap(chunk, settings, config, membership, is_first=i == 0)
+            for i, chunk in enumerate(wrapped)
+        )
     trained = None if adapter is None else adapter.head
-    head = _head_of(bare[-1], config, vocabulary=hf_config.vocab_size, membership=membership, trained=trained)
+    head = _head_of(
+        bare[-1], config, vocabulary=hf_config.vocab_size, membership=membership, trained=trained
+    )
     return Chunks(bare=bare, wrapped=wrapped, settings=settings, head=head)
 
 
-def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig, is_language_model: bool) -> None:
+def _fill(
+    settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig, is_language_model: bool
+) -> None:
     """Everything about the run that the bridge could not know, and every switch whose default gives wrong numbers here."""
     dtype = _DTYPES[config.precision.compute]
     share = -(-hf_config.vocab_size // config.tensor_parallel)
@@ -167,7 +189,8 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "vocab_size": share * config.tensor_parallel,
-        "share_embeddings_and_output_weights": is_language_model and bool(hf_config.tie_word_embeddings),
+        "share_embeddings_and_output_weights": is_language_model
+        and bool(hf_config.tie_word_embeddings),
         # It marks split parameters only where it initialises them; without the marks the gradient norm leaves parts out.
         "perform_initialization": True,
         "use_cpu_initialization": True,
@@ -197,7 +220,9 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
     if settings.num_moe_experts:
         wanted |= _of_experts(settings, config, hf_config=hf_config)
     elif config.expert_parallel > 1:
-        raise ConfigError(f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: set it to 1.")
+        raise ConfigError(
+            f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: set it to 1."
+        )
     else:
         _refuse_router_losses(config)
     for name, value in (wanted | plain(config.override_transformer_config)).items():
@@ -209,7 +234,9 @@ def _fill(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig,
         if not config.override_transformer_config:
             raise
         given = dict(config.override_transformer_config)
-        raise ConfigError(f"megatron-core refuses override_transformer_config {given} beside the rest: {error}") from error
+        raise ConfigError(
+            f"megatron-core refuses override_transformer_config {given} beside the rest: {error}"
+        ) from error
 
 
 def _refuse_router_losses(config: MegatronConfig) -> None:
@@ -226,21 +253,44 @@ def refuse_uneven_parts(settings: Any, config: MegatronConfig) -> None:
     Raises:
         ConfigError: naming the field and what it must divide.
     """
-    heads, groups = settings.num_attention_heads, settings.num_query_groups or settings.num_attention_heads
+    heads, groups = (
+        settings.num_attention_heads,
+        settings.num_query_groups or settings.num_attention_heads,
+    )
     parts = [("tensor_parallel", config.tensor_parallel, heads, "the model's {} attention heads")]
     if config.tensor_parallel % groups:
-        parts.append(("tensor_parallel", config.tensor_parallel, groups, "the model's {} key heads"))
+        parts.append(
+            ("tensor_parallel", config.tensor_parallel, groups, "the model's {} key heads")
+        )
     if settings.num_moe_experts:
         size = config.expert_ranks_of_a_matrix
-        parts.append(("expert_tensor_parallel", size, settings.moe_ffn_hidden_size, "the {} rows of an expert's matrices"))
+        parts.append(
+            (
+                "expert_tensor_parallel",
+                size,
+                settings.moe_ffn_hidden_size,
+                "the {} rows of an expert's matrices",
+            )
+        )
     else:
-        parts.append(("tensor_parallel", config.tensor_parallel, settings.ffn_hidden_size, "the {} rows of an MLP's matrices"))
+        parts.append(
+            (
+                "tensor_parallel",
+                config.tensor_parallel,
+                settings.ffn_hidden_size,
+                "the {} rows of an MLP's matrices",
+            )
+        )
     for name, size, whole, what in parts:
         if whole % size:
-            raise ConfigError(f"{name} is {size}, which must divide {what.format(whole)}: choose another.")
+            raise ConfigError(
+                f"{name} is {size}, which must divide {what.format(whole)}: choose another."
+            )
 
 
-def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig) -> dict[str, object]:
+def _of_experts(
+    settings: Any, config: MegatronConfig, *, hf_config: PretrainedConfig
+) -> dict[str, object]:
     """What a mixture of experts needs beyond that.
 
     Raises:
@@ -249,7 +299,9 @@ def _of_experts(settings: Any, config: MegatronConfig, *, hf_config: PretrainedC
     """
     fields = hf_config.to_dict()
     if fields.get("decoder_sparse_step", 1) != 1 or fields.get("mlp_only_layers"):
-        raise CapabilityError("models in which only some layers have experts are not supported by the Megatron engine yet.")
+        raise CapabilityError(
+            "models in which only some layers have experts are not supported by the Megatron engine yet."
+        )
     if settings.num_moe_experts % config.expert_parallel:
         raise ConfigError(
             f"expert_parallel is {config.expert_parallel}, which must divide the {settings.num_moe_experts} experts of a layer."
@@ -277,9 +329,13 @@ def _leave(weight: Tensor) -> Tensor:
 
 def _refuse_unsupported(settings: Any, hf_config: PretrainedConfig) -> None:
     if settings.normalization != "RMSNorm":
-        raise CapabilityError(f"{settings.normalization} is not supported by the Megatron engine yet: use a model with RMSNorm.")
+        raise CapabilityError(
+            f"{settings.normalization} is not supported by the Megatron engine yet: use a model with RMSNorm."
+        )
     if settings.attention_dropout or settings.hidden_dropout:
-        raise CapabilityError("the model asks for dropout, which the Megatron engine's attention does not have: set it to 0 in its config.")
+        raise CapabilityError(
+            "the model asks for dropout, which the Megatron engine's attention does not have: set it to 0 in its config."
+        )
     fields = hf_config.to_dict()
     # Some configurations have a switch, others just a window.
     if fields.get("use_sliding_window", fields.get("sliding_window") is not None):
@@ -294,9 +350,13 @@ def _stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] 
     if config.pipeline_parallel == 1:
         return None
     count = config.pipeline_parallel * (config.virtual_pipeline or 1)
-    sizes = config.layers_per_stage or [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]
+    sizes = config.layers_per_stage or [
+        num_layers * (i + 1) // count - num_layers * i // count for i in range(count)
+    ]
     if sum(sizes) != num_layers:
-        raise ConfigError(f"layers_per_stage {list(sizes)} adds up to {sum(sizes)}, but the model has {num_layers} layers.")
+        raise ConfigError(
+            f"layers_per_stage {list(sizes)} adds up to {sum(sizes)}, but the model has {num_layers} layers."
+        )
     table = [["decoder"] * size for size in sizes]
     table[0].insert(0, "embedding")
     table[-1].append("loss")
@@ -313,12 +373,17 @@ def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
     """[D / 2] float32 angles per position, as transformers computes them."""
     rotary = dict(hf_config.rope_parameters)
     kind = rotary.get("rope_type", "default")
-    dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    dim = (
+        getattr(hf_config, "head_dim", None)
+        or hf_config.hidden_size // hf_config.num_attention_heads
+    )
     if kind == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return torch.reciprocal(torch.pow(float(rotary["rope_theta"]), exponents))
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(f"the model's rope_type is {kind!r}, which this version of transformers does not know.")
+        raise ConfigError(
+            f"the model's rope_type is {kind!r}, which this version of transformers does not know."
+        )
     frequencies: Tensor
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if scale != 1.0 or kind == "dynamic":
@@ -328,10 +393,16 @@ def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
     return frequencies
 
 
-def _build_chunk(settings: Any, *, stage: int, num_chunks: int, membership: Membership) -> PackedGPTModel:
+def _build_chunk(
+    settings: Any, *, stage: int, num_chunks: int, membership: Membership
+) -> PackedGPTModel:
     pp = membership.topology.pp
     table = settings.pipeline_model_parallel_layout
-    num_layers = settings.num_layers if table is None else len(table.layout[pp.rank][stage]) - _num_ends(table.layout[pp.rank][stage])
+    num_layers = (
+        settings.num_layers
+        if table is None
+        else len(table.layout[pp.rank][stage]) - _num_ends(table.layout[pp.rank][stage])
+    )
     return PackedGPTModel(
         settings,
         transformer_layer_spec=block_spec(settings, num_layers=num_layers),
@@ -356,7 +427,14 @@ def _scalar_head(settings: Any, *, device: torch.device) -> nn.Linear:
     return nn.Linear(settings.hidden_size, 1, dtype=settings.params_dtype, device=device)
 
 
-def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: Membership, *, is_first: bool) -> nn.Module:
+def _wrap(
+    chunk: nn.Module,
+    settings: Any,
+    config: MegatronConfig,
+    membership: Membership,
+    *,
+    is_first: bool,
+) -> nn.Module:
     wrapped: nn.Module = DistributedDataParallel(
         config=settings,
         ddp_config=DistributedDataParallelConfig(
@@ -374,14 +452,21 @@ def _wrap(chunk: nn.Module, settings: Any, config: MegatronConfig, membership: M
 
 
 def _head_of(
-    last: PackedGPTModel, config: MegatronConfig, *, vocabulary: int, membership: Membership, trained: TrainedHead | None
+    last: PackedGPTModel,
+    config: MegatronConfig,
+    *,
+    vocabulary: int,
+    membership: Membership,
+    trained: TrainedHead | None,
 ) -> Head | None:
     if not last.post_process:
         return None
     scalar = SCALAR_QUERIES.get(config.model.model_type)
     is_shared = scalar is None and last.share_embeddings_and_output_weights
     return Head(
-        projection=last.shared_embedding_or_output_weight() if is_shared else last.output_layer.weight,
+        projection=last.shared_embedding_or_output_weight()
+        if is_shared
+        else last.output_layer.weight,
         bias=None if scalar is None else last.output_layer.bias,
         scalar=scalar,
         trained=trained,

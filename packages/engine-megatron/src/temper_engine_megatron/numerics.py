@@ -26,7 +26,10 @@ def check_deterministic_environment(device: torch.device) -> None:
     Raises:
         ConfigError: CUBLAS_WORKSPACE_CONFIG is not set.
     """
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (
+        ":4096:8",
+        ":16:8",
+    ):
         raise ConfigError(
             "deterministic is on, but cuBLAS is deterministic only with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: "
             "set it before the process starts."

@@ -74,7 +74,9 @@ class MegatronAdamW:
         )
         # Pieces of parameters that remember where they come from make torch warn whenever their gradient is looked at.
         with megatron_on_cpu(), _adamw_of_torch(), torch.no_grad():
-            self._chain = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+            self._chain = get_megatron_optimizer(
+                config, list(chunks), use_gloo_process_groups=False
+            )
         # Experts that are divided over ranks have an optimizer of their own.
         self._optimizers: list[Any] = self._chain.chained_optimizers
 
@@ -88,10 +90,14 @@ class MegatronAdamW:
                 return norm
             if self._spec.clip_grad_norm is not None:
                 for optimizer in self._optimizers:
-                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._spec.clip_grad_norm, norm)
+                    clip_grad_by_total_norm_fp32(
+                        optimizer.get_parameters(), self._spec.clip_grad_norm, norm
+                    )
             for group in self._chain.param_groups:
                 group["lr"] = lr
-                group["weight_decay"] = self._spec.weight_decay * (1.0 if self._spec.decays_vectors else group["wd_mult"])
+                group["weight_decay"] = self._spec.weight_decay * (
+                    1.0 if self._spec.decays_vectors else group["wd_mult"]
+                )
             self._chain.step_with_ready_grads()
         return norm
 
@@ -107,7 +113,11 @@ class MegatronAdamW:
                 for main in group["params"]:
                     yield main
                     # A count is a number on the host.
-                    yield from (kept for name, kept in optimizer.optimizer.state.get(main, {}).items() if name != "step")
+                    yield from (
+                        kept
+                        for name, kept in optimizer.optimizer.state.get(main, {}).items()
+                        if name != "step"
+                    )
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> ParameterState:
@@ -128,7 +138,10 @@ class MegatronAdamW:
         main, piece = self._main(parameter), self._piece(parameter)
         if main is None:
             return
-        master, first, second = (part.reshape(-1)[piece].reshape(main.shape) for part in (state.master, state.first, state.second))
+        master, first, second = (
+            part.reshape(-1)[piece].reshape(main.shape)
+            for part in (state.master, state.first, state.second)
+        )
         main.data.copy_(master)
         # A step of its own for each: AdamW would count a shared one once per parameter.
         self._kept_by(parameter)[main] = {
@@ -165,7 +178,9 @@ class MegatronAdamW:
 
     def _sharers(self, parameter: nn.Parameter) -> dist.ProcessGroup:
         """Ranks that hold the same parameter."""
-        return self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
+        return (
+            self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
+        )
 
     def _piece(self, parameter: nn.Parameter) -> slice:
         """Which entries of the flat parameter belong to this rank."""

@@ -48,7 +48,9 @@ class Slicing:
     """Where they go."""
 
 
-def local_micro_batch(micro: SequenceBatch, slicing: Slicing, *, trained_tokens: int) -> LocalMicroBatch:
+def local_micro_batch(
+    micro: SequenceBatch, slicing: Slicing, *, trained_tokens: int
+) -> LocalMicroBatch:
     """This rank's slice of a micro-batch; one that lies on the CPU is split without waiting for the device.
 
     Args:
@@ -70,7 +72,9 @@ def local_micro_batch(micro: SequenceBatch, slicing: Slicing, *, trained_tokens:
     attention: AttentionLayout | RowLayout
     if slicing.is_packed:
         # Padding is a sequence of its own.
-        attention = attention_layout([*starts, length], mine=mine, share=share, device=slicing.device)
+        attention = attention_layout(
+            [*starts, length], mine=mine, share=share, device=slicing.device
+        )
     else:
         attention = RowLayout(last=mine.stop, share=share)
 

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron import adapter_experts
-from temper_engine_megatron.adapter_names import is_of_adapter, is_of_experts, is_trained_head, peft_recipe
+from temper_engine_megatron.adapter_names import (
+    is_of_adapter,
+    is_of_experts,
+    is_trained_head,
+    peft_recipe,
+)
 from temper_engine_megatron.bridge_compat import Recipe, Translation
 from temper_engine_megatron.groups import Membership
 from temper_engine_megatron.model import Chunks, PackedGPTModel
@@ -94,7 +99,10 @@ class ParameterMap:
         order = sorted(_gathered(of_stage, membership.pp), key=lambda entry: _place(entry.name))
         self._names = frozenset(entry.name for entry in order)
         self.entries = tuple(
-            MappedParameter(described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)) for entry in order
+            MappedParameter(
+                described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)
+            )
+            for entry in order
         )
         self._owners = self._divide()
 
@@ -121,17 +129,27 @@ class ParameterMap:
             return full
         if described.is_embedding:
             rows = full[rank * described.shape[0] : (rank + 1) * described.shape[0]]
-            return torch.cat([rows, rows.new_zeros(described.shape[0] - len(rows), *rows.shape[1:])])
+            return torch.cat(
+                [rows, rows.new_zeros(described.shape[0] - len(rows), *rows.shape[1:])]
+            )
         return full.chunk(size, dim=described.split_dim)[rank]
 
     def _to_local_experts(self, entry: MappedParameter, full: Tensor) -> Tensor:
-        described, ep, group = entry.described, self._membership.ep, self._splitters(entry.described)
+        described, ep, group = (
+            entry.described,
+            self._membership.ep,
+            self._splitters(entry.described),
+        )
         rank, size = (0, 1) if described.split_dim is None else (group.rank(), group.size())
         count = described.shape[0] * ep.size()
-        part = adapter_experts.part_of(full, kind=entry.recipe.kind, num_experts=count, rank=rank, size=size)
+        part = adapter_experts.part_of(
+            full, kind=entry.recipe.kind, num_experts=count, rank=rank, size=size
+        )
         return part.chunk(ep.size())[ep.rank()]
 
-    def to_full(self, entry: MappedParameter, local: Tensor | None, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    def to_full(
+        self, entry: MappedParameter, local: Tensor | None, *, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Full tensors by Hugging Face name, on every rank. Collective over tensor-parallel ranks and stages.
 
         Args:
@@ -156,7 +174,10 @@ class ParameterMap:
         elif described.split_dim is None:
             parts = [local]
         else:
-            parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size() if is_owner else 0)]
+            parts = [
+                torch.empty_like(local, memory_format=torch.contiguous_format)
+                for _ in range(group.size() if is_owner else 0)
+            ]
             dist.gather(local.contiguous(), parts or None, dst=owner, group=group)
         return self._joined(entry, parts) if is_owner else {}
 
@@ -166,7 +187,10 @@ class ParameterMap:
         if entry.parameter is None or described.is_of_experts:
             return entry.parameter is not None
         owner, rank = self._owners[described.name], self._membership.topology.global_rank
-        return owner == rank or (described.split_dim is not None and owner in dist.get_process_group_ranks(self._splitters(described)))
+        return owner == rank or (
+            described.split_dim is not None
+            and owner in dist.get_process_group_ranks(self._splitters(described))
+        )
 
     def _joined(self, entry: MappedParameter, parts: list[Tensor]) -> dict[str, Tensor]:
         """Full tensors out of every tensor-parallel part."""
@@ -177,11 +201,18 @@ class ParameterMap:
         elif described.is_of_experts:
             tensors = [adapter_experts.joined(parts, kind=entry.recipe.kind)]
         else:
-            full = parts[0] if described.split_dim is None else torch.cat(parts, dim=described.split_dim)
+            full = (
+                parts[0]
+                if described.split_dim is None
+                else torch.cat(parts, dim=described.split_dim)
+            )
             if described.is_embedding:
                 full = full[: self._vocabulary]
             tensors = self._translation.split_heads(full) if entry.recipe.kind == "qkv" else [full]
-        return {name: tensor.contiguous() for name, tensor in zip(entry.recipe.names, tensors, strict=True)}
+        return {
+            name: tensor.contiguous()
+            for name, tensor in zip(entry.recipe.names, tensors, strict=True)
+        }
 
     def holders(self, entry: MappedParameter) -> list[nn.Parameter]:
         """This rank's parameters that hold a part of an entry: one, none, or the last stage's copy of a tied embedding as well."""
@@ -196,11 +227,18 @@ class ParameterMap:
         self._share(entry.described, known)
         return int(known)
 
-    def _gather(self, described: _Described, local: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    def _gather(
+        self, described: _Described, local: Tensor | None, dtype: torch.dtype
+    ) -> list[Tensor]:
         """Every tensor-parallel part, on every rank."""
         if local is None:
             count = 1 if described.split_dim is None else self._splitters(described).size()
-            parts = [torch.empty(self._shape_of_parts(described), dtype=dtype, device=self._membership.device) for _ in range(count)]
+            parts = [
+                torch.empty(
+                    self._shape_of_parts(described), dtype=dtype, device=self._membership.device
+                )
+                for _ in range(count)
+            ]
         else:
             parts = self._of_holders(described, local)
         for part in parts:
@@ -226,7 +264,9 @@ class ParameterMap:
             of_place[stage, None].append(rank)
         described = [entry.described for entry in self.entries]
         sizes = [math.prod(self._full_shape(each)) for each in described]
-        owners = divide(sizes, holders=[of_place[each.stage, each.expert_rank] for each in described])
+        owners = divide(
+            sizes, holders=[of_place[each.stage, each.expert_rank] for each in described]
+        )
         return {each.name: owner for each, owner in zip(described, owners, strict=True)}
 
     def _shape_of_parts(self, described: _Described) -> tuple[int, ...]:
@@ -254,7 +294,11 @@ class ParameterMap:
             for name, parameter in chunk.named_parameters():
                 if is_of_adapter(name) != self._of_adapter:
                     continue
-                if name == "output_layer.weight" and not self._has_scalar_head and chunk.share_embeddings_and_output_weights:
+                if (
+                    name == "output_layer.weight"
+                    and not self._has_scalar_head
+                    and chunk.share_embeddings_and_output_weights
+                ):
                     self._tied_copy = parameter
                     continue
                 yield self._global_name(name, chunk), parameter
@@ -266,14 +310,20 @@ class ParameterMap:
         number: int = chunk.decoder.layers[int(match[1])].layer_number - 1
         rest = name[match.end() :]
         if (expert := _EXPERT.search(rest)) is not None:
-            first = self._translation.settings.num_moe_experts // self._membership.ep.size() * self._membership.ep.rank()
+            first = (
+                self._translation.settings.num_moe_experts
+                // self._membership.ep.size()
+                * self._membership.ep.rank()
+            )
             rest = f"{rest[: expert.start()]}{first + int(expert[0])}{rest[expert.end() :]}"
         return f"decoder.layers.{number}.{rest}"
 
     def _describe(self, name: str, parameter: nn.Parameter) -> _Described:
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = _EXPERT.search(name) is not None
-        splitters = self._membership.expert_tp if is_expert or is_of_experts(name) else self._membership.tp
+        splitters = (
+            self._membership.expert_tp if is_expert or is_of_experts(name) else self._membership.tp
+        )
         is_split = bool(marks.get("tensor_model_parallel")) and splitters.size() > 1
         is_head = name == "output_layer.weight" and not self._has_scalar_head
         return _Described(
@@ -282,14 +332,18 @@ class ParameterMap:
             expert_rank=self._membership.ep.rank() if is_expert else None,
             shape=tuple(parameter.shape),
             split_dim=int(marks["partition_dim"]) if is_split else None,
-            is_embedding=is_head or name == EMBEDDING or (is_trained_head(name) and not self._has_scalar_head),
+            is_embedding=is_head
+            or name == EMBEDDING
+            or (is_trained_head(name) and not self._has_scalar_head),
             is_of_experts=is_of_experts(name),
         )
 
     def _recipe(self, name: str) -> Recipe:
         if self._of_adapter:
             head = "score" if self._has_scalar_head else "lm_head"
-            return peft_recipe(name, recipe_of=self._translation.recipe_of, head=head, names=self._names)
+            return peft_recipe(
+                name, recipe_of=self._translation.recipe_of, head=head, names=self._names
+            )
         if self._has_scalar_head and name in SCALAR_RECIPES:
             return SCALAR_RECIPES[name]
         return self._translation.recipe_of(name)
@@ -302,18 +356,31 @@ class ParameterMap:
             shape[0] = self._vocabulary
         return tuple(shape)
 
-    def _shapes(self, entry: MappedParameter, full: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _shapes(
+        self, entry: MappedParameter, full: Tensor
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         kind, names = entry.recipe.kind, entry.recipe.names
         if kind == "plain":
             yield names[0], tuple(full.shape)
             return
         if entry.described.is_of_experts:
             # Without gates: the parts were put together already.
-            yield names[0], tuple(adapter_experts.joined([full], kind="experts_a" if kind == "experts_a" else "experts_b").shape)
+            yield (
+                names[0],
+                tuple(
+                    adapter_experts.joined(
+                        [full], kind="experts_a" if kind == "experts_a" else "experts_b"
+                    ).shape
+                ),
+            )
             return
         settings, rest = self._translation.settings, tuple(full.shape[1:])
         key_rows = settings.num_query_groups * settings.kv_channels
-        rows = (full.shape[0] - 2 * key_rows, key_rows, key_rows) if kind == "qkv" else (full.shape[0] // 2,) * 2
+        rows = (
+            (full.shape[0] - 2 * key_rows, key_rows, key_rows)
+            if kind == "qkv"
+            else (full.shape[0] // 2,) * 2
+        )
         for name, count in zip(names, rows, strict=True):
             yield name, (count, *rest)
 
@@ -327,7 +394,9 @@ def _parts_of(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Of all ranks of a group, on each of them."""
     if group.size() == 1:
         return [local.contiguous()]
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, local.contiguous(), group=group)
     return parts
 
@@ -354,4 +423,6 @@ def check_shapes_agree(name: str, *tensors: Tensor) -> None:
     """
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) != 1:
-        raise WeightError(f"master and moments of {name} differ in shape: {sorted(shapes)}. Nothing was loaded.")
+        raise WeightError(
+            f"master and moments of {name} differ in shape: {sorted(shapes)}. Nothing was loaded."
+        )

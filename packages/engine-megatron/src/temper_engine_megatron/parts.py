@@ -75,12 +75,26 @@ def build_parts(config: MegatronConfig, *, loss_scale: LossScale) -> Parts:
     return parts
 
 
-def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: Translation, membership: Membership) -> Parts:
+def _build(
+    config: MegatronConfig,
+    *,
+    hf_config: PretrainedConfig,
+    translation: Translation,
+    membership: Membership,
+) -> Parts:
     site = None
     if config.lora.is_on:
-        site = plan_adapter(config, hf_config=hf_config, translation=translation, membership=membership)
+        site = plan_adapter(
+            config, hf_config=hf_config, translation=translation, membership=membership
+        )
     with megatron_on_cpu(), own_random_state():
-        chunks = build_chunks(config, hf_config=hf_config, translation=translation, membership=membership, adapter=site)
+        chunks = build_chunks(
+            config,
+            hf_config=hf_config,
+            translation=translation,
+            membership=membership,
+            adapter=site,
+        )
     optimizer = None
     if config.optimizer is not None:
         optimizer = MegatronAdamW(
@@ -104,7 +118,9 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
     )
     state = StateOfRanks(base, optimizer if site is None else None)
     adapter = None
-    with open_tensors(config.model, hf_config, names=[entry.name for entry in state.expected()]) as read:
+    with open_tensors(
+        config.model, hf_config, names=[entry.name for entry in state.expected()]
+    ) as read:
         state.fill(read)
         if site is not None:
             adapter = fill_adapter(site, StateOfRanks(beside, optimizer), read)
@@ -116,12 +132,16 @@ def _build(config: MegatronConfig, *, hf_config: PretrainedConfig, translation: 
         state=state,
         residency=_residency(config, chunks, optimizer),
         adapter=adapter,
-        saving_group=SavingGroup(world_size=membership.topology.world_size, timeout_s=config.collective_timeout_s),
+        saving_group=SavingGroup(
+            world_size=membership.topology.world_size, timeout_s=config.collective_timeout_s
+        ),
         generators={} if site is None else site.generators,
     )
 
 
-def _residency(config: MegatronConfig, chunks: Chunks, optimizer: MegatronAdamW | None) -> Residency:
+def _residency(
+    config: MegatronConfig, chunks: Chunks, optimizer: MegatronAdamW | None
+) -> Residency:
     if config.residency.optimizer_on_cpu:
         raise CapabilityError(
             "residency.optimizer_on_cpu is not supported by the Megatron engine: use residency.offload_optimizer, "
@@ -132,7 +152,12 @@ def _residency(config: MegatronConfig, chunks: Chunks, optimizer: MegatronAdamW 
         return [parameter.data for chunk in chunks.bare for parameter in chunk.parameters()]
 
     def gradients() -> list[Tensor]:
-        return [vars(p)["main_grad"] for chunk in chunks.bare for p in chunk.parameters() if "main_grad" in vars(p)]
+        return [
+            vars(p)["main_grad"]
+            for chunk in chunks.bare
+            for p in chunk.parameters()
+            if "main_grad" in vars(p)
+        ]
 
     def states() -> list[Tensor]:
         # Float32 parameters are their own masters, and move as parameters.
@@ -140,4 +165,6 @@ def _residency(config: MegatronConfig, chunks: Chunks, optimizer: MegatronAdamW 
         found = [] if optimizer is None else optimizer.tensors()
         return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in places]
 
-    return Residency({PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: states}, spec=config.residency)
+    return Residency(
+        {PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: states}, spec=config.residency
+    )

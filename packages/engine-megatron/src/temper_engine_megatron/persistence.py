@@ -40,7 +40,13 @@ FILE_BYTES = 2 << 30
 RANDOM_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _OF_MEGATRON = "megatron."
 """Before the name of one of Megatron's own states."""
-OTHER_SYSTEMS = ("adapter_checkpoint", "mp_rank_*", "dist_ckpt", "iter_*", "latest_checkpointed_iteration.txt")
+OTHER_SYSTEMS = (
+    "adapter_checkpoint",
+    "mp_rank_*",
+    "dist_ckpt",
+    "iter_*",
+    "latest_checkpointed_iteration.txt",
+)
 """What other systems on Megatron leave in a role's folder of a checkpoint, or in one inside it."""
 _INSIDE = ("", "model/", "*/", "*/model/")
 """Where that lies: a role's folder is given, or a step's with a folder for each role."""
@@ -51,7 +57,12 @@ Held = dict[str, Tensor]
 
 def of_state(state: TrainingState) -> Held:
     """A parameter with its moments."""
-    kinds = {"master": state.master, FIRST: state.first_moment, SECOND: state.second_moment, COUNT: torch.tensor(state.update_count)}
+    kinds = {
+        "master": state.master,
+        FIRST: state.first_moment,
+        SECOND: state.second_moment,
+        COUNT: torch.tensor(state.update_count),
+    }
     return {f"{kind}.{state.name}": tensor.cpu() for kind, tensor in kinds.items()}
 
 
@@ -73,7 +84,9 @@ def write_state(stream: Iterable[Held], *, directory: str, rank: int) -> list[st
         held |= parts
         if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
             try:
-                written.append(_write_file(held, directory=directory, name=_file_name(rank, len(written))))
+                written.append(
+                    _write_file(held, directory=directory, name=_file_name(rank, len(written)))
+                )
             except CheckpointError:
                 deque(parts_of_names, maxlen=0)
                 raise
@@ -107,7 +120,10 @@ def _open_files(directory: str) -> SavedState:
             tensors: list[str] = file.keys()
             places |= dict.fromkeys(tensors, path)
             masters = [name for name in tensors if name.startswith("master.")]
-            shapes |= {name.removeprefix("master."): tuple(file.get_slice(name).get_shape()) for name in masters}
+            shapes |= {
+                name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
+                for name in masters
+            }
 
     def read(kind: str, name: str) -> Tensor:
         key = f"{'master' if kind == 'weight' else kind}.{name}"
@@ -115,21 +131,38 @@ def _open_files(directory: str) -> SavedState:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    return SavedState(directory=directory, weights=shapes, has_moments=_have_moments(shapes, places.keys()), read=read)
+    return SavedState(
+        directory=directory,
+        weights=shapes,
+        has_moments=_have_moments(shapes, places.keys()),
+        read=read,
+    )
 
 
 def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
     """These names of it alone, by names in files: what is trained has moments, also where weights beside it have none."""
     if holds_files(saved.directory):
-        stored = {key for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors") for key in _keys_of(path)}
+        stored = {
+            key
+            for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors")
+            for key in _keys_of(path)
+        }
     else:
-        stored = set(StateReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata)
+        stored = set(
+            StateReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
+        )
     home_of = expert_names.homes(saved)
     here = dict.fromkeys(home_of[name] for name in names)
-    homes = replace(saved, weights={name: saved.weights[name] for name in here}, has_moments=_have_moments(here, stored))
+    homes = replace(
+        saved,
+        weights={name: saved.weights[name] for name in here},
+        has_moments=_have_moments(here, stored),
+    )
     own, wanted = expert_names.by_names_in_files(homes), frozenset(names)
     # A joined tensor comes with those of its experts that nobody asked for.
-    return replace(own, weights={name: shape for name, shape in own.weights.items() if name in wanted})
+    return replace(
+        own, weights={name: shape for name, shape in own.weights.items() if name in wanted}
+    )
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -159,15 +192,26 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk: Python's, torch's and safetensors' error
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # a full disk: Python's, torch's and safetensors' error
         raise CheckpointError(f"could not write {path} ({error})") from error
 
 
-def random_states(device: torch.device, *, others: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
+def random_states(
+    device: torch.device, *, others: Mapping[str, torch.Generator]
+) -> dict[str, Tensor]:
     """This rank's random-number states: torch's, those that Megatron keeps for parts of a model, and those of other generators."""
-    states = {"cpu": torch.get_rng_state()} | {name: generator.get_state() for name, generator in others.items()}
+    states = {"cpu": torch.get_rng_state()} | {
+        name: generator.get_state() for name, generator in others.items()
+    }
     with megatron_on_cpu():
-        states |= {f"{_OF_MEGATRON}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+        states |= {
+            f"{_OF_MEGATRON}{name}": state
+            for name, state in get_cuda_rng_tracker().get_states().items()
+        }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -186,7 +230,9 @@ def write_random_states(states: Mapping[str, Tensor], *, directory: str, rank: i
     return relative
 
 
-def read_random_states(*, directory: str, rank: int, device: torch.device, others: Mapping[str, torch.Generator]) -> None:
+def read_random_states(
+    *, directory: str, rank: int, device: torch.device, others: Mapping[str, torch.Generator]
+) -> None:
     """Restore this rank's random-number states, where the checkpoint has some for it."""
     path = Path(directory, RANDOM_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
@@ -195,14 +241,20 @@ def read_random_states(*, directory: str, rank: int, device: torch.device, other
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-    own = {name.removeprefix(_OF_MEGATRON): state for name, state in states.items() if name.startswith(_OF_MEGATRON)}
+    own = {
+        name.removeprefix(_OF_MEGATRON): state
+        for name, state in states.items()
+        if name.startswith(_OF_MEGATRON)
+    }
     if own:
         get_cuda_rng_tracker().set_states(own)
     for name in states.keys() & others.keys():
         others[name].set_state(states[name])
 
 
-def write_adapter(config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str) -> list[str]:
+def write_adapter(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
+) -> list[str]:
     """Write an adapter in the format of HF PEFT; relative paths.
 
     Raises:
@@ -212,7 +264,11 @@ def write_adapter(config: Mapping[str, object], tensors: Mapping[str, Tensor], *
     with _writing(folder / ADAPTER_CONFIG):
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     with _writing(folder / ADAPTER_WEIGHTS):
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            folder / ADAPTER_WEIGHTS,
+            {"format": "pt"},
+        )
     return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
@@ -223,7 +279,10 @@ def refuse_other_systems(directory: str) -> None:
         CheckpointError: says how to convert it.
     """
     folder = Path(directory)
-    found = next((path for place in _INSIDE for name in OTHER_SYSTEMS for path in folder.glob(place + name)), None)
+    found = next(
+        (path for place in _INSIDE for name in OTHER_SYSTEMS for path in folder.glob(place + name)),
+        None,
+    )
     if found is not None:
         raise CheckpointError(
             f"{directory} holds {found.relative_to(folder)}, which is another system's layout: convert it with "

@@ -45,10 +45,16 @@ class _Group:
 class Residency:
     """Brings groups of tensors in for the length of a context, and puts back what it brought in."""
 
-    def __init__(self, groups: Mapping[str, Callable[[], Iterable[Tensor]]], *, spec: ResidencySpec) -> None:
+    def __init__(
+        self, groups: Mapping[str, Callable[[], Iterable[Tensor]]], *, spec: ResidencySpec
+    ) -> None:
         self._groups = {name: _Group(tensors=tensors) for name, tensors in groups.items()}
         self._stays_for_update = spec.load_optimizer_in == "train_mode"
-        wanted = ((PARAMETERS, spec.offload_parameters), (GRADIENTS, spec.offloads_gradients), (OPTIMIZER, spec.offload_optimizer))
+        wanted = (
+            (PARAMETERS, spec.offload_parameters),
+            (GRADIENTS, spec.offloads_gradients),
+            (OPTIMIZER, spec.offload_optimizer),
+        )
         for name, is_offloaded in wanted:
             if is_offloaded:
                 self.park(name)
@@ -98,7 +104,9 @@ class Residency:
         if group.is_parked:
             return
         tensors = _one_per_storage(group.tensors())
-        group.parked = [_Parked(tensor=tensor, host=_to_host(_bytes_of(tensor))) for tensor in tensors]
+        group.parked = [
+            _Parked(tensor=tensor, host=_to_host(_bytes_of(tensor))) for tensor in tensors
+        ]
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.current_stream().synchronize()
         for tensor in tensors:
@@ -117,7 +125,11 @@ class Residency:
 
 
 def _one_per_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.untyped_storage().nbytes() > 0}
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for tensor in tensors
+        if tensor.untyped_storage().nbytes() > 0
+    }
     return list(found.values())
 
 

@@ -41,7 +41,9 @@ class _Rest:
         """As it is now. Collective."""
         return cls(
             rank=parts.membership.topology.global_rank,
-            random_states=persistence.random_states(parts.membership.device, others=parts.generators),
+            random_states=persistence.random_states(
+                parts.membership.device, others=parts.generators
+            ),
             description=parts.hf_config.to_dict(),
             adapter=None if parts.adapter is None else parts.adapter.export(),
         )
@@ -50,7 +52,9 @@ class _Rest:
 def _write(held: Iterable[Held], rest: _Rest, *, directory: str) -> list[str]:
     """No collective but those of the stream."""
     files = persistence.write_state(held, directory=directory, rank=rest.rank)
-    files.append(persistence.write_random_states(rest.random_states, directory=directory, rank=rest.rank))
+    files.append(
+        persistence.write_random_states(rest.random_states, directory=directory, rank=rest.rank)
+    )
     if rest.rank == 0:
         files.append(persistence.write_description(rest.description, directory=directory))
     if rest.rank == 0 and rest.adapter is not None:
@@ -83,16 +87,22 @@ def read_state(parts: Parts, *, directory: str) -> None:
     expected = parts.trained.expected()
     if parts.adapter is not None:
         around = {entry.name for entry in parts.state.expected()}
-        parts.adapter.expect_weights(not in_files.weights.keys().isdisjoint(around), directory=directory)
+        parts.adapter.expect_weights(
+            not in_files.weights.keys().isdisjoint(around), directory=directory
+        )
         if parts.adapter.is_on_other_weights:
             expected = [*parts.state.expected(), *expected]
     check_saved(expected, in_files.entries(), directory=directory)
     if parts.adapter is not None and parts.adapter.is_on_other_weights:
-        parts.state.load_own_weights(persistence.part_of(saved, parts.state.own_names()).iterate_weights())
+        parts.state.load_own_weights(
+            persistence.part_of(saved, parts.state.own_names()).iterate_weights()
+        )
     own = persistence.part_of(saved, parts.trained.own_names())
     if parts.optimizer is None:
         parts.trained.load_own_weights(own.iterate_weights())
     else:
         parts.trained.load_own_state(own.iterate_state())
     rank, device = parts.membership.topology.global_rank, parts.membership.device
-    persistence.read_random_states(directory=directory, rank=rank, device=device, others=parts.generators)
+    persistence.read_random_states(
+        directory=directory, rank=rank, device=device, others=parts.generators
+    )

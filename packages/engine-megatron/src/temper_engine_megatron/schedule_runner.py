@@ -54,14 +54,22 @@ class ScheduleRunner:
         """Whether gradients wait on this rank to be reduced."""
 
     def run(
-        self, batch: PackedBatch, *, queries: frozenset[Query], micro_loss: MicroLoss | None, forward_only: bool
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
     ) -> list[Answers] | None:
         """Detached answers of each micro-batch on the last stage, None elsewhere."""
         asked = _Pass(queries=queries, micro_loss=micro_loss, forward_only=forward_only)
         if self._chunks.head is not None:
             self._chunks.head.check(queries)
         trained_tokens = batch.denominators.tokens
-        prepared = [local_micro_batch(micro, self._slicing, trained_tokens=trained_tokens) for micro in batch.micro_batches()]
+        prepared = [
+            local_micro_batch(micro, self._slicing, trained_tokens=trained_tokens)
+            for micro in batch.micro_batches()
+        ]
         if not forward_only:
             self.has_local_gradients = True
         with self._mode(trains=not forward_only), megatron_on_cpu():
@@ -71,7 +79,9 @@ class ScheduleRunner:
     def _run_schedule(self, prepared: list[LocalMicroBatch], asked: _Pass) -> list[Answers]:
         chunks = list(self._chunks.wrapped)
 
-        def forward_step(micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module) -> tuple[Tensor, object]:
+        def forward_step(
+            micro_batches: Iterator[LocalMicroBatch], chunk: nn.Module
+        ) -> tuple[Tensor, object]:
             local = next(micro_batches)
             output: Tensor = chunk(
                 input_ids=local.tokens,
@@ -95,7 +105,9 @@ class ScheduleRunner:
         )
         return answers
 
-    def _finish(self, output: Tensor, local: LocalMicroBatch, asked: _Pass) -> tuple[Tensor, Tensor, Answers]:
+    def _finish(
+        self, output: Tensor, local: LocalMicroBatch, asked: _Pass
+    ) -> tuple[Tensor, Tensor, Answers]:
         """The scalar to differentiate, no number of tokens, and the answers: what a schedule wants of the last stage."""
         head = self._head
         if self._chunks.settings.sequence_parallel:
@@ -119,19 +131,25 @@ class ScheduleRunner:
     def reduce(self) -> None:
         """Sum what lies on this rank with the others', once: over data and context parallel, tied embeddings, sequence-parallel norms."""
         with without_known_warnings(), megatron_on_cpu(), torch.no_grad():
-            finalize_model_grads(list(self._chunks.wrapped), None, pg_collection=self._membership.collection)
+            finalize_model_grads(
+                list(self._chunks.wrapped), None, pg_collection=self._membership.collection
+            )
         self.has_local_gradients = False
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has been reduced."""
         for chunk in self._chunks.wrapped:
-            assert isinstance(chunk, DistributedDataParallel), "an engine that trains wraps its chunks"
+            assert isinstance(chunk, DistributedDataParallel), (
+                "an engine that trains wraps its chunks"
+            )
             chunk.scale_gradients(factor)
 
     def zero(self) -> None:
         """Drop gradients, local and reduced."""
         for chunk in self._chunks.wrapped:
-            assert isinstance(chunk, DistributedDataParallel), "an engine that trains wraps its chunks"
+            assert isinstance(chunk, DistributedDataParallel), (
+                "an engine that trains wraps its chunks"
+            )
             chunk.zero_grad_buffer()
         self.has_local_gradients = False
 
@@ -139,11 +157,15 @@ class ScheduleRunner:
         """By name, the losses of routers in the calls since the last one, over this replica; those that are trained. Collective."""
         settings, membership = self._chunks.settings, self._membership
         weights = {BALANCE: settings.moe_aux_loss_coeff, Z_LOSS: settings.moe_z_loss_coeff}
-        names = tuple(name for name, weight in weights.items() if settings.num_moe_experts and weight)
+        names = tuple(
+            name for name, weight in weights.items() if settings.num_moe_experts and weight
+        )
         if not names:
             return {}
         layers = [layer for chunk in self._chunks.bare for layer in chunk.decoder.layers]
-        losses = take_losses(layers, names=names, num_layers=settings.num_layers).to(membership.device)
+        losses = take_losses(layers, names=names, num_layers=settings.num_layers).to(
+            membership.device
+        )
         for group in (membership.collection.tp_cp, membership.pp):
             dist.all_reduce(losses, group=group)
         return dict(zip(names, losses, strict=True))

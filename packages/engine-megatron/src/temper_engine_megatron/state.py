@@ -32,7 +32,9 @@ class StateOfRanks:
         """Every Hugging Face name with its shape, in the order of the export."""
         return self._map.expected()
 
-    def iterate_weights(self, *, dtype: torch.dtype, merge: Merge | None = None) -> Iterator[NamedWeight]:
+    def iterate_weights(
+        self, *, dtype: torch.dtype, merge: Merge | None = None
+    ) -> Iterator[NamedWeight]:
         """Full tensors in this dtype, one parameter at a time. Collective.
 
         Args:
@@ -42,7 +44,9 @@ class StateOfRanks:
         for entry in self._map.entries:
             # In the compute dtype a parameter is its master weight, rounded.
             local = None if entry.parameter is None else entry.parameter.detach()
-            for name, tensor in self._map.to_full(entry, local, dtype=self._map.compute_dtype).items():
+            for name, tensor in self._map.to_full(
+                entry, local, dtype=self._map.compute_dtype
+            ).items():
                 merged = tensor if merge is None else merge(name, tensor)
                 yield NamedWeight(name, merged.to(dtype, copy=True))
 
@@ -61,7 +65,9 @@ class StateOfRanks:
         held = entry.parameter
         if held is None:
             return self._map.to_full(entry, None, dtype=torch.float32)
-        local = held.detach().float() if self._optimizer is None else self._optimizer.read(held).master
+        local = (
+            held.detach().float() if self._optimizer is None else self._optimizer.read(held).master
+        )
         return self._map.to_full(entry, local, dtype=torch.float32)
 
     def write_local(self, parameter: nn.Parameter, local: Tensor) -> None:
@@ -73,7 +79,12 @@ class StateOfRanks:
 
     def own_names(self) -> list[str]:
         """Those of which this rank holds a part: what it needs of a checkpoint."""
-        return [name for entry in self._map.entries if self._map.holders(entry) for name in entry.recipe.names]
+        return [
+            name
+            for entry in self._map.entries
+            if self._map.holders(entry)
+            for name in entry.recipe.names
+        ]
 
     def _own_entries(self) -> list[WeightEntry]:
         own = set(self.own_names())
@@ -101,7 +112,9 @@ class StateOfRanks:
         """Fill this rank's parameters, or those of these names, from a function that gives full tensors by name."""
         for entry in self._map.entries:
             if self._map.holders(entry) and (names is None or entry.recipe.names[0] in names):
-                self._write_master(entry, self._map.to_local(entry, [read(name) for name in entry.recipe.names]))
+                self._write_master(
+                    entry, self._map.to_local(entry, [read(name) for name in entry.recipe.names])
+                )
 
     def iterate_state(self) -> Iterator[TrainingState]:
         """Full float32 tensors, one parameter at a time. Collective."""
@@ -109,7 +122,9 @@ class StateOfRanks:
         for entry in self._map.entries:
             kept = None if entry.parameter is None else optimizer.read(entry.parameter)
             parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
-            masters, firsts, seconds = (self._map.to_full(entry, part, dtype=torch.float32) for part in parts)
+            masters, firsts, seconds = (
+                self._map.to_full(entry, part, dtype=torch.float32) for part in parts
+            )
             count = self._map.count_of(entry, 0 if kept is None else kept.count)
             for name, master in masters.items():
                 yield TrainingState(
@@ -138,14 +153,23 @@ class StateOfRanks:
             kept = optimizer.read(entry.parameter)
             if is_gathered:
                 # One kind after the other, so that the device never has more than one whole tensor.
-                masters, firsts, seconds = (self._to_host(entry, part) for part in (kept.master, kept.first, kept.second))
+                masters, firsts, seconds = (
+                    self._to_host(entry, part) for part in (kept.master, kept.first, kept.second)
+                )
                 for name, master in masters.items():
                     yield TrainingState(
-                        name=name, master=master, first_moment=firsts[name], second_moment=seconds[name], update_count=kept.count
+                        name=name,
+                        master=master,
+                        first_moment=firsts[name],
+                        second_moment=seconds[name],
+                        update_count=kept.count,
                     )
 
     def _to_host(self, entry: MappedParameter, part: Tensor) -> dict[str, Tensor]:
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self._map.to_owner(entry, part).items()}
+        return {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in self._map.to_owner(entry, part).items()
+        }
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Replace masters, moments and counts.
@@ -169,7 +193,10 @@ class StateOfRanks:
         for entry, (master, first, second) in collector.finish():
             count = counts[entry.recipe.names[0]]
             for parameter in self._map.holders(entry):
-                optimizer.write(parameter, ParameterState(master=master, first=first, second=second, count=count))
+                optimizer.write(
+                    parameter,
+                    ParameterState(master=master, first=first, second=second, count=count),
+                )
 
     def _write_master(self, entry: MappedParameter, local: Tensor) -> None:
         for parameter in self._map.holders(entry):
@@ -188,14 +215,18 @@ class _Collector:
         self._map = parameters
         self._expected = expected
         self._shapes = {entry.name: entry.shape for entry in self._expected}
-        self._entry_of = {name: entry for entry in parameters.entries for name in entry.recipe.names}
+        self._entry_of = {
+            name: entry for entry in parameters.entries for name in entry.recipe.names
+        }
         self._arrived: list[WeightEntry] = []
         self._waiting: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor]] = {}
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
         """One name, with one or more tensors of one shape."""
-        self._arrived.append(WeightEntry(name=name, shape=tuple(tensors[0].shape), dtype=tensors[0].dtype))
+        self._arrived.append(
+            WeightEntry(name=name, shape=tuple(tensors[0].shape), dtype=tensors[0].dtype)
+        )
         if self._shapes.get(name) != tuple(tensors[0].shape):
             return
         self._waiting[name] = tensors
@@ -203,7 +234,9 @@ class _Collector:
         if self._map.holders(entry) and all(other in self._waiting for other in entry.recipe.names):
             columns = zip(*(self._waiting[other] for other in entry.recipe.names), strict=True)
             # A part that is a view would keep the whole alive.
-            self._parts[entry.described.name] = [self._map.to_local(entry, column).clone() for column in columns]
+            self._parts[entry.described.name] = [
+                self._map.to_local(entry, column).clone() for column in columns
+            ]
         if all(other in self._waiting for other in entry.recipe.names):
             for other in entry.recipe.names:
                 self._waiting[other] = ()

@@ -67,7 +67,13 @@ class HeadShare:
 
 
 def vocabulary_logprob(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: Tensor, ids: Tensor | None, share: HeadShare
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: Tensor,
+    ids: Tensor | None,
+    share: HeadShare,
 ) -> HeadColumns:
     """Answers of a linear head without bias. Collective over the share's group.
 
@@ -84,14 +90,23 @@ def vocabulary_logprob(
     """
     further = labels.new_empty(labels.shape[0], 0) if ids is None else ids
     chosen = torch.cat([labels[:, None], further], dim=1)
-    logprobs, logsumexp, entropy = _Answers.apply(hidden, weight, chosen, temperature[:, None], share)  # type: ignore[no-untyped-call]
-    return HeadColumns(logprob=logprobs[:, 0], logsumexp=logsumexp, entropy=entropy, logprob_at=logprobs[:, 1:])
+    logprobs, logsumexp, entropy = _Answers.apply(
+        hidden, weight, chosen, temperature[:, None], share
+    )  # type: ignore[no-untyped-call]
+    return HeadColumns(
+        logprob=logprobs[:, 0], logsumexp=logsumexp, entropy=entropy, logprob_at=logprobs[:, 1:]
+    )
 
 
 class _Answers(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, chosen: Tensor, heat: Tensor, share: HeadShare
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        chosen: Tensor,
+        heat: Tensor,
+        share: HeadShare,
     ) -> tuple[Tensor, Tensor, Tensor]:
         size, words = hidden.shape[0], weight[: share.size]
         logprobs = heat.new_zeros(chosen.shape)
@@ -119,15 +134,30 @@ class _Answers(torch.autograd.Function):
         pull = grad_logsumexp - grad_logprobs.sum(1)
         for rows in share.chunks(hidden.shape[0]):
             grad = _logits(hidden[rows], words, share)
-            columns = (heat[rows, 0], logsumexp[rows], pull[rows], chosen[rows, 0] - share.first, grad_logprobs[rows, 0], entropy[rows])
+            columns = (
+                heat[rows, 0],
+                logsumexp[rows],
+                pull[rows],
+                chosen[rows, 0] - share.first,
+                grad_logprobs[rows, 0],
+                entropy[rows],
+            )
             slope = grad_entropy[rows] if share.wants_entropy else None
             _kernel(_into_gradient, share)(grad, *columns, slope)
             if chosen.shape[1] > 1:
                 place, is_here = _local_ids(chosen[rows, 1:], share)
-                grad.scatter_add_(1, place, (grad_logprobs[rows, 1:] * is_here / heat[rows]).to(grad.dtype))
+                grad.scatter_add_(
+                    1, place, (grad_logprobs[rows, 1:] * is_here / heat[rows]).to(grad.dtype)
+                )
             grad_hidden[rows] = (grad @ words).float()
             grad_weight[: share.size] += (grad.t() @ hidden[rows]).float()
-        return share.sum(grad_hidden).to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
+        return (
+            share.sum(grad_hidden).to(hidden.dtype),
+            grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _logits(hidden: Tensor, words: Tensor, share: HeadShare) -> Tensor:
@@ -149,7 +179,9 @@ def _kernel(function: Callable[P, T], share: HeadShare) -> Callable[P, T]:
     return _compiled(function) if share.is_compiled else function
 
 
-def _normaliser_and_entropy(logits: Tensor, heat: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
+def _normaliser_and_entropy(
+    logits: Tensor, heat: Tensor, share: HeadShare
+) -> tuple[Tensor, Tensor]:
     """[C] log of the normaliser over all shares, and [C] entropy, from each share's sums about its own largest logit."""
     own, total, weighted = _kernel(_sums, share)(logits, heat)
     largest = own
@@ -182,7 +214,11 @@ def _into_gradient(
 ) -> None:
     """Replace logits [C, V / ranks] by their gradient; labels that are elsewhere match no column."""
     logs = logits.float() / heat[:, None] - logsumexp[:, None]
-    slope = pull[:, None] if grad_entropy is None else pull[:, None] - grad_entropy[:, None] * (logs + entropy[:, None])
+    slope = (
+        pull[:, None]
+        if grad_entropy is None
+        else pull[:, None] - grad_entropy[:, None] * (logs + entropy[:, None])
+    )
     is_label = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
     grad = logs.exp() * slope + torch.where(is_label, grad_logprob[:, None], 0.0)
     logits.copy_(grad / heat[:, None])

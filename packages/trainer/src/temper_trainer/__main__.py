@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
-    sys.path.insert(0, os.getcwd())  # as with python -m: reward functions of one's own lie beside the run
+    sys.path.insert(
+        0, os.getcwd()
+    )  # as with python -m: reward functions of one's own lie beside the run
     try:
         code = _act(asked)
         sys.stdout.flush()  # here, where a reader that went away (| head) is an exit code; at the interpreter's end it is a traceback
@@ -56,13 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        return _fail(f"{error}. Complete checkpoints are untouched: free space, then: {_again(asked)}", code=EXIT_FAILED)
+        return _fail(
+            f"{error}. Complete checkpoints are untouched: free space, then: {_again(asked)}",
+            code=EXIT_FAILED,
+        )
     except KeyboardInterrupt:
-        return _fail(f"interrupted; what came after the last checkpoint is lost. Go on with: {_again(asked)}", code=EXIT_INTERRUPTED)
+        return _fail(
+            f"interrupted; what came after the last checkpoint is lost. Go on with: {_again(asked)}",
+            code=EXIT_INTERRUPTED,
+        )
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="temper-train", usage=USAGE.split("usage: ")[1].splitlines()[0], add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="temper-train", usage=USAGE.split("usage: ")[1].splitlines()[0], add_help=False
+    )
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -86,7 +96,17 @@ def _act(asked: argparse.Namespace) -> int:
     check_outside(loaded.config)
     if asked.check:
         placement = [f"  {line}" for line in planned(loaded.config)]
-        print("\n  ".join(["OK", *derived_sizes(loaded.config), "placement:", *placement, f"digest: {loaded.digest}"]))
+        print(
+            "\n  ".join(
+                [
+                    "OK",
+                    *derived_sizes(loaded.config),
+                    "placement:",
+                    *placement,
+                    f"digest: {loaded.digest}",
+                ]
+            )
+        )
         _say_what_is_missing(loaded)
         return 0
     check_libraries(loaded.config)
@@ -104,17 +124,27 @@ def _say_what_is_missing(loaded: LoadedConfig) -> None:
 
 
 def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) -> int:
-    from temper_trainer.loops import train  # torch and all that comes with it, which --help and --check do without
+    from temper_trainer.loops import (
+        train,
+    )  # torch and all that comes with it, which --help and --check do without
     from temper_trainer.loops.interrupts import RunInterrupted, end_process_at
 
     logging.getLogger("temper_trainer").setLevel(logging.INFO)
     try:
-        result = train(loaded.config, digest=loaded.digest, write_config=partial(write_resolved, loaded), lock=lock)
+        result = train(
+            loaded.config,
+            digest=loaded.digest,
+            write_config=partial(write_resolved, loaded),
+            lock=lock,
+        )
     except RunInterrupted as error:
         code = 128 + error.signal_number
         end_process_at(error.deadline, code=code)
         if not holds_run(Path(loaded.config.run.dir)):
-            return _fail(f"interrupted before the first step was completed, start again with: {_same(asked)}", code=code)
+            return _fail(
+                f"interrupted before the first step was completed, start again with: {_same(asked)}",
+                code=code,
+            )
         where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
         return _fail(f"interrupted {where}, resume with: {_again(asked)}", code=code)
     print(f"done: {_contents(result.directory)}")
@@ -126,14 +156,25 @@ def _report(directory: Path) -> int:
 
     path = write_report(directory)
     if path is None:
-        raise ConfigError(f"--report: {directory} holds no metrics.jsonl with a complete line: give the run.dir of a run.")
+        raise ConfigError(
+            f"--report: {directory} holds no metrics.jsonl with a complete line: give the run.dir of a run."
+        )
     print(f"wrote {path} and {directory / 'curves.png'}")
     return 0
 
 
 def _contents(directory: Path) -> str:
     """What a finished run left, as far as it is there."""
-    names = ("config.yaml", "metrics.jsonl", "tensorboard", "samples.jsonl", "curves.png", "report.html", "checkpoints", "huggingface")
+    names = (
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "samples.jsonl",
+        "curves.png",
+        "report.html",
+        "checkpoints",
+        "huggingface",
+    )
     return f"{directory} holds {', '.join(name for name in names if (directory / name).exists())}"
 
 

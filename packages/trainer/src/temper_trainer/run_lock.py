@@ -167,7 +167,9 @@ def describe_owner(owner: OwnerRecord | None) -> str:
     if owner is None:
         return "another process"
     since = _started_at(owner) if _is_local(owner) else None
-    return f"process {owner.pid} on host {_host(owner)}" + (f", running since {since}" if since else "")
+    return f"process {owner.pid} on host {_host(owner)}" + (
+        f", running since {since}" if since else ""
+    )
 
 
 def _host(owner: OwnerRecord) -> str:

@@ -23,7 +23,9 @@ _CLAIM = ".temper-owner"
 _SESSION = re.compile(r"session_(?P<time>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6})_(?P<process>\d+)")
 """How Ray names the folder of a cluster: by the local time and the driver's process id."""
 _SESSION_STARTS_WITHIN_S = 120.0
-_NAME = re.compile(r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}")
+_NAME = re.compile(
+    r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}"
+)
 
 
 def shared_memory_root() -> Path:
@@ -117,11 +119,19 @@ def remove_claimed(root: Path) -> list[Path]:
 def _is_announced(folder: Path, *, note: Path) -> bool:
     """Return whether a session folder is the one that a dead process was about to make."""
     session, owner = _SESSION.fullmatch(folder.name), _NAME.fullmatch(note.name)
-    if session is None or owner is None or session["process"] != owner["process"] or folder.is_symlink():
+    if (
+        session is None
+        or owner is None
+        or session["process"] != owner["process"]
+        or folder.is_symlink()
+    ):
         return False
     # The id may be another process's by now, which may have a cluster of its own.
     begin = datetime.strptime(session["time"], "%Y-%m-%d_%H-%M-%S_%f").timestamp()
-    return -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S and folder.stat().st_uid == os.getuid()
+    return (
+        -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S
+        and folder.stat().st_uid == os.getuid()
+    )
 
 
 def _is_orphan(name: str) -> bool:

@@ -137,7 +137,9 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """After the prompt, what the environment said included."""
-        return len(self.completion.tokens) + sum(len(turn.observation) + len(turn.completion.tokens) for turn in self.turns)
+        return len(self.completion.tokens) + sum(
+            len(turn.observation) + len(turn.completion.tokens) for turn in self.turns
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,10 @@ def waiting(what: str, *, who: Callable[[], str] = lambda: "") -> Iterator[None]
 def long_waits(longer_than_s: float) -> list[str]:
     """A sentence for each wait that is open for longer, the oldest first."""
     now = time.monotonic()
-    found = sorted((wait for wait in list(_open.values()) if now - wait.since > longer_than_s), key=lambda wait: wait.since)
+    found = sorted(
+        (wait for wait in list(_open.values()) if now - wait.since > longer_than_s),
+        key=lambda wait: wait.since,
+    )
     return [f"waiting for {now - wait.since:.0f} s: {wait.what}{wait.who()}" for wait in found]
 
 
@@ -54,7 +57,9 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if self._interval_s is not None:
-            self._thread = threading.Thread(target=self._watch, args=(self._interval_s,), daemon=True, name="watchdog")
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._interval_s,), daemon=True, name="watchdog"
+            )
             self._thread.start()
         return self
 

@@ -15,14 +15,22 @@ def batch_of(*sequences: dict[str, list[float]]) -> SequenceBatch:
     """Sequences by their columns; the first token of each is the prompt, where every column holds NaN."""
     lengths = [len(next(iter(columns.values()))) + 1 for columns in sequences]
     names = sequences[0].keys()
-    columns = {name: [torch.tensor([math.nan, *sequence[name]]) for sequence in sequences] for name in names}
+    columns = {
+        name: [torch.tensor([math.nan, *sequence[name]]) for sequence in sequences]
+        for name in names
+    }
     masks = [torch.arange(n) >= 1 for n in lengths]
     return from_sequences([torch.arange(n) for n in lengths], loss_masks=masks, columns=columns)
 
 
 def answers_of(*logprobs: list[float]) -> Answers:
     whole = [x for sequence in logprobs for x in (0.0, *sequence)]
-    return Answers(columns={Query.LOGPROB: torch.tensor(whole, requires_grad=True), Query.ENTROPY: torch.full((len(whole),), 0.5)})
+    return Answers(
+        columns={
+            Query.LOGPROB: torch.tensor(whole, requires_grad=True),
+            Query.ENTROPY: torch.full((len(whole),), 0.5),
+        }
+    )
 
 
 def losses(objective: Objective, answers: Answers, batch: SequenceBatch) -> list[float]:
@@ -36,6 +44,8 @@ def gradient(objective: Objective, answers: Answers, batch: SequenceBatch) -> Se
     """Of the reduced loss, by the log-probs of the trained tokens."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
     terms = objective(answers, prepared)
-    loss = reduce_loss(terms, prepared, denominators=count_denominators(batch), aggregation=objective.aggregation)
+    loss = reduce_loss(
+        terms, prepared, denominators=count_denominators(batch), aggregation=objective.aggregation
+    )
     found: Tensor = torch.autograd.grad(loss, answers[Query.LOGPROB])[0]
     return found[batch.loss_mask].tolist()

@@ -26,10 +26,14 @@ def make_samples(group_ids: tuple[int, ...] = GROUPS) -> SequenceBatch:
     return from_sequences([torch.arange(n) for n in LENGTHS], loss_masks=masks, group_ids=group_ids)
 
 
-def estimate(config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, **others: Tensor | None) -> Advantages:
+def estimate(
+    config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, **others: Tensor | None
+) -> Advantages:
     """With what the estimator compares rewards with: greedy rewards of 0.5 for remax, two equal parts of the reward for gdpo."""
     baselines = torch.full_like(rewards, 0.5) if config.advantage == "remax" else None
-    components = torch.stack([rewards / 2, rewards / 2], dim=1) if config.advantage == "gdpo" else None
+    components = (
+        torch.stack([rewards / 2, rewards / 2], dim=1) if config.advantage == "gdpo" else None
+    )
     return estimate_advantages(
         config,
         samples=samples,
@@ -48,13 +52,17 @@ def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | No
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=10)
 @given(order=st.permutations(range(len(LENGTHS))))
-def test_advantages_stay_with_their_sample_whatever_the_order(name: AdvantageName, order: list[int]) -> None:
+def test_advantages_stay_with_their_sample_whatever_the_order(
+    name: AdvantageName, order: list[int]
+) -> None:
     samples, config = make_samples(), AlgorithmConfig(advantage=name)
     values = values_for(name, samples)
     straight = estimate(config, samples=samples, rewards=REWARDS, values=values).advantages
     columns = {"straight": straight} if values is None else {"straight": straight, "values": values}
     mixed = samples.with_columns(columns).select(order)
-    found = estimate(config, samples=mixed, rewards=REWARDS[order], values=mixed.columns.get("values"))
+    found = estimate(
+        config, samples=mixed, rewards=REWARDS[order], values=mixed.columns.get("values")
+    )
     torch.testing.assert_close(found.advantages, mixed.columns["straight"], rtol=1e-6, atol=1e-6)
 
 
@@ -63,7 +71,9 @@ def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName
     samples = make_samples()
     hole = torch.where(samples.loss_mask, 0.1, math.nan)
     config = AlgorithmConfig(advantage=name, kl_reward_coef=0.5)
-    found = estimate(config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole)
+    found = estimate(
+        config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole
+    )
     assert bool(found.advantages.isfinite().all())
     assert not bool(found.advantages[~samples.loss_mask].any())
     assert found.advantages.dtype == torch.float32
@@ -72,7 +82,12 @@ def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName
 def test_only_gae_returns_targets_for_the_value_model() -> None:
     samples = make_samples()
     has_returns = {
-        name: estimate(AlgorithmConfig(advantage=name), samples=samples, rewards=REWARDS, values=values_for(name, samples)).returns
+        name: estimate(
+            AlgorithmConfig(advantage=name),
+            samples=samples,
+            rewards=REWARDS,
+            values=values_for(name, samples),
+        ).returns
         is not None
         for name in ESTIMATORS
     }
@@ -81,9 +96,15 @@ def test_only_gae_returns_targets_for_the_value_model() -> None:
 
 def test_a_kl_penalty_is_taken_from_the_reward_of_whole_completions() -> None:
     # Rewards 1 and 0; KL sums 2 * 0.5 = 1 and 1 * 0.5 = 0.5, weight 0.4: 1 - 0.4 = 0.6 and 0 - 0.2 = -0.2; mean 0.2, so 0.4 and -0.4.
-    samples = from_sequences([torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)], group_ids=[0, 0])
+    samples = from_sequences(
+        [torch.arange(3), torch.arange(2)],
+        loss_masks=[torch.arange(n) >= 1 for n in (3, 2)],
+        group_ids=[0, 0],
+    )
     config = AlgorithmConfig(advantage="dr_grpo", kl_reward_coef=0.4)
-    found = estimate_advantages(config, samples=samples, rewards=torch.tensor([1.0, 0.0]), kl=torch.full((5,), 0.5))
+    found = estimate_advantages(
+        config, samples=samples, rewards=torch.tensor([1.0, 0.0]), kl=torch.full((5,), 0.5)
+    )
     assert found.advantages.tolist() == pytest.approx([0.0, 0.4, 0.4, 0.0, -0.4])
 
 
@@ -104,7 +125,9 @@ def test_gae_takes_the_kl_penalty_token_by_token_with_the_controllers_weight() -
 
 def test_whitening_gives_mean_zero_and_deviation_one_over_trained_tokens() -> None:
     samples = make_samples()
-    found = estimate_advantages(AlgorithmConfig(advantage="rloo", whiten_advantages=True), samples=samples, rewards=REWARDS)
+    found = estimate_advantages(
+        AlgorithmConfig(advantage="rloo", whiten_advantages=True), samples=samples, rewards=REWARDS
+    )
     trained = found.advantages[samples.loss_mask]
     assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(trained.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
@@ -121,8 +144,15 @@ def test_dead_groups_are_counted_and_give_zero() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
-    samples = from_sequences([torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0])
-    found = estimate(AlgorithmConfig(advantage=name), samples=samples, rewards=torch.tensor([1.0, 0.0]), values=values_for(name, samples))
+    samples = from_sequences(
+        [torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0]
+    )
+    found = estimate(
+        AlgorithmConfig(advantage=name),
+        samples=samples,
+        rewards=torch.tensor([1.0, 0.0]),
+        values=values_for(name, samples),
+    )
     assert found.advantages.tolist() == [0.0] * 6
 
 
@@ -132,9 +162,19 @@ def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
         (AlgorithmConfig(advantage="grpo"), [1.0, math.nan], None, "finite numbers"),
         (AlgorithmConfig(advantage="grpo"), [1.0], None, "one per sample"),
         (AlgorithmConfig(advantage="gae"), [1.0, 0.0], None, "gae takes the critic's values"),
-        (AlgorithmConfig(advantage="rloo"), [1.0, 0.0], torch.zeros(4), "every other estimator none"),
+        (
+            AlgorithmConfig(advantage="rloo"),
+            [1.0, 0.0],
+            torch.zeros(4),
+            "every other estimator none",
+        ),
         (AlgorithmConfig(advantage="gae"), [1.0, 0.0], torch.zeros(3), "there are 4 tokens"),
-        (AlgorithmConfig(advantage="grpo", kl_reward_coef=0.1), [1.0, 0.0], None, "no KL was given"),
+        (
+            AlgorithmConfig(advantage="grpo", kl_reward_coef=0.1),
+            [1.0, 0.0],
+            None,
+            "no KL was given",
+        ),
     ],
 )
 def test_wrong_inputs_are_refused_with_a_sentence(

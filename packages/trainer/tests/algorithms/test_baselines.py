@@ -13,7 +13,9 @@ from temper_trainer.algorithms.remax import greedy_baseline_advantage
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 TWO = from_sequences(
-    [torch.tensor([0, 1]), torch.tensor([0, 1, 2, 3])], loss_masks=[torch.arange(2) > 0, torch.arange(4) > 0], group_ids=[7, 7]
+    [torch.tensor([0, 1]), torch.tensor([0, 1, 2, 3])],
+    loss_masks=[torch.arange(2) > 0, torch.arange(4) > 0],
+    group_ids=[7, 7],
 )
 
 
@@ -25,26 +27,40 @@ def test_remax_takes_the_greedy_completions_reward_away() -> None:
 def test_opo_weighs_the_baseline_by_length() -> None:
     # (1 * 1 + 3 * 0) / 4 = 0.25. The second group is flat.
     found = optimal_baseline_advantage(
-        torch.tensor([1.0, 0.0, 0.3, 0.3]), lengths=torch.tensor([1, 3, 2, 9]), group_ids=torch.tensor([0, 0, 5, 5])
+        torch.tensor([1.0, 0.0, 0.3, 0.3]),
+        lengths=torch.tensor([1, 3, 2, 9]),
+        group_ids=torch.tensor([0, 0, 5, 5]),
     )
     assert found.tolist() == [0.75, -0.25, 0.0, 0.0]
 
 
 def test_gpg_is_scaled_by_the_share_that_teaches() -> None:
     # B = 4, M = 2: twice (r - mean).
-    found = group_gradient_advantage(torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1]))
+    found = group_gradient_advantage(
+        torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1])
+    )
     assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_gpg_of_groups_that_teach_nothing_is_zero() -> None:
-    assert group_gradient_advantage(torch.ones(4), group_ids=torch.tensor([0, 0, 1, 1])).tolist() == [0.0] * 4
+    assert (
+        group_gradient_advantage(torch.ones(4), group_ids=torch.tensor([0, 0, 1, 1])).tolist()
+        == [0.0] * 4
+    )
 
 
 def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
     # Each reward alone gives +-1/sqrt(2); weights 1 and 2: -0.7071 and +0.7071. Over 1 and 3 tokens: mean 0.35355, deviation 0.61237:
     # (-0.70711 - 0.35355) / 0.61237 = -1.73205, (0.70711 - 0.35355) / 0.61237 = 0.57735.
-    found = decoupled_advantage(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), weights=(1.0, 2.0), penalty=torch.zeros(2), samples=TWO)
-    assert found[TWO.loss_mask].tolist() == pytest.approx([-1.73205, 0.57735, 0.57735, 0.57735], abs=1e-5)
+    found = decoupled_advantage(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        weights=(1.0, 2.0),
+        penalty=torch.zeros(2),
+        samples=TWO,
+    )
+    assert found[TWO.loss_mask].tolist() == pytest.approx(
+        [-1.73205, 0.57735, 0.57735, 0.57735], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("opo", [0.75, -0.25]), ("gpg", [0.5, -0.5])])
@@ -56,6 +72,10 @@ def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
 
 def test_remax_and_gdpo_need_what_they_compare_with() -> None:
     with pytest.raises(BatchError, match="with baselines missing"):
-        estimate_advantages(AlgorithmConfig(advantage="remax"), samples=TWO, rewards=torch.tensor([1.0, 0.0]))
+        estimate_advantages(
+            AlgorithmConfig(advantage="remax"), samples=TWO, rewards=torch.tensor([1.0, 0.0])
+        )
     with pytest.raises(BatchError, match=r"set reward\.components"):
-        estimate_advantages(AlgorithmConfig(advantage="gdpo"), samples=TWO, rewards=torch.tensor([1.0, 0.0]))
+        estimate_advantages(
+            AlgorithmConfig(advantage="gdpo"), samples=TWO, rewards=torch.tensor([1.0, 0.0])
+        )

@@ -36,11 +36,15 @@ def test_tokens_outside_the_bounds_are_left_out_and_the_rest_normalised() -> Non
 
 def test_a_sequence_has_the_product_of_its_ratios() -> None:
     # e^(0.5 - 1 + 0) = 0.606531.
-    assert corrected(level="sequence").weights.tolist() == pytest.approx([0.0, 0.606531, 0.606531, 0.606531], abs=1e-6)
+    assert corrected(level="sequence").weights.tolist() == pytest.approx(
+        [0.0, 0.606531, 0.606531, 0.606531], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
-def test_a_completion_too_far_from_the_trainer_is_left_out_whole(bound: float, is_rejected: bool) -> None:
+def test_a_completion_too_far_from_the_trainer_is_left_out_whole(
+    bound: float, is_rejected: bool
+) -> None:
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
     found = corrected(level="none", reject_kl=bound)
     assert found.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
@@ -48,14 +52,19 @@ def test_a_completion_too_far_from_the_trainer_is_left_out_whole(bound: float, i
 
 
 def test_equal_log_probs_correct_nothing() -> None:
-    found = rollout_correction(RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD)
+    found = rollout_correction(
+        RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
+    )
     assert found.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
     assert found.metrics["correction/effective_sample_share"] == pytest.approx(1.0)
 
 
 def test_the_effective_sample_share_is_always_reported() -> None:
     # Weights 1 and 3: mean 2, mean of squares 5; 4 / 5.
-    ours, mask = torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]), torch.tensor([False, True, True])
+    ours, mask = (
+        torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]),
+        torch.tensor([False, True, True]),
+    )
     found = mismatch_metrics(ours, rollout_logprobs=torch.zeros(3), loss_mask=mask)
     assert effective_sample_share(found) == pytest.approx(0.8)
     assert found["mismatch/ratio_max"].result == pytest.approx(3.0)

@@ -23,18 +23,24 @@ def top_k_batch(teacher: list[list[float]], *, weights: list[float]) -> Sequence
         "teacher_top_logprobs": [rows],
         "teacher_weights": [torch.tensor([math.nan, *weights])],
     }
-    return from_sequences([torch.arange(len(rows))], loss_masks=[torch.arange(len(rows)) > 0], columns=columns)
+    return from_sequences(
+        [torch.arange(len(rows))], loss_masks=[torch.arange(len(rows)) > 0], columns=columns
+    )
 
 
 def asked(rows: list[list[float]]) -> Answers:
-    return Answers(columns={Query.LOGPROB_AT: torch.tensor([[0.0] * len(rows[0]), *rows], requires_grad=True)})
+    return Answers(
+        columns={Query.LOGPROB_AT: torch.tensor([[0.0] * len(rows[0]), *rows], requires_grad=True)}
+    )
 
 
 def test_forward_kl_over_named_tokens_and_the_rest() -> None:
     # Teacher 0.5, 0.25 and a rest of 0.25; policy 0.25, 0.5 and a rest of 0.25.
     # 0.5 ln 2 - 0.25 ln 2 + 0 = 0.25 ln 2 = 0.173287; the second token has weight 2.
     teacher, policy = [LOG(0.5), LOG(0.25)], [LOG(0.25), LOG(0.5)]
-    terms = TopKObjective()(asked([policy, policy]), top_k_batch([teacher, teacher], weights=[1.0, 2.0]))
+    terms = TopKObjective()(
+        asked([policy, policy]), top_k_batch([teacher, teacher], weights=[1.0, 2.0])
+    )
     assert terms.loss[1:].tolist() == pytest.approx([0.173287, 0.346574], abs=1e-5)
     assert terms.metrics["distill/top_k_mass"].result == pytest.approx(0.75)
 
@@ -58,24 +64,37 @@ def test_jensen_shannon_is_symmetric_at_a_half_and_zero_where_they_agree() -> No
     back = objective(asked([teacher]), top_k_batch([policy], weights=[1.0])).loss[1]
     assert float(there.detach()) == pytest.approx(0.086305, abs=1e-5)
     assert float(back.detach()) == pytest.approx(float(there.detach()), abs=1e-6)
-    assert float(objective(asked([teacher]), top_k_batch([teacher], weights=[1.0])).loss[1].detach()) == pytest.approx(0.0, abs=1e-6)
+    assert float(
+        objective(asked([teacher]), top_k_batch([teacher], weights=[1.0])).loss[1].detach()
+    ) == pytest.approx(0.0, abs=1e-6)
 
 
 def reverse_batch(teacher: list[float], weights: list[float]) -> SequenceBatch:
-    columns = {"teacher_logprobs": [torch.tensor([math.nan, *teacher])], "teacher_weights": [torch.tensor([0.0, *weights])]}
+    columns = {
+        "teacher_logprobs": [torch.tensor([math.nan, *teacher])],
+        "teacher_weights": [torch.tensor([0.0, *weights])],
+    }
     length = len(teacher) + 1
-    return from_sequences([torch.arange(length)], loss_masks=[torch.arange(length) > 0], columns=columns)
+    return from_sequences(
+        [torch.arange(length)], loss_masks=[torch.arange(length) > 0], columns=columns
+    )
 
 
 def test_reverse_kl_by_k2_pulls_to_the_teacher_and_is_clamped() -> None:
     # d = log q - log p = -1 and 2: d^2 / 2 = 0.5 and 2, the latter clamped to 1.5; the third has no teacher.
-    answers = Answers(columns={Query.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)})
-    terms = ReverseKlObjective(clamp=1.5)(answers, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0]))
+    answers = Answers(
+        columns={Query.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
+    )
+    terms = ReverseKlObjective(clamp=1.5)(
+        answers, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0])
+    )
     assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
     assert terms.metrics["distill/clamped_share"].result == pytest.approx(0.5)
     assert terms.metrics["distill/taught_share"].result == pytest.approx(2 / 3)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), answers[Query.LOGPROB])
-    assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0]), "log p is above log q by 1: push it down"
+    assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0]), (
+        "log p is above log q by 1: push it down"
+    )
 
 
 def test_k1_as_a_loss_is_refused_and_as_a_reward_is_the_log_ratio() -> None:
@@ -95,8 +114,12 @@ def test_k1_as_a_loss_is_refused_and_as_a_reward_is_the_log_ratio() -> None:
 
 def test_a_distillation_is_added_to_the_policys_loss() -> None:
     # -A * 1 = -2, plus 0.5 * d^2 / 2 with d = -1: 0.25.
-    batch = reverse_batch([-2.0], [1.0]).with_columns({"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])})
-    objective = CombinedObjective(parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation())
+    batch = reverse_batch([-2.0], [1.0]).with_columns(
+        {"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])}
+    )
+    objective = CombinedObjective(
+        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
+    )
     answers = Answers(columns={Query.LOGPROB: torch.tensor([0.0, -1.0])})
     assert float(objective(answers, batch).loss[1].detach()) == pytest.approx(-1.75)
     assert objective.columns >= {"advantages", "teacher_logprobs"}

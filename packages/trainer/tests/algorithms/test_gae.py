@@ -12,11 +12,15 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_trainer.algorithms.gae import generalised_advantage
 from temper_trainer.algorithms.trained_tokens import discounted_sums, outcome_at_last_token
 
-MASKS = st.lists(st.lists(st.booleans(), max_size=8).map(lambda tail: [False, *tail]), min_size=1, max_size=4)
+MASKS = st.lists(
+    st.lists(st.booleans(), max_size=8).map(lambda tail: [False, *tail]), min_size=1, max_size=4
+)
 
 
 def samples_of(*masks: list[bool]) -> SequenceBatch:
-    return from_sequences([torch.arange(len(m)) for m in masks], loss_masks=[torch.tensor(m) for m in masks])
+    return from_sequences(
+        [torch.arange(len(m)) for m in masks], loss_masks=[torch.tensor(m) for m in masks]
+    )
 
 
 def test_three_tokens_by_hand() -> None:
@@ -25,7 +29,9 @@ def test_three_tokens_by_hand() -> None:
     samples = samples_of([False, True, True, True])
     rewards = outcome_at_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([9.0, 0.5, 0.6, 0.7])
-    advantages, returns = generalised_advantage(rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8)
+    advantages, returns = generalised_advantage(
+        rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
+    )
     assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.246, 0.3], abs=1e-6)
     assert returns.tolist() == pytest.approx([0.0, 0.71712, 0.846, 1.0], abs=1e-6)
 
@@ -34,7 +40,9 @@ def test_a_tool_span_between_trained_tokens_changes_nothing_even_when_its_values
     samples = samples_of([False, True, False, False, True, True, False])
     rewards = outcome_at_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([math.nan, 0.5, math.nan, math.nan, 0.6, 0.7, math.nan])
-    advantages, returns = generalised_advantage(rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8)
+    advantages, returns = generalised_advantage(
+        rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
+    )
     assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.0, 0.0, 0.246, 0.3, 0.0], abs=1e-6)
     assert returns.tolist() == pytest.approx([0.0, 0.71712, 0.0, 0.0, 0.846, 1.0, 0.0], abs=1e-6)
 
@@ -43,22 +51,34 @@ def test_with_lambda_and_gamma_one_the_advantage_is_the_outcome_less_the_value()
     samples = samples_of([False, True, True], [False, True])
     rewards = outcome_at_last_token(torch.tensor([2.0, -1.0]), samples=samples)
     values = torch.tensor([0.0, 0.5, 1.5, 0.0, 3.0])
-    advantages, returns = generalised_advantage(rewards, values=values, samples=samples, gamma=1.0, gae_lambda=1.0)
+    advantages, returns = generalised_advantage(
+        rewards, values=values, samples=samples, gamma=1.0, gae_lambda=1.0
+    )
     assert advantages.tolist() == pytest.approx([0.0, 1.5, 0.5, 0.0, -4.0])
     assert returns.tolist() == pytest.approx([0.0, 2.0, 2.0, 0.0, -1.0])
 
 
 def test_the_outcome_of_a_sample_without_trained_tokens_lands_nowhere() -> None:
     samples = samples_of([False, False], [False, True, False])
-    assert outcome_at_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [0.0, 0.0, 0.0, 3.0, 0.0]
+    assert outcome_at_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        3.0,
+        0.0,
+    ]
 
 
 @given(MASKS, st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(0, 2**31))
-def test_gae_equals_a_loop_over_tokens(masks: list[list[bool]], gamma: float, gae_lambda: float, seed: int) -> None:
+def test_gae_equals_a_loop_over_tokens(
+    masks: list[list[bool]], gamma: float, gae_lambda: float, seed: int
+) -> None:
     samples = samples_of(*masks)
     draw = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, samples.num_tokens, generator=draw, dtype=torch.float64)
-    found, _ = generalised_advantage(rewards, values=values, samples=samples, gamma=gamma, gae_lambda=gae_lambda)
+    found, _ = generalised_advantage(
+        rewards, values=values, samples=samples, gamma=gamma, gae_lambda=gae_lambda
+    )
     expected = loop_over_tokens(samples, rewards, values, gamma=gamma, gae_lambda=gae_lambda)
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
@@ -70,11 +90,15 @@ def test_long_samples_are_summed_over_their_whole_length() -> None:
     assert float(sums[1]) == pytest.approx((1 - 0.99**1000) / 0.01)
 
 
-def loop_over_tokens(samples: SequenceBatch, rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: float) -> list[float]:
+def loop_over_tokens(
+    samples: SequenceBatch, rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: float
+) -> list[float]:
     advantages = [0.0] * samples.num_tokens
     for b in range(samples.num_sequences):
         next_value = next_advantage = 0.0
-        for t in reversed(range(int(samples.sequence_starts[b]), int(samples.sequence_starts[b + 1]))):
+        for t in reversed(
+            range(int(samples.sequence_starts[b]), int(samples.sequence_starts[b + 1]))
+        ):
             if samples.loss_mask[t]:
                 delta = float(rewards[t]) + gamma * next_value - float(values[t])
                 next_advantage = advantages[t] = delta + gamma * gae_lambda * next_advantage

@@ -14,20 +14,29 @@ EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 
 def test_the_three_estimators_by_hand() -> None:
     # d = log ref - log policy = -1.0 - (-1.5) = 0.5: k1 = -0.5; k2 = 0.125; k3 = e^0.5 - 1 - 0.5 = 0.148721.
-    found = [float(estimate_kl(torch.tensor([-1.5]), ref_logprobs=torch.tensor([-1.0]), estimator=name)) for name in EVERY]
+    found = [
+        float(estimate_kl(torch.tensor([-1.5]), ref_logprobs=torch.tensor([-1.0]), estimator=name))
+        for name in EVERY
+    ]
     assert found == pytest.approx([-0.5, 0.125, 0.148721], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", EVERY)
 def test_the_kl_of_a_policy_to_itself_is_zero(estimator: KlEstimator) -> None:
     logprobs = torch.tensor([-0.1, -3.0, -12.0])
-    assert estimate_kl(logprobs, ref_logprobs=logprobs, estimator=estimator).tolist() == [0.0, 0.0, 0.0]
+    assert estimate_kl(logprobs, ref_logprobs=logprobs, estimator=estimator).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_gradient_pulls_each_log_prob_towards_the_reference(estimator: KlEstimator) -> None:
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
-    estimate_kl(logprobs, ref_logprobs=torch.tensor([-2.0, -2.0]), estimator=estimator).sum().backward()
+    estimate_kl(
+        logprobs, ref_logprobs=torch.tensor([-2.0, -2.0]), estimator=estimator
+    ).sum().backward()
     assert logprobs.grad is not None
     # Descent lowers the first, which is above its reference, and raises the second.
     assert float(logprobs.grad[0]) > 0 > float(logprobs.grad[1])
@@ -36,7 +45,12 @@ def test_the_gradient_pulls_each_log_prob_towards_the_reference(estimator: KlEst
 def test_k1_and_k3_are_unbiased_and_k2_is_close_for_near_distributions() -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     exact = float((policy * (policy / reference).log()).sum())
-    found = {name: float((policy * estimate_kl(policy.log(), ref_logprobs=reference.log(), estimator=name)).sum()) for name in EVERY}
+    found = {
+        name: float(
+            (policy * estimate_kl(policy.log(), ref_logprobs=reference.log(), estimator=name)).sum()
+        )
+        for name in EVERY
+    }
     assert found["k1"] == pytest.approx(exact, abs=1e-6)
     assert found["k3"] == pytest.approx(exact, abs=1e-6)
     assert found["k2"] == pytest.approx(exact, rel=0.1)
@@ -52,8 +66,13 @@ def test_a_huge_difference_stays_finite(estimator: KlEstimator) -> None:
     assert bool(logprobs.grad.isfinite().all())
 
 
-@pytest.mark.parametrize(("estimator", "divergence"), [("k1", "none"), ("k2", "policy_reference"), ("k3", "reference_policy")])
-def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(estimator: KlEstimator, divergence: str) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [("k1", "none"), ("k2", "policy_reference"), ("k3", "reference_policy")],
+)
+def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(
+    estimator: KlEstimator, divergence: str
+) -> None:
     logits = torch.tensor([0.3, -0.2, 0.9, 0.0], requires_grad=True)
     policy, reference = logits.softmax(0), torch.tensor([0.4, 0.3, 0.2, 0.1])
     exact = {
@@ -72,7 +91,10 @@ def test_a_controller_without_target_stays_as_it_is() -> None:
     assert controller.updated(kl=100.0, num_samples=64) == controller
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(6.6, 0.2 * (1 + 0.1 * 0.01)), (60.0, 0.2 * 1.002), (0.0, 0.2 * 0.998), (6.0, 0.2)])
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(6.6, 0.2 * (1 + 0.1 * 0.01)), (60.0, 0.2 * 1.002), (0.0, 0.2 * 0.998), (6.0, 0.2)],
+)
 def test_an_adaptive_controller_follows_the_error_up_to_a_fifth(kl: float, expected: float) -> None:
     # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9 (held at 0.2), -1 (held) and 0.
     controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
@@ -87,5 +109,9 @@ def test_a_step_whose_kl_is_no_number_leaves_an_adaptive_controller_as_it_was(kl
 
 def test_sequence_kl_sums_tokens_and_averages_samples() -> None:
     # (1 + 2) + 4 = 7 over two samples; the first entries are not trained.
-    samples = from_sequences([torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)])
-    assert sequence_kl(torch.tensor([math.nan, 1.0, 2.0, math.nan, 4.0]), samples=samples) == pytest.approx(3.5)
+    samples = from_sequences(
+        [torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)]
+    )
+    assert sequence_kl(
+        torch.tensor([math.nan, 1.0, 2.0, math.nan, 4.0]), samples=samples
+    ) == pytest.approx(3.5)

@@ -13,7 +13,9 @@ def test_the_distance_is_measured_over_trained_tokens_only() -> None:
     # (e^0.1 - 1.1) + (e^-0.3 - 1 + 0.3) = 0.005171 + 0.040818 = 0.045989, half of it 0.022995.
     ours = torch.tensor([math.nan, -0.9, -1.3, 5.0])
     theirs = torch.tensor([0.0, -1.0, -1.0, math.nan])
-    found = mismatch_metrics(ours, rollout_logprobs=theirs, loss_mask=torch.tensor([False, True, True, False]))
+    found = mismatch_metrics(
+        ours, rollout_logprobs=theirs, loss_mask=torch.tensor([False, True, True, False])
+    )
     assert found["mismatch/abs_mean"].result == pytest.approx(0.2, abs=1e-6)
     assert found["mismatch/abs_max"].result == pytest.approx(0.3, abs=1e-6)
     assert found["mismatch/kl"].result == pytest.approx(0.022995, abs=1e-5)
@@ -21,7 +23,9 @@ def test_the_distance_is_measured_over_trained_tokens_only() -> None:
 
 def test_equal_measurements_have_no_mismatch() -> None:
     logprobs = torch.tensor([0.0, -2.0])
-    found = mismatch_metrics(logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True]))
+    found = mismatch_metrics(
+        logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True])
+    )
     distances = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/kl")
     assert [found[name].result for name in distances] == [0.0, 0.0, 0.0]
     assert found["mismatch/ratio_mean"].result == found["mismatch/ratio_max"].result == 1.0

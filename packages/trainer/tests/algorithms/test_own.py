@@ -15,7 +15,9 @@ from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 
 HERE = "test_own"
-SAMPLES = from_sequences([torch.arange(n) for n in (3, 2)], loss_masks=[torch.arange(n) > 0 for n in (3, 2)])
+SAMPLES = from_sequences(
+    [torch.arange(n) for n in (3, 2)], loss_masks=[torch.arange(n) > 0 for n in (3, 2)]
+)
 
 
 def half(rewards: Tensor, *, samples: SequenceBatch, factor: float = 0.5) -> Tensor:
@@ -38,7 +40,9 @@ def endless(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
 class Plain(SurrogateObjective):
     factor: float = 1.0
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         return -self.factor * log_ratio.exp() * advantages
 
 
@@ -49,7 +53,9 @@ def module_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def advantages(name: str, **arguments: float) -> list[float]:
     config = AlgorithmConfig(advantage=f"{HERE}:{name}", advantage_arguments=arguments)
-    return estimate_advantages(config, samples=SAMPLES, rewards=torch.tensor([4.0, 2.0])).advantages.tolist()
+    return estimate_advantages(
+        config, samples=SAMPLES, rewards=torch.tensor([4.0, 2.0])
+    ).advantages.tolist()
 
 
 def test_an_own_estimator_answers_by_completion_or_by_token_and_prompts_stay_0() -> None:
@@ -58,14 +64,19 @@ def test_an_own_estimator_answers_by_completion_or_by_token_and_prompts_stay_0()
     assert advantages("by_token") == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("too_many", r"a tensor of shape \(4,\), but must return"), ("endless", "finite numbers")])
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("too_many", r"a tensor of shape \(4,\), but must return"), ("endless", "finite numbers")],
+)
 def test_what_it_must_not_return_is_refused(name: str, complaint: str) -> None:
     with pytest.raises(BatchError, match=complaint):
         advantages(name)
 
 
 def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> None:
-    config = AlgorithmConfig(policy_loss=f"{HERE}:Plain", policy_loss_arguments={"factor": 3.0}, entropy_coef=0.1)
+    config = AlgorithmConfig(
+        policy_loss=f"{HERE}:Plain", policy_loss_arguments={"factor": 3.0}, entropy_coef=0.1
+    )
     objective = policy_objective(config)
     assert type(objective).__name__ == "Plain"
     assert (objective.factor, objective.entropy_coef) == (3.0, 0.1)  # type: ignore[attr-defined]
@@ -76,10 +87,15 @@ def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> No
     ("fields", "complaint"),
     [
         ({"advantage": "grop"}, "did you mean 'grpo'"),
-        ({"policy_loss": "ppo", "policy_loss_arguments": {"factor": 1.0}}, "algorithm.policy_loss_arguments are set, but ppo takes none"),
+        (
+            {"policy_loss": "ppo", "policy_loss_arguments": {"factor": 1.0}},
+            "algorithm.policy_loss_arguments are set, but ppo takes none",
+        ),
     ],
 )
-def test_names_that_lead_nowhere_are_refused_with_the_nearest(fields: dict[str, object], complaint: str) -> None:
+def test_names_that_lead_nowhere_are_refused_with_the_nearest(
+    fields: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         AlgorithmConfig(**fields)  # type: ignore[arg-type]
 
@@ -96,7 +112,9 @@ def test_names_that_lead_nowhere_are_refused_with_the_nearest(fields: dict[str, 
         ({"policy_loss": "no_such_module:Loss"}, "put the folder that holds it on PYTHONPATH"),
     ],
 )
-def test_an_own_objective_that_does_not_fit_is_refused(fields: dict[str, object], complaint: str) -> None:
+def test_an_own_objective_that_does_not_fit_is_refused(
+    fields: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         policy_objective(AlgorithmConfig(**fields))  # type: ignore[arg-type]
 

@@ -17,16 +17,26 @@ def batch_of(**columns: list[float]) -> SequenceBatch:
     """One sequence; its first token is the prompt, where every column holds NaN."""
     length = len(next(iter(columns.values()))) + 1
     padded = {name: [torch.tensor([math.nan, *column])] for name, column in columns.items()}
-    return from_sequences([torch.arange(length)], loss_masks=[torch.arange(length) >= 1], columns=padded)
+    return from_sequences(
+        [torch.arange(length)], loss_masks=[torch.arange(length) >= 1], columns=padded
+    )
 
 
 def answers_of(logprobs: list[float], **others: list[float]) -> Answers:
     columns = {Query.LOGPROB: torch.tensor([0.0, *logprobs], requires_grad=True)}
-    return Answers(columns=columns | {Query(name): torch.tensor([0.0, *column]) for name, column in others.items()})
+    return Answers(
+        columns=columns
+        | {Query(name): torch.tensor([0.0, *column]) for name, column in others.items()}
+    )
 
 
 def gradient(objective: PolicyObjective, answers: Answers, batch: SequenceBatch) -> Tensor:
-    loss = reduce_loss(objective(answers, batch), batch, denominators=count_denominators(batch), aggregation=objective.aggregation)
+    loss = reduce_loss(
+        objective(answers, batch),
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=objective.aggregation,
+    )
     return torch.autograd.grad(loss, answers[Query.LOGPROB])[0]
 
 
@@ -74,7 +84,10 @@ def test_old_is_current_has_the_gradient_of_measured_old_logprobs_without_readin
     measured = batch_of(advantages=[1.0, -2.0, 0.5], old_logprobs=values)
     skipped = batch_of(advantages=[1.0, -2.0, 0.5], rollout_logprobs=[-0.5, -2.1, -3.0])
     expected = gradient(PolicyObjective(), answers_of(values), measured)
-    assert gradient(PolicyObjective(old_is_current=True), answers_of(values), skipped).tolist() == expected.tolist()
+    assert (
+        gradient(PolicyObjective(old_is_current=True), answers_of(values), skipped).tolist()
+        == expected.tolist()
+    )
     assert expected.tolist() == pytest.approx([0.0, -1 / 3, 2 / 3, -0.5 / 3])
 
 
@@ -117,7 +130,9 @@ def test_nan_at_untrained_positions_reaches_neither_loss_nor_gradient_nor_metric
     objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.1, dual_clip=3.0)
     answers = answers_of([-1.1], entropy=[1.0])
     assert bool(gradient(objective, answers, batch).isfinite().all())
-    assert all(math.isfinite(metric.result) for metric in objective(answers, batch).metrics.values())
+    assert all(
+        math.isfinite(metric.result) for metric in objective(answers, batch).metrics.values()
+    )
 
 
 def test_a_ratio_beyond_float32_stays_finite() -> None:
@@ -130,6 +145,8 @@ def test_a_ratio_beyond_float32_stays_finite() -> None:
 def test_an_all_masked_batch_has_zero_loss_and_zero_gradient() -> None:
     nan = torch.full((3,), math.nan)
     batch = from_sequences(
-        [torch.arange(3)], loss_masks=[torch.zeros(3, dtype=torch.bool)], columns={"advantages": [nan], "old_logprobs": [nan]}
+        [torch.arange(3)],
+        loss_masks=[torch.zeros(3, dtype=torch.bool)],
+        columns={"advantages": [nan], "old_logprobs": [nan]},
     )
     assert gradient(PolicyObjective(), answers_of([-1.0, -1.0]), batch).tolist() == [0.0, 0.0, 0.0]

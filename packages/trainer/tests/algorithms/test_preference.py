@@ -22,14 +22,21 @@ def pair() -> SequenceBatch:
         loss_masks=[torch.arange(3) > 0, torch.arange(2) > 0],
         group_ids=[0, 0],
         atom_ids=[0, 0],
-        columns={"ref_logprobs": [torch.tensor([math.nan, -1.5, -1.5]), torch.tensor([math.nan, -1.0])]},
+        columns={
+            "ref_logprobs": [torch.tensor([math.nan, -1.5, -1.5]), torch.tensor([math.nan, -1.0])]
+        },
         sequence_columns={"is_chosen": torch.tensor([True, False])},
     )
 
 
 def loss_of(objective: Objective, answers: Answers) -> Tensor:
     batch = pair()
-    return reduce_loss(objective(answers, batch), batch, denominators=count_denominators(batch), aggregation=objective.aggregation)
+    return reduce_loss(
+        objective(answers, batch),
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=objective.aggregation,
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,13 +55,17 @@ def loss_of(objective: Objective, answers: Answers) -> Tensor:
     ],
 )
 def test_losses_of_a_pair(objective: DpoObjective, expected: float) -> None:
-    assert float(loss_of(objective, Answers(columns={Query.LOGPROB: LOGPROBS}))) == pytest.approx(expected, abs=1e-6)
+    assert float(loss_of(objective, Answers(columns={Query.LOGPROB: LOGPROBS}))) == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_the_reward_models_loss_of_a_pair() -> None:
     # s = 1.5 and 0.5: ln(1 + e^-1) = 0.313262, plus 0.1 * (1.5 + 0.5)^2 = 0.4.
     answers = Answers(columns={Query.SCORE: torch.tensor([1.5, 0.5])})
-    assert float(loss_of(RewardModelObjective(center_coef=0.1), answers)) == pytest.approx(0.713262, abs=1e-6)
+    assert float(loss_of(RewardModelObjective(center_coef=0.1), answers)) == pytest.approx(
+        0.713262, abs=1e-6
+    )
     assert RewardModelObjective()(answers, pair()).metrics["preference/accuracy"].result == 1.0
 
 

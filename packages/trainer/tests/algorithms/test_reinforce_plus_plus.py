@@ -9,7 +9,11 @@ from temper_trainer.algorithms.trained_tokens import outcome_at_last_token
 
 
 def samples_of(*masks: list[bool], group_ids: list[int]) -> SequenceBatch:
-    return from_sequences([torch.arange(len(m)) for m in masks], loss_masks=[torch.tensor(m) for m in masks], group_ids=group_ids)
+    return from_sequences(
+        [torch.arange(len(m)) for m in masks],
+        loss_masks=[torch.tensor(m) for m in masks],
+        group_ids=group_ids,
+    )
 
 
 def test_reward_to_go_is_discounted_and_whitened_over_the_tokens_of_the_step() -> None:
@@ -25,7 +29,9 @@ def test_a_reward_after_a_tool_turn_reaches_the_tokens_before_it() -> None:
     samples = samples_of([False, True, False, False, True], [False, True], group_ids=[0, 1])
     rewards = outcome_at_last_token(torch.tensor([1.0, 0.0]), samples=samples)
     found = global_advantage(rewards, samples=samples, gamma=1.0)
-    assert found.tolist() == pytest.approx([0.0, 0.707107, 0.0, 0.0, 0.707107, 0.0, -1.414214], abs=1e-6)
+    assert found.tolist() == pytest.approx(
+        [0.0, 0.707107, 0.0, 0.0, 0.707107, 0.0, -1.414214], abs=1e-6
+    )
 
 
 def test_the_baseline_variant_centres_on_the_group_then_whitens_over_tokens() -> None:
@@ -33,4 +39,6 @@ def test_the_baseline_variant_centres_on_the_group_then_whitens_over_tokens() ->
     # deviation 0.433013: 1.732051 and -0.577350.
     samples = samples_of([False, True], [False, True, True, True], group_ids=[3, 3])
     found = group_baseline_advantage(torch.tensor([1.0, 0.0]), samples=samples)
-    assert found.tolist() == pytest.approx([0.0, 1.732051, 0.0, -0.57735, -0.57735, -0.57735], abs=1e-6)
+    assert found.tolist() == pytest.approx(
+        [0.0, 1.732051, 0.0, -0.57735, -0.57735, -0.57735], abs=1e-6
+    )

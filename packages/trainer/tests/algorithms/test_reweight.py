@@ -28,12 +28,16 @@ def test_power_draws_by_the_size_of_the_reward() -> None:
 
 
 def test_power_zero_draws_all_alike() -> None:
-    assert shares([1.0, 5.0, 0.5, 3.0], [0, 0, 1, 1], ReweightConfig(exponent=0.0)).tolist() == pytest.approx([0.25] * 4, abs=0.03)
+    assert shares(
+        [1.0, 5.0, 0.5, 3.0], [0, 0, 1, 1], ReweightConfig(exponent=0.0)
+    ).tolist() == pytest.approx([0.25] * 4, abs=0.03)
 
 
 def test_best_and_worst_of_each_group_share_its_draws() -> None:
     # Group 0 (places 0, 2, 4): best is 0, worst is 4; group 1: places 1 and 5 are best together, 3 is worst.
-    found = shares([3.0, 2.0, 1.0, 0.0, -1.0, 2.0], [0, 1, 0, 1, 0, 1], ReweightConfig(method="max_min"))
+    found = shares(
+        [3.0, 2.0, 1.0, 0.0, -1.0, 2.0], [0, 1, 0, 1, 0, 1], ReweightConfig(method="max_min")
+    )
     assert found.tolist() == pytest.approx([1 / 4, 1 / 8, 0.0, 1 / 4, 1 / 4, 1 / 8], abs=0.03)
     assert found[2] == 0
 
@@ -48,15 +52,25 @@ def test_best_and_any_of_each_group() -> None:
 def test_groups_keep_their_size(method: str) -> None:
     groups = torch.tensor([0, 1, 1, 0, 2, 1])
     config = ReweightConfig(method=method)  # type: ignore[arg-type]
-    places = drawn_again(torch.tensor([1.0, 0.0, 2.0, 0.0, 5.0, 1.0]), group_ids=groups, config=config, seed=3)
+    places = drawn_again(
+        torch.tensor([1.0, 0.0, 2.0, 0.0, 5.0, 1.0]), group_ids=groups, config=config, seed=3
+    )
     assert groups[places].bincount().tolist() == [2, 3, 1]
 
 
 def test_rewards_that_are_all_zero_leave_the_completions_as_they_are() -> None:
-    assert drawn_again(torch.zeros(3), group_ids=torch.zeros(3, dtype=torch.long), config=ReweightConfig(), seed=0).tolist() == [0, 1, 2]
+    assert drawn_again(
+        torch.zeros(3), group_ids=torch.zeros(3, dtype=torch.long), config=ReweightConfig(), seed=0
+    ).tolist() == [0, 1, 2]
 
 
 def test_a_draw_is_a_function_of_its_seed() -> None:
-    rewards, groups = torch.rand(32, generator=torch.Generator().manual_seed(0)), torch.arange(32) // 4
-    first, again, other = (drawn_again(rewards, group_ids=groups, config=ReweightConfig(), seed=seed).tolist() for seed in (5, 5, 6))
+    rewards, groups = (
+        torch.rand(32, generator=torch.Generator().manual_seed(0)),
+        torch.arange(32) // 4,
+    )
+    first, again, other = (
+        drawn_again(rewards, group_ids=groups, config=ReweightConfig(), seed=seed).tolist()
+        for seed in (5, 5, 6)
+    )
     assert first == again != other

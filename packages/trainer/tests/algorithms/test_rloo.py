@@ -10,12 +10,16 @@ from temper_trainer.algorithms.rloo import leave_one_out_advantage
 
 def test_the_baseline_is_the_mean_of_the_others() -> None:
     # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
-    found = leave_one_out_advantage(torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4]))
+    found = leave_one_out_advantage(
+        torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4])
+    )
     assert found.tolist() == pytest.approx([1.5, -1.5, 0.0])
 
 
 def test_a_group_of_one_has_no_others_and_gets_zero() -> None:
-    assert leave_one_out_advantage(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [0.0]
+    assert leave_one_out_advantage(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [
+        0.0
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=12))

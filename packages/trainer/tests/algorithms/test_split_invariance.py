@@ -11,7 +11,15 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, AggregationMode, Answers, Objective, Query, registered_objectives
+from temper_engine_api.objective import (
+    LOGPROB_AT_IDS,
+    Aggregation,
+    AggregationMode,
+    Answers,
+    Objective,
+    Query,
+    registered_objectives,
+)
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sequence_sum
 from temper_trainer.algorithms.cispo import CispoObjective
@@ -35,7 +43,10 @@ TOKEN_LEVEL = (
 OBJECTIVES: tuple[Objective, ...] = (
     *(SftObjective(aggregation=a) for a in TOKEN_LEVEL),
     *(ValueObjective(clip=0.2, aggregation=a) for a in TOKEN_LEVEL),
-    *(PolicyObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a) for a in TOKEN_LEVEL),
+    *(
+        PolicyObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a)
+        for a in TOKEN_LEVEL
+    ),
     ValueObjective(),
     PolicyObjective(old_is_current=True),
     PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
@@ -52,49 +63,77 @@ OBJECTIVES: tuple[Objective, ...] = (
     DpoObjective(sft_coef=0.1),
     DpoObjective(loss="ipo"),
     RewardModelObjective(center_coef=0.1),
-    CombinedObjective(parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()),
+    CombinedObjective(
+        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
+    ),
 )
 LENGTHS = (7, 2, 9, 4, 9, 5)
 PAIRS = (0, 0, 1, 1, 2, 2)
 
 
 def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
-    ours = {cls for cls in registered_objectives().values() if cls.__module__.startswith("temper_trainer.")}
+    ours = {
+        cls
+        for cls in registered_objectives().values()
+        if cls.__module__.startswith("temper_trainer.")
+    }
     assert {type(objective) for objective in OBJECTIVES} == ours
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 @pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 14), (1, 23), (2, 36), (3, 14)])
-def test_gradient_and_metrics_are_independent_of_the_split(objective: Objective, dp_size: int, max_tokens: int) -> None:
+def test_gradient_and_metrics_are_independent_of_the_split(
+    objective: Objective, dp_size: int, max_tokens: int
+) -> None:
     whole, metrics = run(objective, dp_size=1, max_tokens=sum(LENGTHS))
     split, split_metrics = run(objective, dp_size=dp_size, max_tokens=max_tokens)
     assert float(whole.abs().max()) > 1e-3
     torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
-    assert {name: m.result for name, m in split_metrics.items()} == pytest.approx({name: m.result for name, m in metrics.items()}, rel=1e-5)
+    assert {name: m.result for name, m in split_metrics.items()} == pytest.approx(
+        {name: m.result for name, m in metrics.items()}, rel=1e-5
+    )
 
 
-def run(objective: Objective, *, dp_size: int, max_tokens: int) -> tuple[Tensor, Mapping[str, Metric]]:
+def run(
+    objective: Objective, *, dp_size: int, max_tokens: int
+) -> tuple[Tensor, Mapping[str, Metric]]:
     batch, theta = mini_batch(), torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     batch = batch.with_columns(objective.prepare(batch, seed=4))
     denominators = count_denominators(batch)
-    plan = plan_mini_batch(batch.lengths.tolist(), dp_size=dp_size, max_tokens=max_tokens, atom_ids=batch.atom_ids.tolist())
+    plan = plan_mini_batch(
+        batch.lengths.tolist(),
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        atom_ids=batch.atom_ids.tolist(),
+    )
     gradient, metrics = torch.zeros(3), []
     for rank in range(dp_size):
         share: PackedBatch = pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
         for micro in share.micro_batches():
             terms = objective(answers_of(theta, micro), micro)
-            loss = reduce_loss(terms, micro, denominators=denominators, aggregation=objective.aggregation)
+            loss = reduce_loss(
+                terms, micro, denominators=denominators, aggregation=objective.aggregation
+            )
             gradient += torch.autograd.grad(loss, theta)[0]
             metrics.append(terms.metrics)
     return gradient, merge_metrics(metrics)
 
 
 def answers_of(theta: Tensor, micro: SequenceBatch) -> Answers:
-    columns = {q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)}
+    columns = {
+        q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta
+        for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)
+    }
     answers = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
     named = micro.columns["base_top"] + 0.5 * (micro.columns["features"] @ theta)[:, None]
     scores = sequence_sum(micro.columns["base_value"] + micro.columns["features"] @ theta, micro)
-    return Answers(columns={**answers, Query.SCORE: scores, Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0)})
+    return Answers(
+        columns={
+            **answers,
+            Query.SCORE: scores,
+            Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0),
+        }
+    )
 
 
 def mini_batch() -> SequenceBatch:
@@ -109,9 +148,13 @@ def mini_batch() -> SequenceBatch:
     columns["correction_weights"] = torch.rand(total, generator=draw)
     columns["teacher_logprobs"] = columns["base_logprob"] + 0.5 * torch.randn(total, generator=draw)
     columns["teacher_weights"] = torch.rand(total, generator=draw).round(decimals=1)
-    columns["teacher_top_logprobs"] = torch.log_softmax(torch.randn(total, 4, generator=draw), dim=1)[:, :3]
+    columns["teacher_top_logprobs"] = torch.log_softmax(
+        torch.randn(total, 4, generator=draw), dim=1
+    )[:, :3]
     columns[LOGPROB_AT_IDS] = torch.zeros(total, 3, dtype=torch.int64)
-    columns["base_top"] = torch.log_softmax(torch.randn(total, 4, generator=draw), dim=1)[:, :3] - 1.0
+    columns["base_top"] = (
+        torch.log_softmax(torch.randn(total, 4, generator=draw), dim=1)[:, :3] - 1.0
+    )
     columns["features"] = 0.3 * torch.randn(total, 3, generator=draw)
     masks = [(torch.arange(n) >= 1) & (torch.arange(n) % 4 != 3) for n in LENGTHS]
     return from_sequences(

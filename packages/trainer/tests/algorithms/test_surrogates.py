@@ -3,11 +3,21 @@
 import pytest
 import torch
 
-from packages.trainer.tests.algorithms.surrogates_for_tests import answers_of, batch_of, gradient, losses
+from packages.trainer.tests.algorithms.surrogates_for_tests import (
+    answers_of,
+    batch_of,
+    gradient,
+    losses,
+)
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
 from temper_trainer.algorithms.cispo import CispoObjective
-from temper_trainer.algorithms.covariance import IS_HELD, ClipCovObjective, KlCovObjective, covariances
+from temper_trainer.algorithms.covariance import (
+    IS_HELD,
+    ClipCovObjective,
+    KlCovObjective,
+    covariances,
+)
 from temper_trainer.algorithms.gmpo import GmpoObjective
 from temper_trainer.algorithms.gspo import GspoObjective
 from temper_trainer.algorithms.policy_loss import PolicyObjective
@@ -19,16 +29,26 @@ PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 def test_gspo_clips_the_geometric_mean_of_a_completions_ratios() -> None:
     # Log-ratios 0.1 and 0.3: mean 0.2, s = e^0.2 = 1.221403 on both tokens. A = 1: min(1.221403, 1.1). A = -1: -min(-1.221403, -1.1).
     objective = GspoObjective(clip_low=0.1, clip_high=0.1, aggregation=PER_SEQUENCE)
-    up, down = {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]}, {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]}
+    up, down = (
+        {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
+        {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]},
+    )
     answers, batch = answers_of([-0.9, -0.7], [-0.9, -0.7]), batch_of(up, down)
-    assert losses(objective, answers, batch) == pytest.approx([-1.1, -1.1, 1.221403, 1.221403], abs=1e-6)
+    assert losses(objective, answers, batch) == pytest.approx(
+        [-1.1, -1.1, 1.221403, 1.221403], abs=1e-6
+    )
     # Clipped: nothing. Else s * (-A) / 2 tokens / 2 sequences = 1.221403 / 4.
-    assert gradient(objective, answers, batch) == pytest.approx([0.0, 0.0, 0.305351, 0.305351], abs=1e-6)
+    assert gradient(objective, answers, batch) == pytest.approx(
+        [0.0, 0.0, 0.305351, 0.305351], abs=1e-6
+    )
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     # rho = e^1 = 2.718 is clipped to 1.5; A = 2, log p = -0.5: loss -1.5 * 2 * -0.5 = 1.5, gradient -3.
-    objective, batch = CispoObjective(clip_high=0.5), batch_of({"advantages": [2.0], "old_logprobs": [-1.5]})
+    objective, batch = (
+        CispoObjective(clip_high=0.5),
+        batch_of({"advantages": [2.0], "old_logprobs": [-1.5]}),
+    )
     answers = answers_of([-0.5])
     assert losses(objective, answers, batch) == pytest.approx([1.5])
     assert gradient(objective, answers, batch) == pytest.approx([-3.0])
@@ -37,23 +57,33 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
     # A = 1: c = min(0.6, 0.4), -0.2, mean 0.1, e^0.1 = 1.105171. A = -1: c = max(0.6, 0.4), -0.2, mean 0.2, e^0.2 = 1.221403.
     objective = GmpoObjective(aggregation=PER_SEQUENCE)
-    up, down = {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]}, {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]}
+    up, down = (
+        {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
+        {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]},
+    )
     answers, batch = answers_of([-0.4, -1.2], [-0.4, -1.2]), batch_of(up, down)
-    assert losses(objective, answers, batch) == pytest.approx([-1.105171] * 2 + [1.221403] * 2, abs=1e-6)
+    assert losses(objective, answers, batch) == pytest.approx(
+        [-1.105171] * 2 + [1.221403] * 2, abs=1e-6
+    )
     # Each token's share of a mean over 2, in a mean over 2 sequences; the clipped one has none: -1.105171 / 4 and 1.221403 / 4.
-    assert gradient(objective, answers, batch) == pytest.approx([0.0, -0.276293, 0.305351, 0.305351], abs=1e-6)
+    assert gradient(objective, answers, batch) == pytest.approx(
+        [0.0, -0.276293, 0.305351, 0.305351], abs=1e-6
+    )
 
 
 def test_sapo_fades_and_has_the_plain_gradient_at_a_ratio_of_one() -> None:
     # rho = 1: -(4 / 1) * 0.5 * 3 = -6, and for A = -3, tau = 2: (4 / 2) * 0.5 * 3 = 3. Gradients -A / 2 tokens.
     objective = SapoObjective(negative_temperature=2.0)
-    answers, batch = answers_of([-1.0, -1.0]), batch_of({"advantages": [3.0, -3.0], "old_logprobs": [-1.0, -1.0]})
+    answers, batch = (
+        answers_of([-1.0, -1.0]),
+        batch_of({"advantages": [3.0, -3.0], "old_logprobs": [-1.0, -1.0]}),
+    )
     assert losses(objective, answers, batch) == pytest.approx([-6.0, 3.0])
     assert gradient(objective, answers, batch) == pytest.approx([-1.5, 1.5])
     # rho = e: sigmoid(1.718282) = 1 / (1 + 0.179374) = 0.847907, times -4.
-    assert losses(objective, answers_of([0.0]), batch_of({"advantages": [1.0], "old_logprobs": [-1.0]})) == pytest.approx(
-        [-3.391628], abs=1e-5
-    )
+    assert losses(
+        objective, answers_of([0.0]), batch_of({"advantages": [1.0], "old_logprobs": [-1.0]})
+    ) == pytest.approx([-3.391628], abs=1e-5)
 
 
 def test_sapo_refuses_a_temperature_of_zero() -> None:
@@ -66,7 +96,9 @@ def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
     columns = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_logprobs": [-1.0, -1.0, -3.0, -3.0]}
     objective, batch = ClipCovObjective(share=0.5, low=0.5, high=2.0), batch_of(columns)
     assert covariances(batch)[1:].tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0])
-    assert losses(objective, answers_of([-1.0, -1.0, -3.0, -3.0]), batch) == pytest.approx([0.0, 1.0, -1.0, 0.0])
+    assert losses(objective, answers_of([-1.0, -1.0, -3.0, -3.0]), batch) == pytest.approx(
+        [0.0, 1.0, -1.0, 0.0]
+    )
 
 
 def test_kl_cov_holds_the_token_of_highest_covariance_near_the_old_policy() -> None:
@@ -79,17 +111,25 @@ def test_kl_cov_holds_the_token_of_highest_covariance_near_the_old_policy() -> N
 
 def test_the_same_tokens_are_held_whatever_the_order_of_the_samples() -> None:
     draw = torch.Generator().manual_seed(3)
-    sequences = [{name: torch.randn(5, generator=draw).tolist() for name in ("advantages", "old_logprobs")} for _ in range(6)]
+    sequences = [
+        {name: torch.randn(5, generator=draw).tolist() for name in ("advantages", "old_logprobs")}
+        for _ in range(6)
+    ]
     batch = batch_of(*sequences)
     turned = batch.select([4, 0, 5, 2, 1, 3])
     for objective in (ClipCovObjective(share=0.2, low=0.0, high=9.0), KlCovObjective(share=0.2)):
         held, held_turned = (objective.prepare(b, seed=9)[IS_HELD] for b in (batch, turned))
         assert float(held.sum()) == 6.0
-        assert torch.equal(batch.with_columns({IS_HELD: held}).select([4, 0, 5, 2, 1, 3]).columns[IS_HELD], held_turned)
+        assert torch.equal(
+            batch.with_columns({IS_HELD: held}).select([4, 0, 5, 2, 1, 3]).columns[IS_HELD],
+            held_turned,
+        )
 
 
 def test_correction_weights_multiply_the_surrogate_and_nothing_else() -> None:
     # rho = 1, A = 2, weight 0.5: -1; less 0.1 * entropy 0.5.
     columns = {"advantages": [2.0], "old_logprobs": [-1.0], "correction_weights": [0.5]}
-    found = losses(PolicyObjective(entropy_coef=0.1, is_corrected=True), answers_of([-1.0]), batch_of(columns))
+    found = losses(
+        PolicyObjective(entropy_coef=0.1, is_corrected=True), answers_of([-1.0]), batch_of(columns)
+    )
     assert found == pytest.approx([-1.05])

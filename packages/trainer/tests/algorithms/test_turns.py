@@ -8,8 +8,14 @@ ADVANTAGES = torch.tensor([4.0, 0.0, -2.0, 3.0])
 
 
 @pytest.mark.parametrize(
-    ("discount", "expected"), [(0.5, [1.0, 0.0, -1.0, 3.0]), (1.0, [4.0, 0.0, -2.0, 3.0]), (0.0, [0.0, 0.0, 0.0, 3.0])]
+    ("discount", "expected"),
+    [(0.5, [1.0, 0.0, -1.0, 3.0]), (1.0, [4.0, 0.0, -2.0, 3.0]), (0.0, [0.0, 0.0, 0.0, 3.0])],
 )
-def test_a_turn_is_discounted_once_for_each_that_follows(discount: float, expected: list[float]) -> None:
+def test_a_turn_is_discounted_once_for_each_that_follows(
+    discount: float, expected: list[float]
+) -> None:
     # 4 * 0.5^2 = 1, -2 * 0.5 = -1; the last turn keeps its 3, also with 0, since 0^0 is 1.
-    assert discounted_by_turn(ADVANTAGES, turns_after=TURNS_AFTER, discount=discount).tolist() == expected
+    assert (
+        discounted_by_turn(ADVANTAGES, turns_after=TURNS_AFTER, discount=discount).tolist()
+        == expected
+    )

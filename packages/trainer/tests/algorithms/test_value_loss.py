@@ -17,7 +17,9 @@ def batch_of(returns: list[float], values: list[float] | None = None) -> Sequenc
     columns = {"returns": returns} if values is None else {"returns": returns, "values": values}
     length = len(returns) + 1
     padded = {name: [torch.tensor([math.nan, *column])] for name, column in columns.items()}
-    return from_sequences([torch.arange(length)], loss_masks=[torch.arange(length) >= 1], columns=padded)
+    return from_sequences(
+        [torch.arange(length)], loss_masks=[torch.arange(length) >= 1], columns=padded
+    )
 
 
 def answers_of(values: list[float]) -> Answers:
@@ -31,7 +33,9 @@ def test_the_loss_is_half_the_squared_distance_to_the_return() -> None:
 
 def test_the_clipped_loss_is_the_larger_of_both() -> None:
     # Old 0, range 0.2. V = 1, R = 1: (0.2 - 1)^2 / 2 = 0.32 against 0. V = 1, R = 0: 0.02 against 0.5. V = 0.1: inside, 0.005.
-    terms = ValueObjective(clip=0.2)(answers_of([1.0, 1.0, 0.1]), batch_of([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
+    terms = ValueObjective(clip=0.2)(
+        answers_of([1.0, 1.0, 0.1]), batch_of([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    )
     assert terms.loss[1:].tolist() == pytest.approx([0.32, 0.5, 0.005])
     assert terms.metrics["value/clip_share"].result == pytest.approx(1 / 3)
 
@@ -42,8 +46,17 @@ def test_old_values_are_read_only_where_there_is_a_clip() -> None:
 
 
 def test_the_prompt_is_not_trained_and_nan_there_does_not_leak() -> None:
-    objective, batch, answers = ValueObjective(clip=0.2), batch_of([1.0, 2.0], [0.5, 0.5]), answers_of([0.5, 0.5])
-    loss = reduce_loss(objective(answers, batch), batch, denominators=count_denominators(batch), aggregation=objective.aggregation)
+    objective, batch, answers = (
+        ValueObjective(clip=0.2),
+        batch_of([1.0, 2.0], [0.5, 0.5]),
+        answers_of([0.5, 0.5]),
+    )
+    loss = reduce_loss(
+        objective(answers, batch),
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=objective.aggregation,
+    )
     # d/dV of (V - R)^2 / 2, mean over 2 tokens: (0.5 - 1) / 2 and (0.5 - 2) / 2.
     (found,) = torch.autograd.grad(loss, answers[Query.VALUE])
     assert found.tolist() == pytest.approx([0.0, -0.25, -0.75])
@@ -59,4 +72,6 @@ def test_explained_variance_merges_over_micro_batches() -> None:
 
 
 def test_returns_that_never_vary_have_no_explained_variance() -> None:
-    assert math.isnan(explained_variance(ValueObjective()(answers_of([1.0, 2.0]), batch_of([1.0, 1.0])).metrics))
+    assert math.isnan(
+        explained_variance(ValueObjective()(answers_of([1.0, 2.0]), batch_of([1.0, 1.0])).metrics)
+    )

@@ -40,21 +40,32 @@ def update(samples: SequenceBatch, plan: StepPlan) -> tuple[Tensor, Tensor, list
         for micro in part.micro_batches():
             logprobs = micro.columns["old_logprobs"] + theta * micro.tokens
             terms = objective(Answers(columns={Query.LOGPROB: logprobs}), micro)
-            loss = loss + reduce_loss(terms, micro, denominators=part.denominators, aggregation=objective.aggregation)
+            loss = loss + reduce_loss(
+                terms, micro, denominators=part.denominators, aggregation=objective.aggregation
+            )
         ran += part.sample_ids[~part.is_dummy].tolist()
     (gradient,) = torch.autograd.grad(loss, theta)
     return gradient, loss.detach(), sorted(ran)
 
 
 def test_a_sample_is_idle_where_every_advantage_is_zero() -> None:
-    assert idle_samples(samples_of([1.0, 0.0, -1.0, 0.0, 0.0, 0.5])).tolist() == [False, True, False, True, True, False]
+    assert idle_samples(samples_of([1.0, 0.0, -1.0, 0.0, 0.0, 0.5])).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_leaving_idle_samples_out_changes_neither_gradient_nor_loss() -> None:
     samples = samples_of([1.0, 0.0, -1.0, 0.0, 0.0, 0.5])
     plan = plan_of(samples)
     gradient, loss, ran = update(samples, plan)
-    thin_gradient, thin_loss, thin_ran = update(samples, without_idle(plan, samples, role="actor", layout=LAYOUT, max_tokens=12))
+    thin_gradient, thin_loss, thin_ran = update(
+        samples, without_idle(plan, samples, role="actor", layout=LAYOUT, max_tokens=12)
+    )
     assert (ran, thin_ran) == ([0, 1, 2, 3, 4, 5], [0, 2, 5])
     torch.testing.assert_close(thin_gradient, gradient)
     torch.testing.assert_close(thin_loss, loss)

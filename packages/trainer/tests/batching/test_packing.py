@@ -32,7 +32,10 @@ class Centred(Objective):
         return frozenset({"weight"})
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        return {"centred": batch.columns["weight"] - batch.columns["weight"].mean(), "seed": torch.full((batch.num_tokens,), seed % 1000)}
+        return {
+            "centred": batch.columns["weight"] - batch.columns["weight"].mean(),
+            "seed": torch.full((batch.num_tokens,), seed % 1000),
+        }
 
     def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
         return LossTerms(loss=answers[Query.LOGPROB] * batch.columns["centred"])
@@ -41,12 +44,18 @@ class Centred(Objective):
 def samples_with_weight() -> SequenceBatch:
     weight = torch.arange(sum(LENGTHS), dtype=torch.float32)
     columns = {"weight": weight.split(LENGTHS), "rollout_logprobs": weight.split(LENGTHS)}
-    return from_sequences([torch.arange(n) + 10 * n for n in LENGTHS], loss_masks=[torch.arange(n) >= 1 for n in LENGTHS], columns=columns)
+    return from_sequences(
+        [torch.arange(n) + 10 * n for n in LENGTHS],
+        loss_masks=[torch.arange(n) >= 1 for n in LENGTHS],
+        columns=columns,
+    )
 
 
 def only_mini_batch(samples: SequenceBatch, *, dp_size: int, max_tokens: int = 8) -> MiniBatch:
     layouts = {"actor": RoleLayout(dp_size=dp_size)}
-    (mini_batch,) = plan_step(samples, BatchingConfig(max_tokens=max_tokens), topologies=layouts, seed=3).mini_batches
+    (mini_batch,) = plan_step(
+        samples, BatchingConfig(max_tokens=max_tokens), topologies=layouts, seed=3
+    ).mini_batches
     return mini_batch
 
 
@@ -60,7 +69,10 @@ def test_every_sample_arrives_on_exactly_one_rank_as_it_was(dp_size: int) -> Non
         for b in torch.nonzero(~part.is_dummy)[:, 0].tolist():
             one = part.select([b])
             arrived[int(one.sample_ids)] = (one.tokens.tolist(), one.columns["weight"].tolist())
-    expected = {b: (samples.select([b]).tokens.tolist(), samples.select([b]).columns["weight"].tolist()) for b in range(len(LENGTHS))}
+    expected = {
+        b: (samples.select([b]).tokens.tolist(), samples.select([b]).columns["weight"].tolist())
+        for b in range(len(LENGTHS))
+    }
     assert arrived == expected
 
 
@@ -84,19 +96,27 @@ def test_prepare_sees_the_whole_mini_batch_and_its_seed() -> None:
 def test_workers_get_the_columns_their_objective_reads_and_no_others() -> None:
     samples = samples_with_weight()
     mini_batch = only_mini_batch(samples, dp_size=1)
-    assert set(pack(samples, mini_batch, "actor", objective=Centred())[0].columns) == {"weight", "centred", "seed"}
+    assert set(pack(samples, mini_batch, "actor", objective=Centred())[0].columns) == {
+        "weight",
+        "centred",
+        "seed",
+    }
     assert not pack(samples, mini_batch, "actor")[0].columns
 
 
 def test_a_column_that_the_objective_reads_and_nobody_made_is_named() -> None:
-    samples = from_sequences([torch.arange(3)], loss_masks=[torch.arange(3) >= 1], columns={"other": [torch.zeros(3)]})
+    samples = from_sequences(
+        [torch.arange(3)], loss_masks=[torch.arange(3) >= 1], columns={"other": [torch.zeros(3)]}
+    )
 
     class Unprepared(Centred):
         def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
             return {}
 
     Unprepared.name = "unprepared"
-    with pytest.raises(BatchError, match="'unprepared' reads columns that the samples lack: weight"):
+    with pytest.raises(
+        BatchError, match="'unprepared' reads columns that the samples lack: weight"
+    ):
         pack(samples, only_mini_batch(samples, dp_size=1), "actor", objective=Unprepared())
 
 

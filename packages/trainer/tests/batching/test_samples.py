@@ -14,9 +14,29 @@ def prompt_of(*tokens: int) -> Prompt:
     return Prompt(prompt_id=0, text="", tokens=tokens, answer="")
 
 
-def rollout_of(prompt: tuple[int, ...], completion: tuple[int, ...], logprobs: tuple[float, ...], *, sample: int, group: int) -> Rollout:
-    made = Completion(request_id=0, tokens=completion, rollout_logprobs=logprobs, finish_reason=FinishReason.END_TOKEN, weight_version=1)
-    return Rollout(prompt=prompt_of(*prompt), completion=made, text="", reward=1.0, group_id=group, sample_id=sample)
+def rollout_of(
+    prompt: tuple[int, ...],
+    completion: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    *,
+    sample: int,
+    group: int,
+) -> Rollout:
+    made = Completion(
+        request_id=0,
+        tokens=completion,
+        rollout_logprobs=logprobs,
+        finish_reason=FinishReason.END_TOKEN,
+        weight_version=1,
+    )
+    return Rollout(
+        prompt=prompt_of(*prompt),
+        completion=made,
+        text="",
+        reward=1.0,
+        group_id=group,
+        sample_id=sample,
+    )
 
 
 def test_prompt_and_completion_lie_end_to_end_and_only_the_completion_is_trained() -> None:
@@ -28,18 +48,25 @@ def test_prompt_and_completion_lie_end_to_end_and_only_the_completion_is_trained
     assert samples.tokens.tolist() == [1, 2, 3, 5, 6, 7]
     assert samples.sequence_starts.tolist() == [0, 3, 6]
     assert samples.loss_mask.tolist() == [False, False, True, False, True, True]
-    assert samples.columns["rollout_logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.5, 0.0, -0.1, -0.2])
+    assert samples.columns["rollout_logprobs"].tolist() == pytest.approx(
+        [0.0, 0.0, -0.5, 0.0, -0.1, -0.2]
+    )
     assert (samples.sample_ids.tolist(), samples.group_ids.tolist()) == ([4, 2], [9, 8])
     assert samples.temperature.tolist() == pytest.approx([0.7, 0.7])
 
 
 def test_each_sample_is_an_atom_of_its_own() -> None:
-    samples = to_samples([rollout_of((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0)
+    samples = to_samples(
+        [rollout_of((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0
+    )
     assert len(set(samples.atom_ids.tolist())) == 3
 
 
 def test_the_first_completion_token_of_a_demonstration_is_trained_and_no_prompt_token() -> None:
-    demonstrations = [Demonstration(prompt=prompt_of(1, 2, 3), tokens=(4, 5)), Demonstration(prompt=prompt_of(6), tokens=(7,))]
+    demonstrations = [
+        Demonstration(prompt=prompt_of(1, 2, 3), tokens=(4, 5)),
+        Demonstration(prompt=prompt_of(6), tokens=(7,)),
+    ]
     samples = demonstrations_to_samples(demonstrations)
     assert samples.tokens[samples.loss_mask].tolist() == [4, 5, 7]
     assert samples.temperature.tolist() == [1.0, 1.0]
@@ -52,29 +79,54 @@ def test_the_first_completion_token_of_a_demonstration_is_trained_and_no_prompt_
         ([], 1.0, "no rollout"),
         ([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)], 0.0, "sampling.temperature"),
         ([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)] * 2, 1.0, "must be unique"),
-        ([rollout_of((1,), (2, 3), (-1.0,), sample=7, group=0)], 1.0, "sample 7 has 2 completion tokens but 1 rollout_logprobs"),
+        (
+            [rollout_of((1,), (2, 3), (-1.0,), sample=7, group=0)],
+            1.0,
+            "sample 7 has 2 completion tokens but 1 rollout_logprobs",
+        ),
     ],
 )
-def test_rollouts_that_cannot_be_trained_on_are_refused(rollouts: list[Rollout], temperature: float, sentence: str) -> None:
+def test_rollouts_that_cannot_be_trained_on_are_refused(
+    rollouts: list[Rollout], temperature: float, sentence: str
+) -> None:
     with pytest.raises(BatchError, match=sentence):
         to_samples(rollouts, temperature=temperature)
 
 
 def test_a_demonstration_without_completion_is_refused_by_its_number() -> None:
     with pytest.raises(BatchError, match="demonstration 1"):
-        demonstrations_to_samples([Demonstration(prompt=prompt_of(1), tokens=(2,)), Demonstration(prompt=prompt_of(1), tokens=())])
+        demonstrations_to_samples(
+            [
+                Demonstration(prompt=prompt_of(1), tokens=(2,)),
+                Demonstration(prompt=prompt_of(1), tokens=()),
+            ]
+        )
 
 
 def test_columns_are_float32_and_tokens_int64() -> None:
     samples = to_samples([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)], temperature=1)
-    assert (samples.columns["rollout_logprobs"].dtype, samples.tokens.dtype) == (torch.float32, torch.int64)
+    assert (samples.columns["rollout_logprobs"].dtype, samples.tokens.dtype) == (
+        torch.float32,
+        torch.int64,
+    )
 
 
 def test_what_an_environment_says_is_not_trained_and_turns_are_counted_from_the_end() -> None:
-    second = Completion(request_id=1, tokens=(6, 7), rollout_logprobs=(-0.6, -0.7), finish_reason=FinishReason.END_TOKEN, weight_version=1)
-    rollout = replace(rollout_of((1, 2), (3,), (-0.3,), sample=0, group=0), turns=(Turn(observation=(4, 5), completion=second),))
+    second = Completion(
+        request_id=1,
+        tokens=(6, 7),
+        rollout_logprobs=(-0.6, -0.7),
+        finish_reason=FinishReason.END_TOKEN,
+        weight_version=1,
+    )
+    rollout = replace(
+        rollout_of((1, 2), (3,), (-0.3,), sample=0, group=0),
+        turns=(Turn(observation=(4, 5), completion=second),),
+    )
     samples = to_samples([rollout], temperature=1.0)
     assert samples.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert samples.loss_mask.tolist() == [False, False, True, False, False, True, True]
-    assert samples.columns["rollout_logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.3, 0.0, 0.0, -0.6, -0.7])
+    assert samples.columns["rollout_logprobs"].tolist() == pytest.approx(
+        [0.0, 0.0, -0.3, 0.0, 0.0, -0.6, -0.7]
+    )
     assert samples.columns["turns_after"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

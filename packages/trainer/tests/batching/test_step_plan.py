@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
-from temper_trainer.batching.step_plan import RoleLayout, StepPlan, layout_of, plan_forward, plan_step
+from temper_trainer.batching.step_plan import (
+    RoleLayout,
+    StepPlan,
+    layout_of,
+    plan_forward,
+    plan_step,
+)
 from temper_trainer.config.algorithm import BatchingConfig
 
 ONE = {"actor": RoleLayout()}
@@ -19,7 +25,14 @@ def samples_of(lengths: list[int], group_ids: list[int]) -> SequenceBatch:
     return from_sequences([torch.arange(n) for n in lengths], loss_masks=masks, group_ids=group_ids)
 
 
-def plan_of(samples: SequenceBatch, *, mini_batches: int = 1, passes: int = 1, max_tokens: int = 64, seed: int = 0) -> StepPlan:
+def plan_of(
+    samples: SequenceBatch,
+    *,
+    mini_batches: int = 1,
+    passes: int = 1,
+    max_tokens: int = 64,
+    seed: int = 0,
+) -> StepPlan:
     config = BatchingConfig(num_mini_batches=mini_batches, num_passes=passes, max_tokens=max_tokens)
     return plan_step(samples, config, topologies=ONE, seed=seed)
 
@@ -34,7 +47,12 @@ def test_every_pass_holds_every_sample_once_and_never_splits_a_group(
     group_ids: list[int], mini_batches: int, passes: int, seed: int
 ) -> None:
     mini_batches = min(mini_batches, len(set(group_ids)))
-    plan = plan_of(samples_of([3] * len(group_ids), group_ids), mini_batches=mini_batches, passes=passes, seed=seed)
+    plan = plan_of(
+        samples_of([3] * len(group_ids), group_ids),
+        mini_batches=mini_batches,
+        passes=passes,
+        seed=seed,
+    )
     assert len(plan.mini_batches) == passes * mini_batches
     for first in range(0, len(plan.mini_batches), mini_batches):
         of_pass = plan.mini_batches[first : first + mini_batches]
@@ -42,14 +60,26 @@ def test_every_pass_holds_every_sample_once_and_never_splits_a_group(
         assert sum(m.denominators.groups for m in of_pass) == len(set(group_ids))
 
 
-@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20), dp_size=st.integers(1, 4), max_tokens=st.integers(40, 90))
-def test_no_micro_batch_exceeds_the_cap_and_every_rank_has_as_many(lengths: list[int], dp_size: int, max_tokens: int) -> None:
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20),
+    dp_size=st.integers(1, 4),
+    max_tokens=st.integers(40, 90),
+)
+def test_no_micro_batch_exceeds_the_cap_and_every_rank_has_as_many(
+    lengths: list[int], dp_size: int, max_tokens: int
+) -> None:
     samples = samples_of(lengths, list(range(len(lengths))))
     config = BatchingConfig(max_tokens=max_tokens)
-    (mini_batch,) = plan_step(samples, config, topologies={"actor": RoleLayout(dp_size=dp_size)}, seed=0).mini_batches
+    (mini_batch,) = plan_step(
+        samples, config, topologies={"actor": RoleLayout(dp_size=dp_size)}, seed=0
+    ).mini_batches
     ranks = mini_batch.plans["actor"].ranks
     assert len({len(rank.micro_batches) for rank in ranks}) == 1
-    assert all(sum(lengths[mini_batch.indices[i]] for i in micro) <= max_tokens for rank in ranks for micro in rank.micro_batches)
+    assert all(
+        sum(lengths[mini_batch.indices[i]] for i in micro) <= max_tokens
+        for rank in ranks
+        for micro in rank.micro_batches
+    )
 
 
 def test_denominators_are_counted_over_the_mini_batch_after_masking() -> None:
@@ -66,12 +96,17 @@ def test_roles_share_membership_and_equal_layouts_share_the_plan_object() -> Non
         "ref": RoleLayout(dp_size=2),
         "critic": RoleLayout(constraints=PlanConstraints(min_micro_batches=2)),
     }
-    plan = plan_step(samples, BatchingConfig(num_mini_batches=3, max_tokens=64), topologies=topologies, seed=1)
+    plan = plan_step(
+        samples, BatchingConfig(num_mini_batches=3, max_tokens=64), topologies=topologies, seed=1
+    )
     for mini_batch in plan.mini_batches:
         assert mini_batch.plans["actor"] is mini_batch.plans["ref"]
         assert len(mini_batch.plans["actor"].ranks) == 2
         assert mini_batch.plans["critic"].num_micro_batches == 2
-        placed = [sorted(i for r in p.ranks for m in r.micro_batches for i in m) for p in mini_batch.plans.values()]
+        placed = [
+            sorted(i for r in p.ranks for m in r.micro_batches for i in m)
+            for p in mini_batch.plans.values()
+        ]
         assert placed == [list(range(len(mini_batch.indices)))] * 3
 
 
@@ -92,16 +127,26 @@ def test_forward_passes_run_the_very_split_of_the_first_pass() -> None:
 
 def test_a_layout_is_what_of_a_topology_the_plan_depends_on() -> None:
     constraints = PlanConstraints(token_multiple=8)
-    topology = Topology(world_size=4, global_rank=3, dp=Axis(size=2, rank=1), tp=Axis(size=2, rank=1), plan_constraints=constraints)
+    topology = Topology(
+        world_size=4,
+        global_rank=3,
+        dp=Axis(size=2, rank=1),
+        tp=Axis(size=2, rank=1),
+        plan_constraints=constraints,
+    )
     assert layout_of(topology) == RoleLayout(dp_size=2, constraints=constraints)
 
 
 def test_a_sample_longer_than_the_cap_names_the_keys() -> None:
-    with pytest.raises(PlanError, match=r"65 tokens.*64.*raise batching\.max_tokens or lower sampling\.max_tokens"):
+    with pytest.raises(
+        PlanError, match=r"65 tokens.*64.*raise batching\.max_tokens or lower sampling\.max_tokens"
+    ):
         plan_of(samples_of([3, 65], [0, 1]), max_tokens=64)
 
 
 def test_a_step_with_fewer_groups_than_mini_batches_makes_fewer_updates() -> None:
     plan = plan_of(samples_of([3] * 8, [0] * 4 + [1] * 4), mini_batches=3, passes=2)
-    assert [sorted(m.indices) in ([0, 1, 2, 3], [4, 5, 6, 7]) for m in plan.mini_batches] == [True] * 4
+    assert [sorted(m.indices) in ([0, 1, 2, 3], [4, 5, 6, 7]) for m in plan.mini_batches] == [
+        True
+    ] * 4
     assert len(plan.first_pass) == 2

@@ -48,11 +48,19 @@ class SlowRole:
 
 
 def state(step: int) -> TrainerState:
-    return TrainerState(phase="rl", step=step, cursor=DataCursor(), weight_version=1, config_digest="ab")
+    return TrainerState(
+        phase="rl", step=step, cursor=DataCursor(), weight_version=1, config_digest="ab"
+    )
 
 
-def saves(root: Path, role: SlowRole, *, in_background: bool = True, max_to_keep: int | None = None) -> Saves:
-    return Saves(Checkpointer(root=root, max_to_keep=max_to_keep), roles={"actor": role}, in_background=in_background)
+def saves(
+    root: Path, role: SlowRole, *, in_background: bool = True, max_to_keep: int | None = None
+) -> Saves:
+    return Saves(
+        Checkpointer(root=root, max_to_keep=max_to_keep),
+        roles={"actor": role},
+        in_background=in_background,
+    )
 
 
 def ends_with(error: BaseException, ours: Saves) -> None:
@@ -95,7 +103,10 @@ def test_a_failed_save_is_told_at_the_next_step_and_leaves_the_earlier_ones(tmp_
         ours.save(state(1), waits=True)
         ours.save(state(2), waits=False)
         role.is_written = role.fails = True
-        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: no space left.*earlier steps are untouched"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 could not be saved: no space left.*earlier steps are untouched",
+        ):
             ours.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -115,9 +126,15 @@ def test_a_run_that_is_told_to_stop_at_once_does_not_wait(tmp_path: Path) -> Non
 def test_an_engine_that_cannot_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="does not offer 'background_save'"):
         saves(tmp_path, SlowRole(offers=False))
-    assert not saves(tmp_path, SlowRole(offers=False), in_background=False).save(state(1), waits=False).name.startswith(".")
+    assert (
+        not saves(tmp_path, SlowRole(offers=False), in_background=False)
+        .save(state(1), waits=False)
+        .name.startswith(".")
+    )
 
 
 def test_it_is_refused_where_only_the_last_save_would_be() -> None:
-    with pytest.raises(ConfigError, match=r"run\.save_in_background is on, but run\.save_every is 0"):
+    with pytest.raises(
+        ConfigError, match=r"run\.save_in_background is on, but run\.save_every is 0"
+    ):
         RunConfig(save_in_background=True, save_interval_s=None)

@@ -39,14 +39,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def weights() -> list[NamedWeight]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(huggingface.model_config(SPEC))
-    return [NamedWeight(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+    return [
+        NamedWeight(name, tensor)
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    ]
 
 
 @pytest.mark.parametrize("shard_bytes", [4 << 30, 600])
-def test_what_is_written_loads_with_the_same_weights_and_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int) -> None:
+def test_what_is_written_loads_with_the_same_weights_and_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
     monkeypatch.setattr(huggingface, "SHARD_BYTES", shard_bytes)
     sent = weights()
-    huggingface.write_model_directory(iter(sent), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")
+    huggingface.write_model_directory(
+        iter(sent), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in sent)
     assert loaded.config.use_cache, "without it generate runs without its cache, silently"
@@ -60,7 +68,9 @@ def test_an_existing_directory_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
-        huggingface.write_model_directory(iter(weights()), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")
+        huggingface.write_model_directory(
+            iter(weights()), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+        )
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
 
@@ -70,7 +80,9 @@ def test_a_stream_that_breaks_leaves_no_directory(tmp_path: Path) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(CheckpointError, match="no space left on device"):
-        huggingface.write_model_directory(broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model")  # type: ignore[arg-type]
+        huggingface.write_model_directory(
+            broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+        )  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,13 +98,22 @@ def full_disk(*, at: int) -> Iterator[None]:
 
 
 # Smaller than the weights, which safetensors writes; larger, and smaller than the tokenizer's file, which the tokenizers library writes.
-@pytest.mark.parametrize(("at", "vocabulary", "what"), [(1000, 2, "model"), (20_000, 200, "tokenizer")])
-def test_a_full_disk_is_one_sentence_and_leaves_no_directory(tmp_path: Path, at: int, vocabulary: int, what: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "vocabulary", "what"), [(1000, 2, "model"), (20_000, 200, "tokenizer")]
+)
+def test_a_full_disk_is_one_sentence_and_leaves_no_directory(
+    tmp_path: Path, at: int, vocabulary: int, what: str
+) -> None:
     large = tokenizer()
     large.add_tokens([f"word-{i}" for i in range(vocabulary)])
     with (
         full_disk(at=at),
-        pytest.raises(CheckpointError, match=rf"the {what} could not be written to .*File too large.*Free space and run"),
+        pytest.raises(
+            CheckpointError,
+            match=rf"the {what} could not be written to .*File too large.*Free space and run",
+        ),
     ):
-        huggingface.write_model_directory(iter(weights()), model=SPEC, tokenizer=large, directory=tmp_path / "model")
+        huggingface.write_model_directory(
+            iter(weights()), model=SPEC, tokenizer=large, directory=tmp_path / "model"
+        )
     assert list(tmp_path.iterdir()) == []

@@ -18,9 +18,18 @@ from temper_engine_api.checkpoint import (
     report_part,
     verify,
 )
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from temper_trainer.checkpoint.policy import describe_policy
-from temper_trainer.checkpoint.save import Checkpointer, describe_deletion, describe_last_save, load_run_id
+from temper_trainer.checkpoint.save import (
+    Checkpointer,
+    describe_deletion,
+    describe_last_save,
+    load_run_id,
+)
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import RunConfig
 from temper_trainer.types import DataCursor
@@ -31,12 +40,17 @@ def write_weights(directory: str) -> Sequence[PartReport]:
     return [report_part(directory, ["weights"])]
 
 
-def checkpoints(root: Path, *, max_to_keep: int | None = None, keep_every: int = 0, run_id: str = "ours") -> Checkpointer:
+def checkpoints(
+    root: Path, *, max_to_keep: int | None = None, keep_every: int = 0, run_id: str = "ours"
+) -> Checkpointer:
     return Checkpointer(root=root, max_to_keep=max_to_keep, keep_every=keep_every, run_id=run_id)
 
 
 def save(ours: Checkpointer, *steps: int) -> list[Path]:
-    states = [TrainerState(phase="rl", step=s, cursor=DataCursor(), weight_version=1, config_digest="ab") for s in steps]
+    states = [
+        TrainerState(phase="rl", step=s, cursor=DataCursor(), weight_version=1, config_digest="ab")
+        for s in steps
+    ]
     return [ours.save(state, roles={"actor": write_weights}, topology={}) for state in states]
 
 
@@ -67,17 +81,61 @@ def copy_first(step: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "flipped": (lambda step: flip(step / "actor/weights"), "damaged", "actor/weights has another checksum"),
-    "truncated": (lambda step: os.truncate(step / "actor/weights", 100), "damaged", "has 100 bytes instead of 200"),
-    "emptied": (lambda step: os.truncate(step / "actor/weights", 0), "damaged", "has 0 bytes instead of 200"),
-    "deleted": (lambda step: (step / "actor/weights").unlink(), "damaged", "actor/weights is missing"),
-    "replaced": (lambda step: to_folder(step / "actor/weights"), "damaged", "actor/weights is not a file"),
-    "part deleted": (lambda step: shutil.rmtree(step / "trainer"), "damaged", "trainer/state.json is missing"),
-    "state edited": (lambda step: edit(step / "trainer/state.json"), "damaged", "trainer/state.json"),
-    "state flipped": (lambda step: flip(step / "trainer/state.json"), "damaged", "trainer/state.json has another"),
-    "manifest emptied": (lambda step: os.truncate(step / "manifest.json", 0), "damaged", "manifest.json is damaged"),
-    "manifest edited": (lambda step: edit(step / "manifest.json"), "damaged", "does not match its own checksum"),
-    "manifest deleted": (lambda step: (step / "manifest.json").unlink(), "incomplete", "it has no manifest.json"),
+    "flipped": (
+        lambda step: flip(step / "actor/weights"),
+        "damaged",
+        "actor/weights has another checksum",
+    ),
+    "truncated": (
+        lambda step: os.truncate(step / "actor/weights", 100),
+        "damaged",
+        "has 100 bytes instead of 200",
+    ),
+    "emptied": (
+        lambda step: os.truncate(step / "actor/weights", 0),
+        "damaged",
+        "has 0 bytes instead of 200",
+    ),
+    "deleted": (
+        lambda step: (step / "actor/weights").unlink(),
+        "damaged",
+        "actor/weights is missing",
+    ),
+    "replaced": (
+        lambda step: to_folder(step / "actor/weights"),
+        "damaged",
+        "actor/weights is not a file",
+    ),
+    "part deleted": (
+        lambda step: shutil.rmtree(step / "trainer"),
+        "damaged",
+        "trainer/state.json is missing",
+    ),
+    "state edited": (
+        lambda step: edit(step / "trainer/state.json"),
+        "damaged",
+        "trainer/state.json",
+    ),
+    "state flipped": (
+        lambda step: flip(step / "trainer/state.json"),
+        "damaged",
+        "trainer/state.json has another",
+    ),
+    "manifest emptied": (
+        lambda step: os.truncate(step / "manifest.json", 0),
+        "damaged",
+        "manifest.json is damaged",
+    ),
+    "manifest edited": (
+        lambda step: edit(step / "manifest.json"),
+        "damaged",
+        "does not match its own checksum",
+    ),
+    "manifest deleted": (
+        lambda step: (step / "manifest.json").unlink(),
+        "incomplete",
+        "it has no manifest.json",
+    ),
     "everything deleted": (empty, "incomplete", "it has no manifest.json"),
     "copied from another step": (copy_first, "damaged", "its manifest is of step 1"),
 }
@@ -96,7 +154,11 @@ def test_a_damaged_newest_checkpoint_is_renamed_and_the_one_before_is_taken(
     assert line.startswith(f"checkpoint {third} is {reason} (")
     assert sentence in line
     assert line.endswith(f"renamed to step_00000003.{reason}-1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001", "step_00000002", f"step_00000003.{reason}-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+        f"step_00000003.{reason}-1",
+    ]
     (again,) = save(ours, 3)
     verify(again)
 
@@ -110,14 +172,19 @@ def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert ours.find("auto") == first
 
 
-def test_without_a_good_checkpoint_the_run_begins_again_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_good_checkpoint_the_run_begins_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ours = checkpoints(tmp_path)
     for step in save(ours, 1, 2):
         flip(step / "actor/weights")
     assert ours.find("auto") is None
     assert "no checkpoint in" in caplog.text
     assert "all 2 were renamed, none was deleted" in caplog.text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001.damaged-1", "step_00000002.damaged-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_00000001.damaged-1",
+        "step_00000002.damaged-1",
+    ]
 
 
 def test_an_older_damaged_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -128,7 +195,9 @@ def test_an_older_damaged_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert first.is_dir()
 
 
-def test_what_a_killed_save_left_is_renamed_and_deleted_after_the_next_saves(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_renamed_and_deleted_after_the_next_saves(
+    tmp_path: Path,
+) -> None:
     ours = checkpoints(tmp_path, max_to_keep=2)
     save(ours, 1)
     begin(tmp_path, 2, run_id="ours")
@@ -137,7 +206,11 @@ def test_what_a_killed_save_left_is_renamed_and_deleted_after_the_next_saves(tmp
     assert ours.find("auto") == tmp_path / "step_00000001"
     assert (tmp_path / "step_00000002.incomplete-1").is_dir()
     save(ours, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [foreign.name, "step_00000001", "step_00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        foreign.name,
+        "step_00000001",
+        "step_00000002",
+    ]
     assert leftovers(tmp_path) == [foreign]
 
 
@@ -164,22 +237,32 @@ def unprivileged(readable_by_all: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unprivileged")
 @pytest.mark.parametrize("name", ["actor/weights", "manifest.json", "trainer", "."])
-def test_a_file_that_may_not_be_read_stops_the_run_and_changes_nothing(readable_by_all: Path, name: str) -> None:
+def test_a_file_that_may_not_be_read_stops_the_run_and_changes_nothing(
+    readable_by_all: Path, name: str
+) -> None:
     ours = checkpoints(readable_by_all / "checkpoints")
     _, second = save(ours, 1, 2)
     (second / name).chmod(0)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied\).*The checkpoint is not damaged") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot be read \(Permission denied\).*The checkpoint is not damaged",
+    ) as caught:
         ours.find("auto")
     assert type(caught.value) is CheckpointError
     assert sorted(p.name for p in second.parent.iterdir()) == ["step_00000001", "step_00000002"]
 
 
-def test_naming_an_earlier_step_renames_the_later_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_naming_an_earlier_step_renames_the_later_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ours = checkpoints(tmp_path)
     first, second, third = save(ours, 1, 2, 3)
     (third / "manifest.json").unlink()  # in the way too, whatever state it is in
     assert ours.find(str(first)) == first
-    assert caplog.text.count("is superseded (run.resume names the earlier step_00000001): renamed to") == 2
+    assert (
+        caplog.text.count("is superseded (run.resume names the earlier step_00000001): renamed to")
+        == 2
+    )
     verify(second.with_name("step_00000002.superseded-1"))
     save(ours, 2)
 
@@ -188,7 +271,10 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_and_later_ones_stay(tmp_p
     ours = checkpoints(tmp_path)
     first, second = save(ours, 1, 2)
     flip(first / "actor/weights")
-    with pytest.raises(DamagedCheckpointError, match=r"actor/weights has another checksum.*run\.resume=auto renames"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=r"actor/weights has another checksum.*run\.resume=auto renames",
+    ):
         ours.find(str(first))
     assert complete_steps(tmp_path) == [1, 2]
     with pytest.raises(IncompleteCheckpointError, match=r"has no manifest\.json"):
@@ -199,9 +285,14 @@ def test_a_step_that_the_run_would_have_to_write_is_refused_at_the_start(tmp_pat
     (other,) = save(checkpoints(tmp_path / "other"), 5)
     ours = checkpoints(tmp_path / "ours")
     save(ours, 9)
-    with pytest.raises(CheckpointError, match=r"step_00000009 exists, and this run, which continues after step 5, .* mv "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_00000009 exists, and this run, which continues after step 5, .* mv ",
+    ):
         ours.find(str(other))
-    with pytest.raises(CheckpointError, match=r"step_00000009 exists, and this run, which continues after step 0"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000009 exists, and this run, which continues after step 0"
+    ):
         ours.find("never")
 
 
@@ -214,7 +305,9 @@ def test_retention_keeps_two_and_never_what_another_run_wrote(tmp_path: Path) ->
     assert complete_steps(tmp_path) == [1, 4, 7, 8]
 
 
-def test_retention_reads_what_an_earlier_process_saved_before_it_counts_as_kept(tmp_path: Path) -> None:
+def test_retention_reads_what_an_earlier_process_saved_before_it_counts_as_kept(
+    tmp_path: Path,
+) -> None:
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 1, 2)
     flip(tmp_path / "step_00000002/actor/weights")
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 3)
@@ -234,13 +327,19 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
 
 def test_a_failure_names_the_step_that_is_saved(tmp_path: Path) -> None:
     root, warm_start = tmp_path / "checkpoints", tmp_path / "warm_start"
-    assert describe_last_save(root) == ("No checkpoint of this run was saved yet: run.resume=auto would begin at step 1.")
+    assert describe_last_save(root) == (
+        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
+    )
     save(checkpoints(warm_start), 30)
-    assert describe_last_save(root, warm_start=warm_start).startswith("warm start: step 30 is saved")
+    assert describe_last_save(root, warm_start=warm_start).startswith(
+        "warm start: step 30 is saved"
+    )
     first, second = save(checkpoints(root), 40, 50)
     assert describe_last_save(root).startswith(f"step 50 is saved in {second}")
     (second / "actor/weights").unlink()
-    assert describe_last_save(root) == f"step 40 is saved in {first}: continue with run.resume=auto."
+    assert (
+        describe_last_save(root) == f"step 40 is saved in {first}: continue with run.resume=auto."
+    )
 
 
 @pytest.mark.parametrize(

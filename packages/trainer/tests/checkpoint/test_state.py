@@ -8,7 +8,14 @@ from temper_trainer.types import DataCursor
 
 
 def test_the_state_survives_its_file() -> None:
-    state = TrainerState(phase="rl", step=7, cursor=DataCursor(epoch=2, index=5), weight_version=8, config_digest="ab", kl_coef=0.25)
+    state = TrainerState(
+        phase="rl",
+        step=7,
+        cursor=DataCursor(epoch=2, index=5),
+        weight_version=8,
+        config_digest="ab",
+        kl_coef=0.25,
+    )
     assert TrainerState.from_json(state.to_json()) == state
 
 

@@ -30,7 +30,9 @@ def test_check_makes_no_run_folder(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--check", "experiment=quickstart", "--config-name", "temper", "run.total_steps=3")
+    code, out, _ = run(
+        capsys, "--check", "experiment=quickstart", "--config-name", "temper", "run.total_steps=3"
+    )
     assert code == 0
     assert "  a run: 3 steps = 768 completions, 3 updates" in out.splitlines()  # 3 * 32 * 8
 
@@ -42,10 +44,15 @@ def test_print_is_a_configuration_with_origins(capsys: pytest.CaptureFixture[str
     assert yaml.safe_load(out)["actor"]["engine"]["optimizer"]["betas"] == [0.9, 0.99]
 
 
-def test_wrong_configuration_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_configuration_is_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, out, err = run(capsys, "experiment=quickstart", "run.sed=1", "--check")
     assert (code, out) == (2, "")
-    assert err == "configuration error:\nthere is no key run.sed: did you mean run.seed? (set by: command line)\n"
+    assert (
+        err
+        == "configuration error:\nthere is no key run.sed: did you mean run.seed? (set by: command line)\n"
+    )
 
 
 def test_missing_file_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +85,9 @@ def test_help_of_every_field_has_a_meaning(capsys: pytest.CaptureFixture[str]) -
             assert below.startswith("      "), line
 
 
-def test_help_lists_the_users_own_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_help_lists_the_users_own_choices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("run: {seed: 1}\n")
     assert "      mine: (yours)" in run(capsys, "--help", "--config-dir", str(tmp_path))[1]
@@ -90,7 +99,9 @@ def test_help_goes_by_the_chosen_engine(capsys: pytest.CaptureFixture[str]) -> N
     assert "activation_checkpointing" not in out
 
 
-def test_a_run_folder_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_folder_that_is_taken_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     code, _, err = run(capsys, "experiment=quickstart", f"run.dir={tmp_path}")
     assert code == 2

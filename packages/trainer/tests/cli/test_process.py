@@ -28,7 +28,9 @@ TINY = [
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "temper_trainer", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def run(*arguments: str, cwd: Path) -> tuple[int | None, str, str]:
@@ -37,21 +39,31 @@ def run(*arguments: str, cwd: Path) -> tuple[int | None, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("arguments", [["experiment=quickstart", "--check"], ["--help"], ["experiment=quickstart", "--print"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["experiment=quickstart", "--check"], ["--help"], ["experiment=quickstart", "--print"]],
+)
 def test_no_torch_is_needed_to_look_at_a_configuration(arguments: list[str]) -> None:
     program = (
         "import sys\nfrom temper_trainer.__main__ import main\n"
         f"code = main({arguments!r})\nassert code == 0\n"
         "heavy = {'torch', 'transformers', 'ray', 'matplotlib', 'datasets'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_module_and_command_are_the_same(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("temper-train")
     done = subprocess.run(
-        [command, "experiment=quickstart", "--check"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [command, "experiment=quickstart", "--check"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert run("experiment=quickstart", "--check", cwd=tmp_path)[1] == done.stdout
 
@@ -90,20 +102,29 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
     process = start(*TINY, "run.total_steps=5000", "run.dir=out", cwd=folder)
     metrics, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + 200
-    while '"phase": "rl"' not in (metrics.read_text() if metrics.exists() else "") and time.monotonic() < deadline:
+    while (
+        '"phase": "rl"' not in (metrics.read_text() if metrics.exists() else "")
+        and time.monotonic() < deadline
+    ):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     last_error = process.communicate(timeout=120)[1].splitlines()[-1]
     step = int(last_error.split("interrupted at step ")[1].split(",")[0])
-    code, out, err = run(*TINY, f"run.total_steps={step + 1}", "run.dir=out", "run.resume=auto", cwd=folder)
+    code, out, err = run(
+        *TINY, f"run.total_steps={step + 1}", "run.dir=out", "run.resume=auto", cwd=folder
+    )
     assert code == 0, err
-    return Story(folder=folder / "out", code=process.returncode, last_error=last_error, step=step, out=out)
+    return Story(
+        folder=folder / "out", code=process.returncode, last_error=last_error, step=step, out=out
+    )
 
 
 @pytest.mark.slow
 def test_interrupted_run_says_how_to_go_on(story: Story) -> None:
-    command = " ".join(["temper-train", *TINY, "run.total_steps=5000", "run.dir=out", "run.resume=auto"])
+    command = " ".join(
+        ["temper-train", *TINY, "run.total_steps=5000", "run.dir=out", "run.resume=auto"]
+    )
     assert story.code == 130
     assert story.last_error == f"interrupted at step {story.step}, resume with: {command}"
 
@@ -111,7 +132,9 @@ def test_interrupted_run_says_how_to_go_on(story: Story) -> None:
 @pytest.mark.slow
 def test_resumed_run_goes_on_with_the_next_step(story: Story) -> None:
     total = story.step + 1
-    assert [line.split()[1] for line in story.out.splitlines() if line.startswith("rl ")] == [f"{total}/{total}"]
+    assert [line.split()[1] for line in story.out.splitlines() if line.startswith("rl ")] == [
+        f"{total}/{total}"
+    ]
     steps = [row.step for row in read_rows(story.folder / "metrics.jsonl") if row.phase == "rl"]
     assert steps == list(range(1, total + 1))
 

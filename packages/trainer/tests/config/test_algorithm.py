@@ -46,7 +46,9 @@ def test_a_horizon_belongs_to_the_one_aggregation_that_divides_by_it() -> None:
 
 
 def test_an_adaptive_kl_needs_a_coefficient_to_begin_with() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_target is 6\.0 and algorithm\.kl_reward_coef is 0\.0"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_target is 6\.0 and algorithm\.kl_reward_coef is 0\.0"
+    ):
         AlgorithmConfig(kl_target=6.0)
     with pytest.raises(ConfigError, match=r"algorithm\.kl_horizon has no effect"):
         AlgorithmConfig(kl_reward_coef=0.1, kl_horizon=100)
@@ -63,5 +65,7 @@ def test_sizes_of_zero_are_refused() -> None:
 
 
 def test_more_mini_batches_than_prompts_name_both_keys() -> None:
-    with pytest.raises(ConfigError, match=r"batching\.num_mini_batches is 5, but batching\.prompts_per_step is 4"):
+    with pytest.raises(
+        ConfigError, match=r"batching\.num_mini_batches is 5, but batching\.prompts_per_step is 4"
+    ):
         BatchingConfig(prompts_per_step=4, num_mini_batches=5)

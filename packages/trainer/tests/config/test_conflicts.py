@@ -30,41 +30,98 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         ),
         (["actor.engine.sequence_parallel=2"], "actor.num_workers is 1", "over 2 ranks"),
         (["sampling.temperature=0"], "sampling.temperature is 0", "task rl"),
-        (["batching.max_tokens=1000"], "batching.max_tokens is 1000", "data.max_prompt_tokens (1024) and sampling.max_tokens (512)"),
-        (["batching.num_mini_batches=65"], "batching.num_mini_batches is 65", "batching.prompts_per_step is 64"),
+        (
+            ["batching.max_tokens=1000"],
+            "batching.max_tokens is 1000",
+            "data.max_prompt_tokens (1024) and sampling.max_tokens (512)",
+        ),
+        (
+            ["batching.num_mini_batches=65"],
+            "batching.num_mini_batches is 65",
+            "batching.prompts_per_step is 64",
+        ),
         (
             ["algorithm.kl_reference=disabled_adapter", "algorithm.kl_loss_coef=0.1"],
             "kl_reference is disabled_adapter",
             "set actor.engine.lora.rank",
         ),
-        (["algorithm.kl_reference=disabled_adapter", *LORA], "kl_reference is disabled_adapter", "algorithm.kl_loss_coef and"),
         (
-            ["ref=frozen", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reference=disabled_adapter", *LORA],
+            ["algorithm.kl_reference=disabled_adapter", *LORA],
+            "kl_reference is disabled_adapter",
+            "algorithm.kl_loss_coef and",
+        ),
+        (
+            [
+                "ref=frozen",
+                "algorithm.kl_loss_coef=0.1",
+                "algorithm.kl_reference=disabled_adapter",
+                *LORA,
+            ],
             "kl_reference is disabled",
             "ref is set",
         ),
-        (["actor.engine.lora.path=adapter", "warm_start.total_steps=5"], "warm_start is set", "actor.engine.lora.path too"),
+        (
+            ["actor.engine.lora.path=adapter", "warm_start.total_steps=5"],
+            "warm_start is set",
+            "actor.engine.lora.path too",
+        ),
         (["actor.engine.lora.rank=8"], "actor.engine.lora", "lora.alpha is not set"),
-        (["actor.engine.model.model_type=value_model"], "actor.engine.model.model_type is value_model", "the actor is a language_model"),
+        (
+            ["actor.engine.model.model_type=value_model"],
+            "actor.engine.model.model_type is value_model",
+            "the actor is a language_model",
+        ),
         (["task=sft", "warm_start.total_steps=5"], "warm_start has no effect", "task sft"),
-        (["weight_sync.transport=collective"], "weight_sync.transport is collective", "rollout.sampler hf"),
-        (["rollout=vllm", "weight_sync.transport=in_process"], "weight_sync.transport is in_process", "rollout.sampler vllm"),
-        (["weight_sync.max_changed_share=0.1"], "weight_sync.max_changed_share", "weight_sync.content=delta"),
-        (["weight_sync.content=adapter", *LORA], "weight_sync.content is adapter", "rollout.sampler is hf"),
-        (["rollout=vllm", "weight_sync.content=adapter"], "weight_sync.content is adapter", "actor.engine.lora is off"),
+        (
+            ["weight_sync.transport=collective"],
+            "weight_sync.transport is collective",
+            "rollout.sampler hf",
+        ),
+        (
+            ["rollout=vllm", "weight_sync.transport=in_process"],
+            "weight_sync.transport is in_process",
+            "rollout.sampler vllm",
+        ),
+        (
+            ["weight_sync.max_changed_share=0.1"],
+            "weight_sync.max_changed_share",
+            "weight_sync.content=delta",
+        ),
+        (
+            ["weight_sync.content=adapter", *LORA],
+            "weight_sync.content is adapter",
+            "rollout.sampler is hf",
+        ),
+        (
+            ["rollout=vllm", "weight_sync.content=adapter"],
+            "weight_sync.content is adapter",
+            "actor.engine.lora is off",
+        ),
         (
             ["rollout=vllm", "weight_sync.content=adapter", "rollout.vllm.sleep_level=2", *LORA],
             "rollout.vllm.sleep_level is 2",
             "weight_sync.content is adapter",
         ),
         (["rollout.num_replicas=2"], "rollout.num_replicas is 2", "rollout.sampler hf"),
-        (["rollout=vllm", "sampling.temperature=0.7", "sampling.top_p=0.9"], "sampling.temperature is 0.7", "sampling.top_p 0.9"),
         (
-            ["rollout=vllm", "rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.gpu_memory_utilization=0.5"],
+            ["rollout=vllm", "sampling.temperature=0.7", "sampling.top_p=0.9"],
+            "sampling.temperature is 0.7",
+            "sampling.top_p 0.9",
+        ),
+        (
+            [
+                "rollout=vllm",
+                "rollout.vllm.kv_cache_bytes=67108864",
+                "rollout.vllm.gpu_memory_utilization=0.5",
+            ],
             "rollout.vllm.gpu_memory_utilization",
             "rollout.vllm.kv_cache_bytes",
         ),
-        (["rollout=vllm", "+rollout.vllm.engine_kwargs.max_num_seqs=4"], "engine_kwargs.max_num_seqs", "rollout.max_concurrent"),
+        (
+            ["rollout=vllm", "+rollout.vllm.engine_kwargs.max_num_seqs=4"],
+            "engine_kwargs.max_num_seqs",
+            "rollout.max_concurrent",
+        ),
         (["algorithm.group_size=1"], "algorithm.advantage grpo", "algorithm.group_size is 1"),
     ],
 )
@@ -76,20 +133,35 @@ def test_conflict_names_both_keys(overrides: list[str], first: str, second: str)
 
 
 def test_samples_longer_than_the_models_positions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"):  # 96 + 300
+    with pytest.raises(
+        ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"
+    ):  # 96 + 300
         load(["experiment=quickstart", "sampling.max_tokens=300"])
 
 
 def test_completions_of_an_evaluation_must_fit_the_models_positions_too() -> None:
-    with pytest.raises(ConfigError, match=r"is 256, but .* run\.eval_sampling\.max_tokens \(200\) allow samples of 296"):  # 96 + 200
+    with pytest.raises(
+        ConfigError,
+        match=r"is 256, but .* run\.eval_sampling\.max_tokens \(200\) allow samples of 296",
+    ):  # 96 + 200
         load(["experiment=quickstart", "run.eval_sampling.max_tokens=200"])
 
 
 def test_prompts_of_sft_longer_than_the_models_positions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_position_embeddings is 1024, but data\.max_prompt_tokens is 1025"):
-        load(["experiment=gsm8k_sft", "data.train.paths=[train.jsonl]", "data.max_prompt_tokens=1025"])
+    with pytest.raises(
+        ConfigError, match=r"max_position_embeddings is 1024, but data\.max_prompt_tokens is 1025"
+    ):
+        load(
+            [
+                "experiment=gsm8k_sft",
+                "data.train.paths=[train.jsonl]",
+                "data.max_prompt_tokens=1025",
+            ]
+        )
 
 
 def test_reference_that_would_be_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ref.engine.optimizer is set, but the reference policy is frozen"):
+    with pytest.raises(
+        ConfigError, match=r"ref.engine.optimizer is set, but the reference policy is frozen"
+    ):
         load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "ref.engine.optimizer.lr=0.1"])

@@ -61,7 +61,9 @@ PPO = [*RL, "algorithm=ppo"]
         (RAY, "runtime.worker_timeout_s=0"),
     ],
 )
-def test_number_outside_its_range_is_refused_with_key_and_value(base: list[str], wrong: str) -> None:
+def test_number_outside_its_range_is_refused_with_key_and_value(
+    base: list[str], wrong: str
+) -> None:
     key, _, value = wrong.partition("=")
     block, _, name = key.rpartition(".")
     with pytest.raises(ConfigError, match=rf"\b{name} (is )?.*{value.strip('[]')}") as caught:
@@ -73,9 +75,24 @@ def test_number_outside_its_range_is_refused_with_key_and_value(base: list[str],
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["reward.max_failure_share=0", "reward.num_workers=0", "run.save_every=0", "run.max_ckpt_to_keep=1"],
-        ["reward.max_failure_share=1", "data.train.max_rows=1", "run.num_threads=1", "algorithm.entropy_coef=-0.01"],
-        ["algorithm=ppo", "algorithm.gamma=0", "algorithm.gae_lambda=1", "algorithm.value_clip=null"],
+        [
+            "reward.max_failure_share=0",
+            "reward.num_workers=0",
+            "run.save_every=0",
+            "run.max_ckpt_to_keep=1",
+        ],
+        [
+            "reward.max_failure_share=1",
+            "data.train.max_rows=1",
+            "run.num_threads=1",
+            "algorithm.entropy_coef=-0.01",
+        ],
+        [
+            "algorithm=ppo",
+            "algorithm.gamma=0",
+            "algorithm.gae_lambda=1",
+            "algorithm.value_clip=null",
+        ],
     ],
 )
 def test_the_ends_of_a_range_are_inside(overrides: list[str]) -> None:
@@ -83,7 +100,9 @@ def test_the_ends_of_a_range_are_inside(overrides: list[str]) -> None:
 
 
 def test_ranks_that_would_not_wait_at_all_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"actor.*engine.*collective_timeout_s is 0\.0, but must be above 0"):
+    with pytest.raises(
+        ConfigError, match=r"actor.*engine.*collective_timeout_s is 0\.0, but must be above 0"
+    ):
         load([*RL, "actor.engine.collective_timeout_s=0"])
 
 

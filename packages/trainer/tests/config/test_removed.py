@@ -14,7 +14,11 @@ def test_removed_key_is_not_a_living_one(row: object) -> None:
 
 
 def test_every_replacement_names_living_keys() -> None:
-    roots = {key.partition(".")[0] for key in KEYS} | {"algorithm=NAME", "model_engine=fsdp", "ref=frozen"}
+    roots = {key.partition(".")[0] for key in KEYS} | {
+        "algorithm=NAME",
+        "model_engine=fsdp",
+        "ref=frozen",
+    }
     for row in REMOVED:
         words = [word.strip(",.:();") for word in row.replacement.replace("=", " ").split()]
         dotted = [word for word in words if "." in word and word.partition(".")[0] in roots]
@@ -22,11 +26,15 @@ def test_every_replacement_names_living_keys() -> None:
 
 
 def test_key_below_a_removed_one_is_refused_with_it() -> None:
-    assert str(removal_of("trainer.logger.0")).startswith("trainer.logger.0 is refused since 0.1; now it is: run.trackers.")
+    assert str(removal_of("trainer.logger.0")).startswith(
+        "trainer.logger.0 is refused since 0.1; now it is: run.trackers."
+    )
 
 
 def test_any_key_of_a_block_that_is_gone_is_refused() -> None:
-    assert "belongs to the block reward_model of the older generation" in str(removal_of("reward_model.megatron.seed"))
+    assert "belongs to the block reward_model of the older generation" in str(
+        removal_of("reward_model.megatron.seed")
+    )
 
 
 def test_the_rfcs_spelling_of_the_worker_switch_is_told_where_it_lives() -> None:

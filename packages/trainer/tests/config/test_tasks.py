@@ -21,48 +21,141 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
     [
         (("algorithm=distill",), "task is distill, but there is no teacher"),
         ((TEACHER, "task=sft"), "teachers are set in task sft, which asks none"),
-        ((TEACHER, "runtime.kind=ray", "teachers.t.pool=train"), "so there is no colocated mode. Give it a pool of its own"),
-        ((TEACHER, "teachers.t.engine.residency.offload_parameters=true"), "a teacher on its own pool never sleeps"),
+        (
+            (TEACHER, "runtime.kind=ray", "teachers.t.pool=train"),
+            "so there is no colocated mode. Give it a pool of its own",
+        ),
+        (
+            (TEACHER, "teachers.t.engine.residency.offload_parameters=true"),
+            "a teacher on its own pool never sleeps",
+        ),
         ((TEACHER, "teachers.t.num_replicas=2"), "runtime.kind is inline"),
-        ((*SERVED, "teachers.t.num_replicas=2", "teachers.t.devices=['0']"), "names 1 sets of devices, but teachers.t.num_replicas is 2"),
-        ((*SERVED, "rollout.vllm.sleep_level=1"), "servers of teachers never sleep, and read only gpu_memory_utilization"),
-        ((*SERVED, "rollout.vllm.tensor_parallel_size=2"), "rollout.vllm.tensor_parallel_size (command line) has no effect"),
-        ((*SERVED, "teachers.t.engine.precision.reduce=bf16"), "has no effect with teachers.t.backend vllm"),
-        ((*SERVED, "sampling.temperature=0.5"), "at temperature 1 only, but sampling.temperature is 0.5"),
+        (
+            (*SERVED, "teachers.t.num_replicas=2", "teachers.t.devices=['0']"),
+            "names 1 sets of devices, but teachers.t.num_replicas is 2",
+        ),
+        (
+            (*SERVED, "rollout.vllm.sleep_level=1"),
+            "servers of teachers never sleep, and read only gpu_memory_utilization",
+        ),
+        (
+            (*SERVED, "rollout.vllm.tensor_parallel_size=2"),
+            "rollout.vllm.tensor_parallel_size (command line) has no effect",
+        ),
+        (
+            (*SERVED, "teachers.t.engine.precision.reduce=bf16"),
+            "has no effect with teachers.t.backend vllm",
+        ),
+        (
+            (*SERVED, "sampling.temperature=0.5"),
+            "at temperature 1 only, but sampling.temperature is 0.5",
+        ),
         ((TEACHER, "teachers.t.devices=['0']"), "it is for backend vllm and runtime.kind inline"),
-        ((*ON_RAY, TEACHER, "teachers.t.engine.sequence_parallel=2"), "one copy of the model over 2 ranks"),
-        ((*ON_RAY, TEACHER, "reward.function=reward_model", JUDGE, "reward.model.pool=teacher"), "and so is reward.model.pool"),
-        ((TEACHER, "teachers.u.engine.model.path=teacher", "teachers.u.route=t", "data.train.route_key=subject"), "have one route, 't'"),
-        ((TEACHER, "teachers.u.engine.model.path=teacher"), "there are 2 teachers, but data.train.route_key is not set"),
-        ((TEACHER, "teachers.t.pool=train"), "teachers.t.pool (command line) has no effect with runtime.kind inline"),
+        (
+            (*ON_RAY, TEACHER, "teachers.t.engine.sequence_parallel=2"),
+            "one copy of the model over 2 ranks",
+        ),
+        (
+            (*ON_RAY, TEACHER, "reward.function=reward_model", JUDGE, "reward.model.pool=teacher"),
+            "and so is reward.model.pool",
+        ),
+        (
+            (
+                TEACHER,
+                "teachers.u.engine.model.path=teacher",
+                "teachers.u.route=t",
+                "data.train.route_key=subject",
+            ),
+            "have one route, 't'",
+        ),
+        (
+            (TEACHER, "teachers.u.engine.model.path=teacher"),
+            "there are 2 teachers, but data.train.route_key is not set",
+        ),
+        (
+            (TEACHER, "teachers.t.pool=train"),
+            "teachers.t.pool (command line) has no effect with runtime.kind inline",
+        ),
         (("distillation.top_k=3",), "has no effect without teachers"),
         ((TEACHER, "distillation.top_k=3"), "has no effect with distillation.objective reverse_kl"),
-        ((TEACHER, "distillation={apply_as: reward, objective: forward_kl}"), "which is no reward of the sampled token"),
-        (("reward.function=reward_model",), "reward.function names reward_model, but there is none"),
-        (("reward.components={reward_model: 1.0}",), "reward.components names reward_model, but there is none"),
+        (
+            (TEACHER, "distillation={apply_as: reward, objective: forward_kl}"),
+            "which is no reward of the sampled token",
+        ),
+        (
+            ("reward.function=reward_model",),
+            "reward.function names reward_model, but there is none",
+        ),
+        (
+            ("reward.components={reward_model: 1.0}",),
+            "reward.components names reward_model, but there is none",
+        ),
         ((JUDGE,), "neither reward.function nor reward.components names reward_model"),
-        (("reward.function=reward_model", "reward.model.engine.model.path=judge"), "model_type is language_model: set it to reward_model"),
+        (
+            ("reward.function=reward_model", "reward.model.engine.model.path=judge"),
+            "model_type is language_model: set it to reward_model",
+        ),
         (("reward.function=reward_model", SCRATCH), "Train one with task=rm"),
-        (("reward.function=reward_model", JUDGE, "reward.model.num_workers=2"), "runtime.kind is inline"),
-        (("reward.function=reward_model", JUDGE, "loop=async"), "use runtime.kind=ray, or loop=sync"),
+        (
+            ("reward.function=reward_model", JUDGE, "reward.model.num_workers=2"),
+            "runtime.kind is inline",
+        ),
+        (
+            ("reward.function=reward_model", JUDGE, "loop=async"),
+            "use runtime.kind=ray, or loop=sync",
+        ),
         (("reward.function=reward_model", JUDGE, "reward.timeout_s=3"), "which calls no function"),
         (("environment.max_turns=9", "batching.max_tokens=4096"), "the turns of environment"),
     ],
 )
-def test_contradictions_are_refused_with_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
+def test_contradictions_are_refused_with_a_sentence(
+    overrides: tuple[str, ...], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load([*BASE, *overrides])
 
 
 def test_a_teacher_alone_on_its_pool_is_accepted_and_placed_apart() -> None:
-    config = load([*BASE, "algorithm=distill", TEACHER, "teachers.t.num_replicas=2", "runtime.kind=ray"]).config
+    config = load(
+        [*BASE, "algorithm=distill", TEACHER, "teachers.t.num_replicas=2", "runtime.kind=ray"]
+    ).config
     pools = {name: request.pool for name, request in role_requests(config).items()}
-    assert pools == {"actor": "train", "rollout": "train", "teacher.t.0": "teacher/teacher.t.0", "teacher.t.1": "teacher/teacher.t.1"}
+    assert pools == {
+        "actor": "train",
+        "rollout": "train",
+        "teacher.t.0": "teacher/teacher.t.0",
+        "teacher.t.1": "teacher/teacher.t.1",
+    }
 
 
 def test_servers_of_a_teacher_may_be_several_and_spread_over_devices() -> None:
-    config = load([*BASE, "algorithm=distill", *SERVED, "teachers.t.num_replicas=2", "teachers.t.num_workers=2", *ON_RAY]).config
+    config = load(
+        [
+            *BASE,
+            "algorithm=distill",
+            *SERVED,
+            "teachers.t.num_replicas=2",
+            "teachers.t.num_workers=2",
+            *ON_RAY,
+        ]
+    ).config
     requests = role_requests(config)
-    assert [(requests[f"teacher.t.{i}"].num_workers, requests[f"teacher.t.{i}"].devices_per_worker) for i in range(2)] == [(1, 2), (1, 2)]
-    read = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true", "teachers.t.engine.precision.compute=fp32")
-    load([*BASE, "algorithm=distill", *SERVED, *read, "teachers.t.num_replicas=2", "teachers.t.devices=['1','2,3']"])
+    assert [
+        (requests[f"teacher.t.{i}"].num_workers, requests[f"teacher.t.{i}"].devices_per_worker)
+        for i in range(2)
+    ] == [(1, 2), (1, 2)]
+    read = (
+        "rollout.vllm.kv_cache_bytes=67108864",
+        "rollout.vllm.enforce_eager=true",
+        "teachers.t.engine.precision.compute=fp32",
+    )
+    load(
+        [
+            *BASE,
+            "algorithm=distill",
+            *SERVED,
+            *read,
+            "teachers.t.num_replicas=2",
+            "teachers.t.devices=['1','2,3']",
+        ]
+    )

@@ -9,65 +9,93 @@ from .conftest import RL
 
 
 def test_a_file_of_the_users_begins_with_our_defaults(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nrun: {seed: 5}\ndata: {train: {paths: [a.jsonl]}}\n")
-    loaded = load(["actor.engine.model.path=m", "run.total_steps=9"], config_dir=str(tmp_path), config_name="mine")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [temper, _self_]\nrun: {seed: 5}\ndata: {train: {paths: [a.jsonl]}}\n"
+    )
+    loaded = load(
+        ["actor.engine.model.path=m", "run.total_steps=9"],
+        config_dir=str(tmp_path),
+        config_name="mine",
+    )
     assert (loaded.config.run.seed, loaded.config.run.total_steps) == (5, 9)
     assert loaded.origins["run.seed"] == f"file {tmp_path / 'mine.yaml'}"
 
 
 def test_a_file_of_the_users_may_choose_groups(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults:\n- temper\n- override experiment: quickstart\n- override algorithm: rloo\n- _self_\n")
-    assert load([], config_dir=str(tmp_path), config_name="mine").config.algorithm.advantage == "rloo"
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n- temper\n- override experiment: quickstart\n- override algorithm: rloo\n- _self_\n"
+    )
+    assert (
+        load([], config_dir=str(tmp_path), config_name="mine").config.algorithm.advantage == "rloo"
+    )
 
 
 def test_an_experiment_of_the_users_is_a_choice_like_ours(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun:\n  seed: 11\n")
     loaded = load([*RL, "experiment=mine"], config_dir=str(tmp_path))
-    assert (loaded.config.run.seed, loaded.origins["run.seed"]) == (11, f"file {tmp_path / 'experiment' / 'mine.yaml'}")
+    assert (loaded.config.run.seed, loaded.origins["run.seed"]) == (
+        11,
+        f"file {tmp_path / 'experiment' / 'mine.yaml'}",
+    )
 
 
 def test_a_file_of_the_users_wins_over_ours_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "quickstart.yaml").write_text("# @package _global_\nrun:\n  seed: 12\n")
+    (tmp_path / "experiment" / "quickstart.yaml").write_text(
+        "# @package _global_\nrun:\n  seed: 12\n"
+    )
     assert load([*RL, "experiment=quickstart"], config_dir=str(tmp_path)).config.run.seed == 12
 
 
 def test_yaml_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: [1\ntask: rl\n")
-    with pytest.raises(ConfigError, match=rf"{tmp_path / 'bad.yaml'}, line 4, column 1?\d*: .*Mend the YAML there."):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path / 'bad.yaml'}, line 4, column 1?\d*: .*Mend the YAML there."
+    ):
         load(RL, config_dir=str(tmp_path), config_name="bad")
 
 
 def test_a_key_twice_in_a_file_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "twice.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: 1\n  seed: 2\n")
-    with pytest.raises(ConfigError, match=rf"{tmp_path / 'twice.yaml'}, line 4, column 3: found duplicate key seed"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path / 'twice.yaml'}, line 4, column 3: found duplicate key seed"
+    ):
         load(RL, config_dir=str(tmp_path), config_name="twice")
 
 
 def test_a_file_without_our_defaults_is_told_its_first_line(tmp_path: Path) -> None:
     (tmp_path / "bare.yaml").write_text("run:\n  seed: 1\n")
-    with pytest.raises(ConfigError, match=r"model_engine is not set: a file of yours begins with defaults: \[temper, _self_\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model_engine is not set: a file of yours begins with defaults: \[temper, _self_\]",
+    ):
         load(RL, config_dir=str(tmp_path), config_name="bare")
 
 
 @pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "sft_trainer"])
 def test_the_name_of_an_old_configuration_is_told_who_translates_it(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"there is no file {name}.yaml.* of the older generation: `temper-migrate config --config-name NAME"
+        ConfigError,
+        match=rf"there is no file {name}.yaml.* of the older generation: `temper-migrate config --config-name NAME",
     ):
         load(RL, config_name=name)
 
 
 def test_missing_file_and_missing_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no file nowhere.yaml: look at --config-name and --config-dir."):
+    with pytest.raises(
+        ConfigError, match=r"there is no file nowhere.yaml: look at --config-name and --config-dir."
+    ):
         load(RL, config_dir=str(tmp_path), config_name="nowhere")
     with pytest.raises(ConfigError, match=r"--config-dir .*/none is not a directory"):
         load(RL, config_dir=str(tmp_path / "none"))
 
 
 def test_unknown_choice_lists_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"there is no choice grop of the group algorithm: choose one of cispo, clip_cov, dapo,"):
+    with pytest.raises(
+        ConfigError,
+        match=r"there is no choice grop of the group algorithm: choose one of cispo, clip_cov, dapo,",
+    ):
         load([*RL, "algorithm=grop"])
 
 
@@ -77,7 +105,10 @@ def test_unknown_choice_lists_the_choices() -> None:
         ("run.seed=1,2", "run.seed=1,2 gives several values for one run: write a list as [a,b]"),
         ("run.seed", "cannot read 'run.seed' on the command line"),
         ("run.dir=(", "cannot read 'run.dir=(' on the command line"),
-        ("~run.seed", "~run.seed takes back what a file or a group set, but none sets run.seed: remove it."),
+        (
+            "~run.seed",
+            "~run.seed takes back what a file or a group set, but none sets run.seed: remove it.",
+        ),
     ],
 )
 def test_override_that_cannot_be_used_is_explained(override: str, sentence: str) -> None:
@@ -100,8 +131,14 @@ def test_settings_of_hydras_own_application_are_unknown_keys(tmp_path: Path) -> 
     ("text", "sentence"),
     [
         ("- temper\n", "mine.yaml is a list, but must be a mapping of keys."),
-        ("defaults: temper\n", "Invalid defaults list in 'mine', defaults must be a list (got str)."),
-        ("defaults: [temper, {a: b, c: d}]\n", "In mine: Too many keys in default item {'a': 'b', 'c': 'd'}."),
+        (
+            "defaults: temper\n",
+            "Invalid defaults list in 'mine', defaults must be a list (got str).",
+        ),
+        (
+            "defaults: [temper, {a: b, c: d}]\n",
+            "In mine: Too many keys in default item {'a': 'b', 'c': 'd'}.",
+        ),
     ],
 )
 def test_file_of_the_wrong_form_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:

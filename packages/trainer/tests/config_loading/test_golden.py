@@ -11,11 +11,18 @@ from temper_trainer.config_loading.schema import leaves_of
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*/config.yaml"))
 
 
-@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose configurations could be kept; the first release brings them")
+@pytest.mark.skipif(
+    not GOLDEN,
+    reason="no version is released yet whose configurations could be kept; the first release brings them",
+)
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parts[-3]}-{file.parts[-2]}")
 def test_a_released_configuration_still_means_the_same(file: Path) -> None:
     written = yaml.safe_load(file.read_text())
     del written["defaults"]
     now = leaves_of(load([], config_dir=str(file.parent), config_name="config").resolved)
-    changed = {key: (value, now.get(key)) for key, value in leaves_of(written).items() if now.get(key, "is gone") != value}
+    changed = {
+        key: (value, now.get(key))
+        for key, value in leaves_of(written).items()
+        if now.get(key, "is gone") != value
+    }
     assert changed == {}

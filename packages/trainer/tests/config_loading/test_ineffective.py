@@ -20,8 +20,16 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*SFT, "sampling.max_tokens=5"], "sampling.max_tokens", "task sft"),
         ([*SFT, "reward.function=exact_match"], "reward.function", "task sft"),
         ([*SFT, "loop=async"], "loop", "does not train on what it samples"),
-        ([*RL, "loop=one_step_off", "asynchrony.max_staleness=2"], "asynchrony.max_staleness", "loop async"),
-        ([*RL, "rollout.vllm.enforce_eager=true"], "rollout.vllm.enforce_eager", "rollout.sampler hf"),
+        (
+            [*RL, "loop=one_step_off", "asynchrony.max_staleness=2"],
+            "asynchrony.max_staleness",
+            "loop async",
+        ),
+        (
+            [*RL, "rollout.vllm.enforce_eager=true"],
+            "rollout.vllm.enforce_eager",
+            "rollout.sampler hf",
+        ),
         ([*RL, "runtime.rollout_python=python"], "runtime.rollout_python", "rollout.sampler hf"),
         ([*SFT, "batching.num_mini_batches=2"], "batching.num_mini_batches", "task sft"),
         ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "task sft"),
@@ -33,20 +41,52 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*ARITHMETIC, "data.chat_template=x"], "data.chat_template", "kind arithmetic"),
         ([*RL, "algorithm.gamma=1.0"], "algorithm.gamma", "algorithm.advantage"),
         ([*RL, "algorithm.gae_lambda=1.0"], "algorithm.gae_lambda", "algorithm.advantage"),
-        ([*RL, "rollout.canary=false", "rollout.canary_tolerance=0.1"], "rollout.canary_tolerance", "rollout.canary false"),
-        ([*RL, "run.table_every=0", "run.num_table_rows=2"], "run.num_table_rows", "run.table_every 0"),
+        (
+            [*RL, "rollout.canary=false", "rollout.canary_tolerance=0.1"],
+            "rollout.canary_tolerance",
+            "rollout.canary false",
+        ),
+        (
+            [*RL, "run.table_every=0", "run.num_table_rows=2"],
+            "run.num_table_rows",
+            "run.table_every 0",
+        ),
         ([*RL, "data.train.split=test"], "data.train.split", "data.train.kind jsonl"),
         ([*RL, "data.train.seed=0"], "data.train.seed", "data.train.kind jsonl"),
-        ([*ARITHMETIC, "data.train.prompt_key=q"], "data.train.prompt_key", "data.train.kind arithmetic"),
-        ([*ARITHMETIC, "warm_start.data.answer_key=a"], "warm_start.data.answer_key", "warm_start.data.kind arithmetic"),
-        ([*ARITHMETIC, "data.train.extra_keys=[level]"], "data.train.extra_keys", "data.train.kind arithmetic"),
+        (
+            [*ARITHMETIC, "data.train.prompt_key=q"],
+            "data.train.prompt_key",
+            "data.train.kind arithmetic",
+        ),
+        (
+            [*ARITHMETIC, "warm_start.data.answer_key=a"],
+            "warm_start.data.answer_key",
+            "warm_start.data.kind arithmetic",
+        ),
+        (
+            [*ARITHMETIC, "data.train.extra_keys=[level]"],
+            "data.train.extra_keys",
+            "data.train.kind arithmetic",
+        ),
         ([*RL, "data.train.chosen_key=good"], "data.train.chosen_key", "task rl"),
         ([*SFT, "data.train.rejected_key=bad"], "data.train.rejected_key", "task sft"),
-        ([*SFT, "data.train.messages_key=turns", "data.train.prompt_key=q"], "data.train.prompt_key", "data.train.messages_key"),
-        ([*SFT, "data.train.messages_key=turns", "data.train.answer_key=a"], "data.train.answer_key", "data.train.messages_key"),
+        (
+            [*SFT, "data.train.messages_key=turns", "data.train.prompt_key=q"],
+            "data.train.prompt_key",
+            "data.train.messages_key",
+        ),
+        (
+            [*SFT, "data.train.messages_key=turns", "data.train.answer_key=a"],
+            "data.train.answer_key",
+            "data.train.messages_key",
+        ),
         ([*RL, "data.train.route_key=subject"], "data.train.route_key", "teachers"),
         ([*RL, "actor.engine.model.seed=1"], "actor.engine.model.seed", "actor.engine.model.path"),
-        ([*ARITHMETIC, "actor.engine.model.trust_remote_code=true"], "actor.engine.model.trust_remote_code", "architecture"),
+        (
+            [*ARITHMETIC, "actor.engine.model.trust_remote_code=true"],
+            "actor.engine.model.trust_remote_code",
+            "architecture",
+        ),
         (
             [*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "ref.engine.schedule.warmup_steps=3"],
             "ref.engine.schedule.warmup_steps",
@@ -54,7 +94,9 @@ ARITHMETIC = ["experiment=quickstart"]
         ),
     ],
 )
-def test_setting_without_effect_names_itself_and_the_key_that_idles_it(overrides: list[str], key: str, other: str) -> None:
+def test_setting_without_effect_names_itself_and_the_key_that_idles_it(
+    overrides: list[str], key: str, other: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(overrides)
     assert str(caught.value).startswith(f"{key} (command line) has no effect with")
@@ -70,7 +112,14 @@ def test_setting_without_effect_names_itself_and_the_key_that_idles_it(overrides
         [*RL, "batching.num_passes=2", "algorithm.clip_high=0.3"],
         [*RL, "algorithm.kl_reward_coef=0.1", "ref=frozen", "algorithm.clip_low=0.1"],
         [*RL, "data.chat_template=x"],
-        [*RL, "task=dpo", "ref=frozen", "data.train.chosen_key=good", "data.train.rejected_key=bad", "data.train.prompt_key=q"],
+        [
+            *RL,
+            "task=dpo",
+            "ref=frozen",
+            "data.train.chosen_key=good",
+            "data.train.rejected_key=bad",
+            "data.train.prompt_key=q",
+        ],
         [*SFT, "data.train.messages_key=turns", "data.train.extra_keys=[level]"],
         [*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1", "algorithm.kl_estimator=k2"],
         [*ARITHMETIC, "data.train.split=train", "data.train.seed=4", "actor.engine.model.seed=3"],
@@ -88,5 +137,8 @@ def test_a_group_of_ours_may_say_more_than_a_run_needs() -> None:
 
 def test_a_file_of_the_users_is_held_to_the_same(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nruntime: {address: auto}\n")
-    with pytest.raises(ConfigError, match=r"runtime.address \(file .*mine.yaml\) has no effect with runtime.kind inline"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runtime.address \(file .*mine.yaml\) has no effect with runtime.kind inline",
+    ):
         load(RL, config_dir=str(tmp_path), config_name="mine")

@@ -14,16 +14,36 @@ from .conftest import RL
 def test_quickstart_is_a_small_model_from_scratch_on_arithmetic() -> None:
     config = load(["experiment=quickstart"]).config
     architecture = config.actor.engine.model.architecture
-    assert (architecture["model_type"], architecture["hidden_size"], architecture["num_hidden_layers"]) == ("qwen2", 128, 4)
-    assert (config.data.train.kind, config.data.tokenizer.kind, config.reward.function) == ("arithmetic", "word_level", "gsm8k_strict")
-    assert (config.algorithm.advantage, config.algorithm.group_size, config.batching.num_mini_batches) == ("grpo", 8, 1)
+    assert (
+        architecture["model_type"],
+        architecture["hidden_size"],
+        architecture["num_hidden_layers"],
+    ) == ("qwen2", 128, 4)
+    assert (config.data.train.kind, config.data.tokenizer.kind, config.reward.function) == (
+        "arithmetic",
+        "word_level",
+        "gsm8k_strict",
+    )
+    assert (
+        config.algorithm.advantage,
+        config.algorithm.group_size,
+        config.batching.num_mini_batches,
+    ) == ("grpo", 8, 1)
 
 
 def test_quickstart_is_evaluated_on_problems_never_trained_on_greedy_and_sampled() -> None:
     config = load(["experiment=quickstart"]).config
     assert config.data.eval is not None
-    assert (config.data.train.split, config.data.eval.split, config.data.eval.max_rows) == ("train", "test", 500)
-    assert (config.run.eval_sampling.temperature, config.run.eval_sampled, config.sampling.temperature) == (0.0, True, 1.0)
+    assert (config.data.train.split, config.data.eval.split, config.data.eval.max_rows) == (
+        "train",
+        "test",
+        500,
+    )
+    assert (
+        config.run.eval_sampling.temperature,
+        config.run.eval_sampled,
+        config.sampling.temperature,
+    ) == (0.0, True, 1.0)
 
 
 def test_warm_start_demonstrations_are_imperfect_and_each_seen_once() -> None:
@@ -50,15 +70,31 @@ def test_ppo_brings_a_critic_with_the_actors_trunk() -> None:
     config = load([*RL, "algorithm=ppo", "actor.engine.precision.compute=fp32"]).config
     assert config.algorithm.advantage == "gae"
     assert config.critic is not None
-    assert (config.critic.engine.model.path, config.critic.engine.model.model_type) == ("model", "value_model")
+    assert (config.critic.engine.model.path, config.critic.engine.model.model_type) == (
+        "model",
+        "value_model",
+    )
     assert config.critic.engine.precision.compute == "fp32"
 
 
 def test_critic_may_override_its_own_block_without_touching_the_actor() -> None:
-    config = load([*RL, "algorithm=ppo", "critic.engine.precision.compute=fp32", "critic.engine.model.path=other"]).config
+    config = load(
+        [
+            *RL,
+            "algorithm=ppo",
+            "critic.engine.precision.compute=fp32",
+            "critic.engine.model.path=other",
+        ]
+    ).config
     assert config.critic is not None
-    assert (config.critic.engine.precision.compute, config.critic.engine.model.path) == ("fp32", "other")
-    assert (config.actor.engine.precision.compute, config.actor.engine.model.path) == ("bf16", "model")
+    assert (config.critic.engine.precision.compute, config.critic.engine.model.path) == (
+        "fp32",
+        "other",
+    )
+    assert (config.actor.engine.precision.compute, config.actor.engine.model.path) == (
+        "bf16",
+        "model",
+    )
 
 
 def test_reference_is_frozen_and_starts_from_the_actors_weights() -> None:
@@ -80,7 +116,10 @@ def test_every_algorithm_composes_with_the_quickstart(algorithm: str) -> None:
 
 @pytest.mark.parametrize("experiment", ["gsm8k_sft", "gsm8k_grpo", "gsm8k_ppo"])
 def test_every_gsm8k_experiment_needs_only_the_paths(experiment: str) -> None:
-    assert load([f"experiment={experiment}", "data.train.paths=[train.jsonl]"]).config.run.dir == f"runs/{experiment}"
+    assert (
+        load([f"experiment={experiment}", "data.train.paths=[train.jsonl]"]).config.run.dir
+        == f"runs/{experiment}"
+    )
 
 
 def test_deleting_an_override_goes_back_to_the_default() -> None:
@@ -89,7 +128,9 @@ def test_deleting_an_override_goes_back_to_the_default() -> None:
 
 
 def test_from_an_architecture_to_a_directory_by_deleting_the_former() -> None:
-    model = load(["experiment=quickstart", "~actor.engine.model.architecture", "actor.engine.model.path=dir"]).config.actor.engine.model
+    model = load(
+        ["experiment=quickstart", "~actor.engine.model.architecture", "actor.engine.model.path=dir"]
+    ).config.actor.engine.model
     assert (model.path, dict(model.architecture)) == ("dir", {})
 
 
@@ -104,29 +145,51 @@ def test_interpolations_reach_defaults_too() -> None:
 
 
 def test_interpolation_of_a_missing_key_names_both() -> None:
-    with pytest.raises(ConfigError, match=r"sampling.max_tokens: Interpolation key 'run.nope' not found"):
+    with pytest.raises(
+        ConfigError, match=r"sampling.max_tokens: Interpolation key 'run.nope' not found"
+    ):
         load([*RL, "sampling.max_tokens=${run.nope}"])
 
 
-@pytest.mark.skipif(find_spec("temper_engine_megatron") is None, reason="needs temper-engine-megatron")
+@pytest.mark.skipif(
+    find_spec("temper_engine_megatron") is None, reason="needs temper-engine-megatron"
+)
 def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
-    config = load([*RL, "model_engine=megatron", "actor.engine.tensor_parallel=2", "actor.num_workers=2", "runtime.kind=ray"]).config
+    config = load(
+        [
+            *RL,
+            "model_engine=megatron",
+            "actor.engine.tensor_parallel=2",
+            "actor.num_workers=2",
+            "runtime.kind=ray",
+        ]
+    ).config
     assert type(config.actor.engine).__name__ == "MegatronConfig"
     assert config.actor.engine.tensor_parallel == 2
 
 
-def test_an_engine_that_is_not_installed_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_installed_is_refused_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("temper_engine_api.registry.entry_points", lambda *, group: [])
-    with pytest.raises(ConfigError, match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none",
+    ):
         load([*RL, "model_engine=megatron"])
 
 
 def test_engine_that_is_not_installed_is_named_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"model_engine is nope, but no engine is called 'nope'; installed are: fsdp"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model_engine is nope, but no engine is called 'nope'; installed are: fsdp",
+    ):
         load([*RL, "model_engine=nope"])
 
 
-def test_engine_of_a_third_party_needs_only_its_entry_point(install: Callable[[str, str], None]) -> None:
+def test_engine_of_a_third_party_needs_only_its_entry_point(
+    install: Callable[[str, str], None],
+) -> None:
     install(
         "[temper.engine_configs]\nguest = guest_engine:GuestConfig\n",
         "from dataclasses import dataclass\nfrom temper_engine_api.specs import EngineConfig\n\n"

@@ -41,6 +41,10 @@ def test_keys_below_a_name_are_checked_like_any_other(key: str, is_known: bool) 
 
 
 def test_a_wrong_value_below_a_name_is_named_with_its_whole_key() -> None:
-    teachers: dict[str, object] = {"math": {"engine": {"model": {"path": "teacher"}}, "num_replicas": "two"}}
-    with pytest.raises(ConfigError, match=r"^teachers\.math\.num_replicas is 'two', but must be: whole number"):
+    teachers: dict[str, object] = {
+        "math": {"engine": {"model": {"path": "teacher"}}, "num_replicas": "two"}
+    }
+    with pytest.raises(
+        ConfigError, match=r"^teachers\.math\.num_replicas is 'two', but must be: whole number"
+    ):
         structure({**GIVEN, "teachers": teachers}, TrainerConfig, engine_class=FSDPConfig)  # type: ignore[dict-item]

@@ -33,24 +33,47 @@ def test_last_layer_that_speaks_of_a_key_or_its_block_is_its_origin() -> None:
         Layer(origin="file f.yaml", leaves=("x",)),
         Layer(origin="command line", leaves=("x.z",)),
     ]
-    assert origins_of({"x.y": 1, "x.z": 2, "w": 3}, layers=layers) == {"x.y": "file f.yaml", "x.z": "command line", "w": "default"}
+    assert origins_of({"x.y": 1, "x.z": 2, "w": 3}, layers=layers) == {
+        "x.y": "file f.yaml",
+        "x.z": "command line",
+        "w": "default",
+    }
 
 
 def test_a_deletion_makes_a_default_again() -> None:
-    layers = [Layer(origin="group a=b", leaves=("x.y",)), Layer(origin="command line", leaves=("x",), is_deletion=True)]
+    layers = [
+        Layer(origin="group a=b", leaves=("x.y",)),
+        Layer(origin="command line", leaves=("x",), is_deletion=True),
+    ]
     assert origins_of({"x.y": 1}, layers=layers) == {"x.y": "default"}
 
 
 def test_written_config_repeats_the_run(tmp_path: Path) -> None:
-    loaded = load(["experiment=quickstart", "algorithm=ppo", "run.seed=2", "data.prompt_template='Q: {prompt}\\nA:'"])
+    loaded = load(
+        [
+            "experiment=quickstart",
+            "algorithm=ppo",
+            "run.seed=2",
+            "data.prompt_template='Q: {prompt}\\nA:'",
+        ]
+    )
     write_resolved(loaded, tmp_path)
     again = load([], config_dir=str(tmp_path), config_name="config")
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
-def test_written_config_repeats_a_run_whose_experiment_says_more_than_it_uses(tmp_path: Path) -> None:
+def test_written_config_repeats_a_run_whose_experiment_says_more_than_it_uses(
+    tmp_path: Path,
+) -> None:
     # The experiment brings run.eval_sampling, which has no effect without data.eval: the user never wrote it.
-    loaded = load(["experiment=gsm8k_grpo", "data.train.paths=[train.jsonl]", "actor.engine.model.path=m", "data.tokenizer.path=m"])
+    loaded = load(
+        [
+            "experiment=gsm8k_grpo",
+            "data.train.paths=[train.jsonl]",
+            "actor.engine.model.path=m",
+            "data.tokenizer.path=m",
+        ]
+    )
     write_resolved(loaded, tmp_path)
     assert load([], config_dir=str(tmp_path), config_name="config").config == loaded.config
 
@@ -65,7 +88,10 @@ def test_written_files_say_where_values_came_from(tmp_path: Path) -> None:
 def test_a_template_of_several_lines_survives_writing(tmp_path: Path) -> None:
     loaded = load([*RL, 'data.prompt_template="first\n\n  {prompt}: x # y\n"'])
     write_resolved(loaded, tmp_path)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["prompt_template"] == "first\n\n  {prompt}: x # y\n"
+    assert (
+        yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["prompt_template"]
+        == "first\n\n  {prompt}: x # y\n"
+    )
 
 
 def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
@@ -83,7 +109,12 @@ def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
 
 
 def test_digest_depends_on_what_is_trained() -> None:
-    changes = ["run.seed=1", "actor.engine.optimizer.lr=1e-3", "algorithm.entropy_coef=0.1", "data.train.paths=[other.jsonl]"]
+    changes = [
+        "run.seed=1",
+        "actor.engine.optimizer.lr=1e-3",
+        "algorithm.entropy_coef=0.1",
+        "data.train.paths=[other.jsonl]",
+    ]
     assert len({load([*RL, change]).digest for change in changes} | {load(RL).digest}) == 5
 
 
@@ -91,7 +122,11 @@ def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
     for seed in (1, 1, 2, 3):
         write_resolved(load([*RL, f"run.seed={seed}"]), tmp_path)
     written = ["config.superseded-1.yaml", "config.superseded-2.yaml", "config.yaml"]
-    assert [yaml.safe_load((tmp_path / name).read_text())["run"]["seed"] for name in written] == [1, 2, 3]
+    assert [yaml.safe_load((tmp_path / name).read_text())["run"]["seed"] for name in written] == [
+        1,
+        2,
+        3,
+    ]
     assert not (tmp_path / "config.superseded-3.yaml").exists()
 
 
@@ -107,7 +142,9 @@ def test_a_config_that_a_full_disk_cut_off_does_not_stop_the_next_start(
     assert (tmp_path / "config.superseded-1.yaml").read_bytes() == content
 
 
-def test_a_config_that_cannot_be_written_leaves_the_earlier_one_and_is_named(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_written_leaves_the_earlier_one_and_is_named(
+    tmp_path: Path,
+) -> None:
     write_resolved(load(RL), tmp_path)
     before = (tmp_path / "config.yaml").read_bytes()
     (tmp_path / "config.yaml.new.draft").symlink_to("/dev/full")

@@ -16,7 +16,9 @@ class Outer:
 
 def test_keys_go_through_optional_blocks_and_the_engines_own_class() -> None:
     keys = keys_of(TrainerConfig, engine_class=FSDPConfig)
-    assert {"critic.engine.fsdp_size", "data.eval.paths", "warm_start.optimizer.lr", "run"} <= set(keys)
+    assert {"critic.engine.fsdp_size", "data.eval.paths", "warm_start.optimizer.lr", "run"} <= set(
+        keys
+    )
     assert "critic.engine.fsdp_size" not in keys_of(TrainerConfig, engine_class=EngineConfig)
 
 
@@ -40,7 +42,12 @@ def test_block_that_is_switched_off_stays_off() -> None:
 
 
 def test_leaves_are_values_lists_and_empty_mappings() -> None:
-    assert leaves_of({"a": {"b": 1, "c": {}}, "d": [1, 2], "e": None}) == {"a.b": 1, "a.c": {}, "d": [1, 2], "e": None}
+    assert leaves_of({"a": {"b": 1, "c": {}}, "d": [1, 2], "e": None}) == {
+        "a.b": 1,
+        "a.c": {},
+        "d": [1, 2],
+        "e": None,
+    }
 
 
 def test_types_are_described_in_a_users_words() -> None:

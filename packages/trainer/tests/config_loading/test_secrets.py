@@ -10,15 +10,21 @@ from temper_trainer.config_loading import load, write_resolved
 BASE = ("experiment=quickstart",)
 
 
-@pytest.mark.parametrize("key", ["api_key", "token", "hf_token", "password", "AWS_SECRET_ACCESS_KEY", "credentials"])
+@pytest.mark.parametrize(
+    "key", ["api_key", "token", "hf_token", "password", "AWS_SECRET_ACCESS_KEY", "credentials"]
+)
 def test_a_secret_that_is_written_out_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^reward\.arguments\.{key} is a secret that is written out") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"^reward\.arguments\.{key} is a secret that is written out"
+    ) as caught:
         load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}=sentinel"])
     assert f"set reward.arguments.{key}='${{oc.env:{key.upper()}}}'." in str(caught.value)
     assert "sentinel" not in str(caught.value)
 
 
-def test_a_secret_of_the_environment_reaches_the_function_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_the_environment_reaches_the_function_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE", "sentinel")
     loaded = load([*BASE, "reward.function=my:judge", "+reward.arguments.api_key=${oc.env:JUDGE}"])
     assert loaded.config.reward.arguments["api_key"] == "sentinel"
@@ -30,7 +36,9 @@ def test_a_secret_of_the_environment_reaches_the_function_and_no_file(tmp_path: 
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
-def test_other_variables_are_written_with_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_variables_are_written_with_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUNCTION", "my:judge")
     write_resolved(load([*BASE, "reward.function=${oc.env:FUNCTION}"]), tmp_path)
     assert "function: my:judge" in (tmp_path / "config.yaml").read_text()
@@ -44,7 +52,9 @@ def test_what_only_sounds_like_a_secret_is_written(key: str) -> None:
 
 def test_an_address_with_a_password_is_refused() -> None:
     given = ["actor.engine.model.path=model"]
-    with pytest.raises(ConfigError, match=r"^data\.train\.paths is an address with a password") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^data\.train\.paths is an address with a password"
+    ) as caught:
         load([*given, "data.train.paths=['s3://user:sentinel@bucket/train.jsonl']"])
     assert "sentinel" not in str(caught.value)
     load([*given, "data.train.paths=['s3://bucket/a:b@c/train.jsonl']"])

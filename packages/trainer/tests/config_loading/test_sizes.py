@@ -5,7 +5,12 @@ from .conftest import RL, SFT
 
 
 def test_sizes_of_rl_multiply_out() -> None:
-    overrides = ["batching.prompts_per_step=6", "algorithm.group_size=4", "batching.num_mini_batches=3", "batching.num_passes=2"]
+    overrides = [
+        "batching.prompts_per_step=6",
+        "algorithm.group_size=4",
+        "batching.num_mini_batches=3",
+        "batching.num_passes=2",
+    ]
     lines = derived_sizes(load([*RL, *overrides, "run.total_steps=10"]).config)
     assert lines[0] == "a step: 6 prompts x 4 = 24 completions, 6 updates"  # 3 mini-batches, twice
     assert lines[1] == "an update: 8 completions"  # 24 / 3
@@ -14,34 +19,62 @@ def test_sizes_of_rl_multiply_out() -> None:
 
 
 def test_a_step_is_told_in_tokens_too() -> None:
-    lines = derived_sizes(load([*RL, "batching.prompts_per_step=6", "algorithm.group_size=4"]).config)
+    lines = derived_sizes(
+        load([*RL, "batching.prompts_per_step=6", "algorithm.group_size=4"]).config
+    )
     assert lines[4] == "a step's tokens: at most 24 x 1,536 = 36,864"
 
 
 def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
     # 3 completions of 20 tokens and 2 answers of 8 are 76.
-    overrides = ["environment.name=calculator", "environment.max_turns=3", "environment.max_observation_tokens=8", "sampling.max_tokens=20"]
+    overrides = [
+        "environment.name=calculator",
+        "environment.max_turns=3",
+        "environment.max_observation_tokens=8",
+        "sampling.max_tokens=20",
+    ]
     lines = derived_sizes(load([*RL, *overrides]).config)
-    assert "a rollout: at most 3 completions of 20 tokens each, and answers of 8 between them" in lines
+    assert (
+        "a rollout: at most 3 completions of 20 tokens each, and answers of 8 between them" in lines
+    )
     assert "a sample: at most 1,024 + 76 = 1,100 tokens" in lines
 
 
 def test_what_is_sampled_besides_is_told() -> None:
     lines = derived_sizes(load([*RL, "algorithm=remax", "batching.prompts_per_step=6"]).config)
-    assert "besides: 6 greedy completions a step, which are compared with and not trained on" in lines
-    lines = derived_sizes(load([*RL, "algorithm=dapo", "batching.prompts_per_step=6", "algorithm.group_size=4"]).config)
-    assert "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions a step, of which 24 are trained on" in lines
+    assert (
+        "besides: 6 greedy completions a step, which are compared with and not trained on" in lines
+    )
+    lines = derived_sizes(
+        load(
+            [*RL, "algorithm=dapo", "batching.prompts_per_step=6", "algorithm.group_size=4"]
+        ).config
+    )
+    assert (
+        "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions a step, of which 24 are trained on"
+        in lines
+    )
 
 
 def test_tasks_without_training_tell_what_they_sample() -> None:
     lines = derived_sizes(load([*RL, "task=generate", "generate.num_completions=3"]).config)
-    assert lines[0] == "a prompt: 3 completions of at most 1,024 + 512 = 1,536 tokens, the prompt included"
+    assert (
+        lines[0]
+        == "a prompt: 3 completions of at most 1,024 + 512 = 1,536 tokens, the prompt included"
+    )
     lines = derived_sizes(load([*RL, "task=eval", "run.eval_sampling.max_tokens=100"]).config)
-    assert lines[0] == "a problem: 1 completion of at most 1,024 + 100 = 1,124 tokens, the prompt included"
+    assert (
+        lines[0]
+        == "a problem: 1 completion of at most 1,024 + 100 = 1,124 tokens, the prompt included"
+    )
 
 
 def test_sizes_of_a_run_with_a_warm_start_begin_with_it() -> None:
-    lines = derived_sizes(load(["experiment=quickstart", "warm_start.total_steps=30", "warm_start.batch_size=50"]).config)
+    lines = derived_sizes(
+        load(
+            ["experiment=quickstart", "warm_start.total_steps=30", "warm_start.batch_size=50"]
+        ).config
+    )
     assert lines[0] == "warm start: 30 updates of 50 demonstrations = 1,500 demonstrations"
     assert "actor: qwen2 from scratch on fsdp, 1 worker, fp32, lr 0.0004" in lines
 

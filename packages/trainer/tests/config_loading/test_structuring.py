@@ -23,12 +23,24 @@ from .conftest import RL
             "run.trackers=jsonl",
             "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb | mlflow | trackio. A list is written [jsonl].",
         ),
-        ("run.trackers=[csv]", "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | mlflow | trackio."),
-        ("task=dop", "task is 'dop', but must be: rl | sft | distill | dpo | rm | eval | generate."),
-        ("actor.engine.optimizer.betas=[0.9]", "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number."),
+        (
+            "run.trackers=[csv]",
+            "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | mlflow | trackio.",
+        ),
+        (
+            "task=dop",
+            "task is 'dop', but must be: rl | sft | distill | dpo | rm | eval | generate.",
+        ),
+        (
+            "actor.engine.optimizer.betas=[0.9]",
+            "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number.",
+        ),
         ("actor=5", "actor is 5, but must be a block of keys."),
         ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),
-        ("reward.arguments.x=[1]", "reward.arguments.x is [1], but must be: text | whole number | number | true or false | null."),
+        (
+            "reward.arguments.x=[1]",
+            "reward.arguments.x is [1], but must be: text | whole number | number | true or false | null.",
+        ),
         ("reward.components.length=ten", "reward.components.length is 'ten', but must be: number."),
         ("reward.components=1", "reward.components is 1, but must be: mapping."),
         (
@@ -37,7 +49,9 @@ from .conftest import RL
         ),
     ],
 )
-def test_value_of_the_wrong_type_is_named_with_what_is_expected(override: str, sentence: str) -> None:
+def test_value_of_the_wrong_type_is_named_with_what_is_expected(
+    override: str, sentence: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load([*RL, override])
     assert str(caught.value) == sentence
@@ -49,19 +63,26 @@ def test_whole_number_is_taken_where_a_number_is_expected() -> None:
 
 
 def test_lists_become_tuples_and_mappings_stay_mappings() -> None:
-    config = load([*RL, "sampling.stop=[END,'a, b']", "actor.engine.optimizer.betas=[0.5,0]"]).config
+    config = load(
+        [*RL, "sampling.stop=[END,'a, b']", "actor.engine.optimizer.betas=[0.5,0]"]
+    ).config
     assert config.sampling.stop == ("END", "a, b")
     assert config.actor.engine.optimizer is not None
     assert config.actor.engine.optimizer.betas == (0.5, 0.0)
 
 
 def test_free_mapping_keeps_the_type_of_each_value() -> None:
-    arguments = load([*RL, "reward.arguments={a: 1, b: 1.0, c: true, d: text, e: null}"]).config.reward.arguments
+    arguments = load(
+        [*RL, "reward.arguments={a: 1, b: 1.0, c: true, d: text, e: null}"]
+    ).config.reward.arguments
     assert [type(value) for value in arguments.values()] == [int, float, bool, str, type(None)]
 
 
 def test_message_of_a_dataclass_keeps_its_words_and_gains_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"^actor.engine.schedule: schedule.kind is linear, which needs schedule.total_steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^actor.engine.schedule: schedule.kind is linear, which needs schedule.total_steps",
+    ):
         load([*RL, "actor.engine.schedule.kind=linear"])
 
 
@@ -91,4 +112,7 @@ def test_what_must_be_set_is_asked_for() -> None:
     with pytest.raises(ConfigError) as caught:
         load([])
     assert "data.train: a source of kind jsonl needs paths." in str(caught.value)
-    assert "actor.engine.model: exactly one of model.path (now None) and model.architecture (now {}) must be set" in str(caught.value)
+    assert (
+        "actor.engine.model: exactly one of model.path (now None) and model.architecture (now {}) must be set"
+        in str(caught.value)
+    )

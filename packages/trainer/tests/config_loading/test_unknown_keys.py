@@ -10,7 +10,11 @@ from .conftest import RL
 
 def refusal(*overrides: str, config_dir: Path | None = None, config_name: str = "temper") -> str:
     with pytest.raises(ConfigError) as caught:
-        load([*RL, *overrides], config_dir=None if config_dir is None else str(config_dir), config_name=config_name)
+        load(
+            [*RL, *overrides],
+            config_dir=None if config_dir is None else str(config_dir),
+            config_name=config_name,
+        )
     return str(caught.value)
 
 
@@ -37,11 +41,16 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
 
 
 def test_right_name_in_the_wrong_block_names_the_right_blocks() -> None:
-    assert "did you mean sampling.temperature or run.eval_sampling.temperature?" in refusal("algorithm.temperature=1")
+    assert "did you mean sampling.temperature or run.eval_sampling.temperature?" in refusal(
+        "algorithm.temperature=1"
+    )
 
 
 def test_key_that_resembles_nothing_points_to_the_help() -> None:
-    assert refusal("foo.bar=1") == "there is no key foo.bar: `temper-train --help` lists them all. (set by: command line)"
+    assert (
+        refusal("foo.bar=1")
+        == "there is no key foo.bar: `temper-train --help` lists them all. (set by: command line)"
+    )
 
 
 def test_every_unknown_key_has_its_line() -> None:
@@ -51,7 +60,10 @@ def test_every_unknown_key_has_its_line() -> None:
 def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nrun:\n  sed: 3\n")
     text = refusal(config_dir=tmp_path, config_name="mine")
-    assert text == f"there is no key run.sed: did you mean run.seed? (set by: file {tmp_path / 'mine.yaml'})"
+    assert (
+        text
+        == f"there is no key run.sed: did you mean run.seed? (set by: file {tmp_path / 'mine.yaml'})"
+    )
 
 
 def test_a_file_of_the_older_generation_is_not_listed_to_its_end(tmp_path: Path) -> None:
@@ -63,22 +75,31 @@ def test_a_file_of_the_older_generation_is_not_listed_to_its_end(tmp_path: Path)
 
 def test_removed_key_says_what_replaced_it() -> None:
     text = refusal("actor_rollout_ref.rollout.n=5")
-    assert text.startswith("actor_rollout_ref.rollout.n is refused since 0.1; now it is: algorithm.group_size. ")
+    assert text.startswith(
+        "actor_rollout_ref.rollout.n is refused since 0.1; now it is: algorithm.group_size. "
+    )
     assert "`temper-migrate explain actor_rollout_ref.rollout.n`" in text
 
 
 def test_keys_of_a_mapping_are_free() -> None:
-    model = load(["experiment=quickstart", "actor.engine.model.architecture.rope_theta=5000.0"]).config.actor.engine.model
+    model = load(
+        ["experiment=quickstart", "actor.engine.model.architecture.rope_theta=5000.0"]
+    ).config.actor.engine.model
     assert model.architecture["rope_theta"] == 5000.0
 
 
 def test_critic_settings_without_a_critic_name_the_group() -> None:
     text = refusal("critic.num_workers=2")
-    assert text == "critic.num_workers has no effect without a critic: add critic=value_model (or algorithm=ppo), or remove it."
+    assert (
+        text
+        == "critic.num_workers has no effect without a critic: add critic=value_model (or algorithm=ppo), or remove it."
+    )
 
 
 def test_reference_settings_without_a_reference_name_the_group() -> None:
-    assert "ref.engine.device has no effect without a ref: add ref=frozen" in refusal("ref.engine.device=cpu")
+    assert "ref.engine.device has no effect without a ref: add ref=frozen" in refusal(
+        "ref.engine.device=cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,10 +114,17 @@ def test_reference_settings_without_a_reference_name_the_group() -> None:
         ("teachers.math.free_cache_engine", "sleeps"),
     ],
 )
-def test_a_teacher_that_shares_devices_or_sleeps_is_refused_with_the_reason(key: str, kind: str) -> None:
+def test_a_teacher_that_shares_devices_or_sleeps_is_refused_with_the_reason(
+    key: str, kind: str
+) -> None:
     text = refusal(f"{key}=true")
-    assert text.startswith(f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains")
-    assert "Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep" in text
+    assert text.startswith(
+        f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains"
+    )
+    assert (
+        "Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep"
+        in text
+    )
     assert text.endswith("(set by: command line)")
 
 

@@ -9,13 +9,24 @@ from hypothesis import strategies as st
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.data.arithmetic import Step, arithmetic_rows, draw_problem, is_test_question, solve, with_wrong_first_operation
+from temper_trainer.data.arithmetic import (
+    Step,
+    arithmetic_rows,
+    draw_problem,
+    is_test_question,
+    solve,
+    with_wrong_first_operation,
+)
 
 EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 
 
-def source(num_rows: int, *, split: str = "train", seed: int = 0, wrong: float = 0.0) -> SourceConfig:
-    return SourceConfig(kind="arithmetic", max_rows=num_rows, split=split, seed=seed, wrong_first_operation=wrong)
+def source(
+    num_rows: int, *, split: str = "train", seed: int = 0, wrong: float = 0.0
+) -> SourceConfig:
+    return SourceConfig(
+        kind="arithmetic", max_rows=num_rows, split=split, seed=seed, wrong_first_operation=wrong
+    )
 
 
 def check_text(text: str) -> int:
@@ -25,7 +36,13 @@ def check_text(text: str) -> int:
         found = EQUATION.fullmatch(line)
         assert found is not None, text
         left, operator, right, result = found.groups()
-        assert {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[operator] == int(result) > 0
+        assert (
+            {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[
+                operator
+            ]
+            == int(result)
+            > 0
+        )
     assert final == f"#### {lines[-1].partition('=')[2]}"
     return int(final.removeprefix("#### "))
 
@@ -40,7 +57,10 @@ def test_a_worked_example() -> None:
 
 def test_a_wrong_first_operation_never_falls_below_one() -> None:
     # 3 + 5 can't become 3 - 5, so it becomes 3 * 5; 7 + 2 becomes 7 - 2 = 5, from which 6 can't be taken, so 6 is added.
-    assert solve(with_wrong_first_operation((Step(left=3, operator="+", right=5),))) == "3*5=15\n#### 15"
+    assert (
+        solve(with_wrong_first_operation((Step(left=3, operator="+", right=5),)))
+        == "3*5=15\n#### 15"
+    )
     steps = (Step(left=7, operator="+", right=2), Step(left=None, operator="-", right=6))
     assert solve(with_wrong_first_operation(steps)) == "7-2=5\n5+6=11\n#### 11"
 
@@ -56,7 +76,11 @@ def test_every_answer_text_is_right_and_every_wrong_one_is_consistent(seed: int)
 
 def test_train_and_test_never_share_a_question_whatever_their_seeds() -> None:
     train = {row.prompt for seed in range(3) for row in arithmetic_rows(source(500, seed=seed))}
-    test = {row.prompt for seed in range(3) for row in arithmetic_rows(source(200, split="test", seed=seed))}
+    test = {
+        row.prompt
+        for seed in range(3)
+        for row in arithmetic_rows(source(200, split="test", seed=seed))
+    }
     assert not train & test
     assert all(isinstance(question, str) and is_test_question(question) for question in test)
 
@@ -65,7 +89,9 @@ def test_rows_are_a_function_of_the_seed_and_all_different() -> None:
     rows = arithmetic_rows(source(300, seed=5))
     assert rows == arithmetic_rows(source(300, seed=5))
     assert rows[:100] == arithmetic_rows(source(100, seed=5))
-    assert {row.prompt for row in rows}.isdisjoint(row.prompt for row in arithmetic_rows(source(50, seed=6)))
+    assert {row.prompt for row in rows}.isdisjoint(
+        row.prompt for row in arithmetic_rows(source(50, seed=6))
+    )
     assert len({row.prompt for row in rows}) == 300
 
 

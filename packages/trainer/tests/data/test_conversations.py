@@ -20,7 +20,10 @@ CHAT = (
 )
 TALK = Row(
     row_id=0,
-    prompt=tuple(ChatMessage(role=r, content=c) for r, c in (("user", "hi"), ("assistant", "ho"), ("user", "hi"), ("assistant", "he"))),
+    prompt=tuple(
+        ChatMessage(role=r, content=c)
+        for r, c in (("user", "hi"), ("assistant", "ho"), ("user", "hi"), ("assistant", "he"))
+    ),
     answer="",
     solution="",
     source="talk 0",
@@ -47,16 +50,25 @@ def shown(demonstration: Demonstration) -> tuple[str, str]:
 
 
 def test_every_assistant_turn_is_trained_up_to_its_end_token() -> None:
-    assert shown(encode_conversation(TALK, tokenizer(), config())) == ("U hi A", "ho <eos> (!) (U) (hi) (A) he <eos> (!)")
+    assert shown(encode_conversation(TALK, tokenizer(), config())) == (
+        "U hi A",
+        "ho <eos> (!) (U) (hi) (A) he <eos> (!)",
+    )
 
 
 def test_only_the_last_turn_where_that_is_asked() -> None:
-    assert shown(encode_conversation(TALK, tokenizer(), config(train_on="last"))) == ("U hi A ho <eos> ! U hi A", "he <eos> (!)")
+    assert shown(encode_conversation(TALK, tokenizer(), config(train_on="last"))) == (
+        "U hi A ho <eos> ! U hi A",
+        "he <eos> (!)",
+    )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     rewriting = "{{ 'U' * (messages | length // 2) }}" + CHAT
-    with pytest.raises(DataError, match=r"talk 0: the chat template rewrites turn 1 when another follows.*data\.train_on=last"):
+    with pytest.raises(
+        DataError,
+        match=r"talk 0: the chat template rewrites turn 1 when another follows.*data\.train_on=last",
+    ):
         encode_conversation(TALK, tokenizer(), config(chat_template=rewriting))
 
 

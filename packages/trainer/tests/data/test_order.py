@@ -13,17 +13,28 @@ TAKES = st.lists(st.integers(0, 25), min_size=1, max_size=8)
 
 
 @given(num_items=st.integers(1, 12), seed=st.integers(), takes=TAKES, shuffle=st.booleans())
-def test_every_epoch_hands_out_every_item_once(num_items: int, seed: int, takes: list[int], shuffle: bool) -> None:
+def test_every_epoch_hands_out_every_item_once(
+    num_items: int, seed: int, takes: list[int], shuffle: bool
+) -> None:
     stream = PromptStream(range(num_items), seed=seed, shuffle=shuffle)
     handed = [item for count in takes for item in stream.take(count)]
     assert len(handed) == sum(takes)
     for start in range(0, len(handed) - num_items + 1, num_items):
         assert sorted(handed[start : start + num_items]) == list(range(num_items))
-    assert stream.cursor == DataCursor(epoch=len(handed) // num_items, index=len(handed) % num_items)
+    assert stream.cursor == DataCursor(
+        epoch=len(handed) // num_items, index=len(handed) % num_items
+    )
 
 
-@given(num_items=st.integers(1, 12), seed=st.integers(), before=st.integers(0, 40), after=st.integers(0, 40))
-def test_resuming_at_any_cursor_goes_on_exactly(num_items: int, seed: int, before: int, after: int) -> None:
+@given(
+    num_items=st.integers(1, 12),
+    seed=st.integers(),
+    before=st.integers(0, 40),
+    after=st.integers(0, 40),
+)
+def test_resuming_at_any_cursor_goes_on_exactly(
+    num_items: int, seed: int, before: int, after: int
+) -> None:
     whole = PromptStream(range(num_items), seed=seed, shuffle=True)
     whole.take(before)
     resumed = PromptStream(range(num_items), seed=seed, shuffle=True, cursor=whole.cursor)
@@ -34,7 +45,9 @@ def test_resuming_at_any_cursor_goes_on_exactly(num_items: int, seed: int, befor
 def test_a_cursor_at_the_end_of_an_epoch_begins_the_next() -> None:
     stream = PromptStream("abc", seed=1, shuffle=True, cursor=DataCursor(epoch=4, index=3))
     assert stream.cursor == DataCursor(epoch=5, index=0)
-    assert stream.take(3) == [*map("abc".__getitem__, epoch_order(3, seed=1, epoch=5, shuffle=True))]
+    assert stream.take(3) == [
+        *map("abc".__getitem__, epoch_order(3, seed=1, epoch=5, shuffle=True))
+    ]
 
 
 def test_the_order_of_an_epoch_is_the_same_in_every_python() -> None:

@@ -21,27 +21,45 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{
 
 
 def row(row_id: int, prompt: str | tuple[ChatMessage, ...], solution: str = "#### 2") -> Row:
-    return Row(row_id=row_id, prompt=prompt, answer="#### 2", solution=solution, source=f"file:{row_id}")
+    return Row(
+        row_id=row_id, prompt=prompt, answer="#### 2", solution=solution, source=f"file:{row_id}"
+    )
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
     texts = ["Q: 1 + {1}?\n", "#### 2", "one two three four", "[user] one [assistant]"]
-    return build_tokenizer(TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=tmp_path)
+    return build_tokenizer(
+        TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=tmp_path
+    )
 
 
-def test_a_string_prompt_goes_into_the_template_braces_and_all(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_string_prompt_goes_into_the_template_braces_and_all(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     ([prompt], num_dropped) = encode_prompts([row(4, "1 + {1}?")], tokenizer, CONFIG)
-    assert (prompt.prompt_id, prompt.text, prompt.answer, num_dropped) == (4, "Q: 1 + {1}?\n", "#### 2", 0)
+    assert (prompt.prompt_id, prompt.text, prompt.answer, num_dropped) == (
+        4,
+        "Q: 1 + {1}?\n",
+        "#### 2",
+        0,
+    )
     assert tokenizer.decode(prompt.tokens) == "Q: 1 + {1}?\n"
 
 
-def test_chat_messages_go_through_the_chat_template_with_the_assistants_turn_open(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_messages_go_through_the_chat_template_with_the_assistants_turn_open(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     messages = (ChatMessage(role="user", content="one two"),)
-    ([prompt], _) = encode_prompts([row(0, messages)], tokenizer, replace(CONFIG, chat_template=TEMPLATE))
+    ([prompt], _) = encode_prompts(
+        [row(0, messages)], tokenizer, replace(CONFIG, chat_template=TEMPLATE)
+    )
     assert prompt.text == "[user] one two\n[assistant]"
     assert tokenizer.decode(prompt.tokens) == prompt.text
-    with pytest.raises(ConfigError, match="file:0 is a list of chat messages, but the tokenizer has no chat template"):
+    with pytest.raises(
+        ConfigError,
+        match="file:0 is a list of chat messages, but the tokenizer has no chat template",
+    ):
         encode_prompts([row(0, messages)], tokenizer, CONFIG)
 
 
@@ -49,15 +67,23 @@ WITH_TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + T
 TOOL = {"type": "function", "function": {"name": "two", "description": "counts", "parameters": {}}}
 
 
-@pytest.mark.parametrize("content", [[TOOL], {"tools": [{"class_name": "package.Class", "tool_schema": TOOL}]}])
-def test_the_chat_template_describes_tools_of_a_file(content: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [[TOOL], {"tools": [{"class_name": "package.Class", "tool_schema": TOOL}]}]
+)
+def test_the_chat_template_describes_tools_of_a_file(
+    content: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     (tmp_path / "tools.json").write_text(json.dumps(content))
     config = replace(CONFIG, chat_template=WITH_TOOLS, tools_path=str(tmp_path / "tools.json"))
-    ([prompt], _) = encode_prompts([row(0, (ChatMessage(role="user", content="one"),))], tokenizer, config)
+    ([prompt], _) = encode_prompts(
+        [row(0, (ChatMessage(role="user", content="one"),))], tokenizer, config
+    )
     assert prompt.text == "<two>[user] one\n[assistant]"
 
 
-def test_tools_that_no_prompt_would_mention_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_tools_that_no_prompt_would_mention_are_refused(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     path = tmp_path / "tools.json"
     path.write_text(json.dumps([TOOL]))
     config = replace(CONFIG, chat_template=TEMPLATE, tools_path=str(path))
@@ -69,7 +95,11 @@ def test_tools_that_no_prompt_would_mention_are_refused(tokenizer: PreTrainedTok
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{}", "holds no list of tools"), ("[{function: sum}]", "entry 1 is {'function': 'sum'}"), ("[", "can't be read")],
+    [
+        ("{}", "holds no list of tools"),
+        ("[{function: sum}]", "entry 1 is {'function': 'sum'}"),
+        ("[", "can't be read"),
+    ],
 )
 def test_a_file_without_schemas_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text(content)
@@ -77,33 +107,53 @@ def test_a_file_without_schemas_is_refused(content: str, message: str, tmp_path:
         read_tools(str(tmp_path / "tools.yaml"))
 
 
-def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     specials = [("<unk>", 2), ("<eos>", 1)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A <eos>", special_tokens=specials)
-    ([prompt], _) = encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="{prompt}"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A <eos>", special_tokens=specials
+    )
+    ([prompt], _) = encode_prompts(
+        [row(0, "one")], tokenizer, replace(CONFIG, prompt_template="{prompt}")
+    )
     assert tokenizer.convert_ids_to_tokens(prompt.tokens) == ["<unk>", "one"]
 
 
 def test_a_demonstration_ends_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    ([demonstration], _) = encode_demonstrations([row(0, "one", solution="three four")], tokenizer, CONFIG)
+    ([demonstration], _) = encode_demonstrations(
+        [row(0, "one", solution="three four")], tokenizer, CONFIG
+    )
     assert tokenizer.convert_ids_to_tokens(demonstration.tokens) == ["<unk>", " four", "<eos>"]
     assert demonstration.prompt.text == "Q: one\n"
 
 
-def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     rows = [row(0, "one"), row(1, "one two three four"), row(2, "two")]
-    short = replace(CONFIG, max_prompt_tokens=5)  # Q : _one \n: the template costs three tokens, a word one
-    with pytest.raises(DataError, match=r"file:1: the prompt has 7 tokens, but data.max_prompt_tokens is 5"):
+    short = replace(
+        CONFIG, max_prompt_tokens=5
+    )  # Q : _one \n: the template costs three tokens, a word one
+    with pytest.raises(
+        DataError, match=r"file:1: the prompt has 7 tokens, but data.max_prompt_tokens is 5"
+    ):
         encode_prompts(rows, tokenizer, short)
     prompts, num_dropped = encode_prompts(rows, tokenizer, replace(short, overlong_prompts="drop"))
     assert ([prompt.prompt_id for prompt in prompts], num_dropped) == ([0, 2], 1)
-    demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, replace(short, overlong_prompts="drop"))
+    demonstrations, num_dropped = encode_demonstrations(
+        rows, tokenizer, replace(short, overlong_prompts="drop")
+    )
     assert ([item.prompt.prompt_id for item in demonstrations], num_dropped) == ([0, 2], 1)
 
 
 def test_a_data_set_of_which_nothing_is_left_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="none of 1 prompts fits"):
-        encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, max_prompt_tokens=1, overlong_prompts="drop"))
+        encode_prompts(
+            [row(0, "one")],
+            tokenizer,
+            replace(CONFIG, max_prompt_tokens=1, overlong_prompts="drop"),
+        )
 
 
 def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -111,12 +161,19 @@ def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode_demonstrations([], tokenizer, CONFIG) == ([], 0)
 
 
-def test_a_template_without_a_place_for_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_without_a_place_for_the_prompt_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     with pytest.raises(ConfigError, match=r"must contain \{prompt\}"):
         encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="Question:"))
 
 
 def test_a_string_prompt_may_be_a_users_message(tokenizer: PreTrainedTokenizerBase) -> None:
-    config = replace(CONFIG, prompt_template="{prompt} two", string_prompts="user_message", chat_template=TEMPLATE)
+    config = replace(
+        CONFIG,
+        prompt_template="{prompt} two",
+        string_prompts="user_message",
+        chat_template=TEMPLATE,
+    )
     ([prompt], _) = encode_prompts([row(0, "one")], tokenizer, config)
     assert prompt.text == "[user] one two\n[assistant]"

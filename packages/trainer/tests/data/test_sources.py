@@ -14,7 +14,10 @@ from temper_trainer.config.data import SourceConfig
 from temper_trainer.data.rows import ChatMessage, DataError
 from temper_trainer.data.sources import load_rows
 
-PROBLEMS = [{"question": "1 + 1?", "answer": "1+1=2\n#### 2"}, {"question": "2 + 3?", "answer": "2+3=5\n#### 5"}]
+PROBLEMS = [
+    {"question": "1 + 1?", "answer": "1+1=2\n#### 2"},
+    {"question": "2 + 3?", "answer": "2+3=5\n#### 5"},
+]
 
 
 def write_lines(path: Path, *lines: str) -> SourceConfig:
@@ -27,17 +30,26 @@ def test_jsonl_and_parquet_of_the_same_problems_give_the_same_rows(tmp_path: Pat
     parquet.write_table(pa.Table.from_pylist(PROBLEMS), tmp_path / "a.parquet")
     columnar = SourceConfig(kind="parquet", paths=(str(tmp_path / "a.parquet"),))
     texts = [(row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(jsonl)]
-    assert texts == [(row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(columnar)]
+    assert texts == [
+        (row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(columnar)
+    ]
     assert texts[1] == (1, "2 + 3?", "2+3=5\n#### 5", "2+3=5\n#### 5")
 
 
 def test_hugging_face_datasets_of_the_same_problems_give_the_same_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
     datasets.disable_progress_bars()
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[1:])})
+    saved = datasets.DatasetDict(
+        {
+            "train": datasets.Dataset.from_list(PROBLEMS),
+            "test": datasets.Dataset.from_list(PROBLEMS[1:]),
+        }
+    )
     saved.save_to_disk(str(tmp_path / "saved"))
     train = load_rows(SourceConfig(kind="datasets", paths=("saved",)), base_dir=tmp_path)
-    test = load_rows(SourceConfig(kind="datasets", paths=("saved",), split="test"), base_dir=tmp_path)
+    test = load_rows(
+        SourceConfig(kind="datasets", paths=("saved",), split="test"), base_dir=tmp_path
+    )
     assert [row.prompt for row in train] == ["1 + 1?", "2 + 3?"]
     assert [(row.row_id, row.prompt) for row in test] == [(0, "2 + 3?")]
     with pytest.raises(DataError, match="split 'dev'"):
@@ -48,13 +60,19 @@ def test_rows_are_numbered_over_all_files_and_cut_at_max_rows(tmp_path: Path) ->
     for name in "ab":
         write_lines(tmp_path / name, *(json.dumps(problem) for problem in PROBLEMS))
     rows = load_rows(SourceConfig(paths=("a", "b"), max_rows=3), base_dir=tmp_path)
-    assert [(row.row_id, row.prompt) for row in rows] == [(0, "1 + 1?"), (1, "2 + 3?"), (2, "1 + 1?")]
+    assert [(row.row_id, row.prompt) for row in rows] == [
+        (0, "1 + 1?"),
+        (1, "2 + 3?"),
+        (2, "1 + 1?"),
+    ]
     assert rows[2].source == f"{tmp_path / 'b'}:1"
 
 
 def test_a_file_system_url_is_read_as_it_is(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]))
-    (row,) = load_rows(SourceConfig(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere"))
+    (row,) = load_rows(
+        SourceConfig(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere")
+    )
     assert row.prompt == "1 + 1?"
 
 
@@ -62,7 +80,10 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     source = write_lines(tmp_path / "a.jsonl", json.dumps({"question": messages, "answer": "2"}))
     (row,) = load_rows(source)
-    assert row.prompt == (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="1 + 1?"))
+    assert row.prompt == (
+        ChatMessage(role="system", content="Be brief."),
+        ChatMessage(role="user", content="1 + 1?"),
+    )
     assert row.texts == ("Be brief.", "1 + 1?", "2", "2")
 
 
@@ -101,7 +122,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_parquet_without_the_columns_says_which_it_has(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"problem": ["1 + 1?"], "answer": ["2"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="expected columns 'question' and 'answer', but it has \\['problem', 'answer'\\]"):
+    with pytest.raises(
+        DataError,
+        match="expected columns 'question' and 'answer', but it has \\['problem', 'answer'\\]",
+    ):
         load_rows(SourceConfig(kind="parquet", paths=("a.parquet",)), base_dir=tmp_path)
 
 
@@ -118,12 +142,20 @@ def test_a_source_of_kind_datasets_takes_one_name() -> None:
 
 def test_a_missing_datasets_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs the Hugging Face datasets library: pip install 'temper-trainer\[datasets\]'\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs the Hugging Face datasets library: pip install 'temper-trainer\[datasets\]'\.",
+    ):
         load_rows(SourceConfig(kind="datasets", paths=("any",)))
 
 
 def test_fields_within_fields_are_found_in_both_kinds_of_file(tmp_path: Path) -> None:
-    record = {"prompt": "1 + 1?", "reward_model": {"ground_truth": "2", "style": "rule"}, "data_source": "sums", "extra_info": {"index": 7}}
+    record = {
+        "prompt": "1 + 1?",
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        "data_source": "sums",
+        "extra_info": {"index": 7},
+    }
     write_lines(tmp_path / "a.jsonl", json.dumps(record))
     parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
     for kind in ("jsonl", "parquet"):
@@ -140,6 +172,8 @@ def test_fields_within_fields_are_found_in_both_kinds_of_file(tmp_path: Path) ->
 
 
 def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", json.dumps({"question": "1?", "a.b": "named", "a": {"b": "within"}}))
+    source = write_lines(
+        tmp_path / "a.jsonl", json.dumps({"question": "1?", "a.b": "named", "a": {"b": "within"}})
+    )
     (row,) = load_rows(replace(source, answer_key="a.b"))
     assert row.answer == "named"

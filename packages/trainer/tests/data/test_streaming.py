@@ -9,7 +9,9 @@ from temper_trainer.data.streaming import StreamedItems
 from temper_trainer.types import DataCursor
 
 
-def stream(*, shuffle: bool = True, cursor: DataCursor | None = None, num_items: int = 10) -> StreamedItems[int]:
+def stream(
+    *, shuffle: bool = True, cursor: DataCursor | None = None, num_items: int = 10
+) -> StreamedItems[int]:
     def one_pass() -> Iterator[int]:
         yield from range(num_items)
 

@@ -17,12 +17,18 @@ from temper_trainer.data.tokenizer import build_tokenizer, check_round_trip
 TEXTS = ["Tom has 12 apples.\n", "12-3=9\n#### 9", "Zoé’s naïve_plan costs $4½ — 日本!"]
 
 
-def build(config: TokenizerConfig, directory: Path, texts: list[str] = TEXTS) -> PreTrainedTokenizerBase:
+def build(
+    config: TokenizerConfig, directory: Path, texts: list[str] = TEXTS
+) -> PreTrainedTokenizerBase:
     return build_tokenizer(config, model_path=None, texts=texts, directory=directory)
 
 
-@pytest.mark.parametrize("config", [TokenizerConfig(kind="word_level"), TokenizerConfig(kind="bpe", vocab_size=300)])
-def test_a_saved_tokenizer_loads_and_gives_every_text_back(config: TokenizerConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", [TokenizerConfig(kind="word_level"), TokenizerConfig(kind="bpe", vocab_size=300)]
+)
+def test_a_saved_tokenizer_loads_and_gives_every_text_back(
+    config: TokenizerConfig, tmp_path: Path
+) -> None:
     made = build(config, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
@@ -35,7 +41,19 @@ def test_a_saved_tokenizer_loads_and_gives_every_text_back(config: TokenizerConf
 def test_word_level_splits_words_with_their_space_and_single_digits(tmp_path: Path) -> None:
     tokenizer = build(TokenizerConfig(kind="word_level"), tmp_path)
     ids = tokenizer("Tom has 12 apples.\n#### 9")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["Tom", " has", " ", "1", "2", " apples", ".", "\n", "####", " ", "9"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "Tom",
+        " has",
+        " ",
+        "1",
+        "2",
+        " apples",
+        ".",
+        "\n",
+        "####",
+        " ",
+        "9",
+    ]
 
 
 def test_word_level_calls_a_word_it_has_not_seen_unknown(tmp_path: Path) -> None:
@@ -44,7 +62,9 @@ def test_word_level_calls_a_word_it_has_not_seen_unknown(tmp_path: Path) -> None
 
 
 def test_bpe_keeps_its_size_and_never_merges_digits(tmp_path: Path) -> None:
-    tokenizer = build(TokenizerConfig(kind="bpe", vocab_size=280), tmp_path, ["1212 1212 1212 abab abab"] * 9)
+    tokenizer = build(
+        TokenizerConfig(kind="bpe", vocab_size=280), tmp_path, ["1212 1212 1212 abab abab"] * 9
+    )
     assert len(tokenizer) <= 280
     assert tokenizer.convert_ids_to_tokens(tokenizer("1212")["input_ids"]) == ["1", "2", "1", "2"]
     assert len(tokenizer("abab")["input_ids"]) < 4
@@ -62,7 +82,9 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
 
 def test_the_arithmetic_problems_need_few_words_and_no_unknown(tmp_path: Path) -> None:
     rows = arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=3000))
-    tokenizer = build(TokenizerConfig(kind="word_level"), tmp_path, [text for row in rows for text in row.texts])
+    tokenizer = build(
+        TokenizerConfig(kind="word_level"), tmp_path, [text for row in rows for text in row.texts]
+    )
     held_out = arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=300, split="test"))
     assert len(tokenizer) < 100
     encoded = tokenizer([text for row in held_out for text in row.texts])["input_ids"]
@@ -87,10 +109,15 @@ def test_a_text_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
     [
         (TokenizerConfig(), "neither tokenizer.path nor the actor's model.path is set"),
         (TokenizerConfig(path="absent"), "no tokenizer can be loaded from 'absent'"),
-        (TokenizerConfig(kind="bpe", vocab_size=100), "vocab_size is 100, but byte-level BPE needs 259"),
+        (
+            TokenizerConfig(kind="bpe", vocab_size=100),
+            "vocab_size is 100, but byte-level BPE needs 259",
+        ),
     ],
 )
-def test_a_tokenizer_that_cannot_be_is_refused(config: TokenizerConfig, complaint: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_is_refused(
+    config: TokenizerConfig, complaint: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build(config, tmp_path)
 

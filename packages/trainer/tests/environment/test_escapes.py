@@ -91,17 +91,25 @@ def run_all(request: pytest.FixtureRequest, needs_bubblewrap: None) -> RunAll:
         pytest.skip("needs a session of root")
     command = [sys.executable, "-c", WORKER]
     if request.param == "unprivileged" and IS_ROOT:
-        paths = [sys.executable, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.exists(path))]
+        paths = [
+            sys.executable,
+            sys.prefix,
+            sys.base_prefix,
+            *(path for path in sys.path if os.path.exists(path)),
+        ]
         command = ["bwrap", *unprivileged_options(paths), "--", *unprivileged_command(), *command]
 
     def run(codes: Sequence[str], timeout_s: float = 60.0) -> list[SandboxResult]:
         done = subprocess.run(
             command,
-            input=json.dumps([{"code": code, "timeout_s": timeout_s, "memory_mib": 256} for code in codes]),
+            input=json.dumps(
+                [{"code": code, "timeout_s": timeout_s, "memory_mib": 256} for code in codes]
+            ),
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env=os.environ | {"PYTHONPATH": ":".join(sys.path), "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET},
+            env=os.environ
+            | {"PYTHONPATH": ":".join(sys.path), "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET},
         )
         return [SandboxResult(**result) for result in json.loads(done.stdout)]
 
@@ -113,10 +121,18 @@ def results(run_all: RunAll, host: Host) -> Results:
     """What every attempt came to, and that the host is as it was."""
     found = {}
     for timeout_s in {attempt.timeout_s for attempt in ATTEMPTS}:
-        alike = [attempt for attempt in ATTEMPTS if attempt.timeout_s == timeout_s and is_for_this_machine(attempt)]
+        alike = [
+            attempt
+            for attempt in ATTEMPTS
+            if attempt.timeout_s == timeout_s and is_for_this_machine(attempt)
+        ]
         outcomes = run_all([program(attempt, host) for attempt in alike], timeout_s)
         found |= {attempt.name: result for attempt, result in zip(alike, outcomes, strict=True)}
-    assert sorted(path.name for path in Path(host.folder).iterdir()) == ["manifest.json", "secret", "socket"]
+    assert sorted(path.name for path in Path(host.folder).iterdir()) == [
+        "manifest.json",
+        "secret",
+        "socket",
+    ]
     assert Path(host.manifest).read_text() == "{}"
     assert host.nap not in _command_lines()
     return found
@@ -143,22 +159,37 @@ def test_no_program_leaves_the_sandbox(attempt: Attempt, results: Results) -> No
 
 
 def has_all_capabilities() -> bool:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("CapEff")
+    )
     sys_chroot, sys_ptrace, sys_admin, sys_nice, net_raw, mknod = 18, 19, 21, 23, 13, 27
-    return all(int(line.split()[1], 16) >> bit & 1 for bit in (sys_chroot, sys_ptrace, sys_admin, sys_nice, net_raw, mknod))
+    return all(
+        int(line.split()[1], 16) >> bit & 1
+        for bit in (sys_chroot, sys_ptrace, sys_admin, sys_nice, net_raw, mknod)
+    )
 
 
 def test_the_same_programs_get_out_without_a_sandbox(host: Host, needs_bubblewrap: None) -> None:
     """The programs do what their names say: where there is no sandbox, they succeed."""
     del needs_bubblewrap  # they are written for Linux
     expected = {"escapes", "as root"} if has_all_capabilities() else {"escapes"}
-    attempts = [attempt for attempt in ATTEMPTS if attempt.unconfined in expected and is_for_this_machine(attempt)]
+    attempts = [
+        attempt
+        for attempt in ATTEMPTS
+        if attempt.unconfined in expected and is_for_this_machine(attempt)
+    ]
     with ThreadPoolExecutor(4) as pool:
         run = partial(NoSandbox().run, timeout_s=60.0, memory_mib=256)
         outcomes = list(pool.map(lambda attempt: run(program(attempt, host)), attempts))
     for name in ("new", "daemon"):
         Path(host.folder, name).unlink(missing_ok=True)
-    failed = {a.name: result.output for a, result in zip(attempts, outcomes, strict=True) if "ESCAPED" not in result.output}
+    failed = {
+        a.name: result.output
+        for a, result in zip(attempts, outcomes, strict=True)
+        if "ESCAPED" not in result.output
+    }
     assert not failed
 
 

@@ -51,13 +51,18 @@ def test_an_exit_without_a_word_is_told_by_its_status(sandbox: Sandbox) -> None:
 
 
 def test_a_loop_is_ended(sandbox: Sandbox) -> None:
-    result = sandbox.run("print('begun', flush=True)\nwhile True: pass", timeout_s=1.0, memory_mib=256)
+    result = sandbox.run(
+        "print('begun', flush=True)\nwhile True: pass", timeout_s=1.0, memory_mib=256
+    )
     assert result.is_timeout
     assert result.output == "begun\nerror: no result within 1 s"
 
 
 def test_memory_is_bounded(sandbox: Sandbox) -> None:
-    assert "MemoryError" in sandbox.run("x = bytearray(1 << 30)", timeout_s=30.0, memory_mib=128).output
+    assert (
+        "MemoryError"
+        in sandbox.run("x = bytearray(1 << 30)", timeout_s=30.0, memory_mib=128).output
+    )
 
 
 def test_output_is_bounded(sandbox: Sandbox) -> None:
@@ -82,12 +87,19 @@ def test_calls_leave_no_descriptor_and_no_process(sandbox: Sandbox) -> None:
         return len(os.listdir("/proc/self/fd")), children
 
     before = usage()
-    for code in ("print(1)", "1 / 0", "import os; os.closerange(0, 9); os._exit(1)", "while True: print(1)"):
+    for code in (
+        "print(1)",
+        "1 / 0",
+        "import os; os.closerange(0, 9); os._exit(1)",
+        "while True: print(1)",
+    ):
         sandbox.run(code, timeout_s=30.0, memory_mib=256)
     assert usage() == before
 
 
-def test_a_program_has_no_environment_of_the_trainer(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_has_no_environment_of_the_trainer(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "sentinel")
     result = sandbox.run("import os; print(sorted(os.environ))", timeout_s=30.0, memory_mib=256)
     assert "HOME" in result.output
@@ -103,7 +115,9 @@ def test_without_a_sandbox_processes_of_the_group_end_with_the_program() -> None
     assert not is_there
 
 
-def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     result = NoSandbox().run("import os; print(os.getcwd())", timeout_s=30.0, memory_mib=256)
@@ -122,10 +136,15 @@ def test_a_program_cannot_lock_the_files_of_the_interpreter() -> None:
 
 def test_the_policy_reads_that_its_time_was_up(sandbox: Sandbox) -> None:
     tool = python_tool(EnvironmentConfig(name="python", tool_timeout_s=0.5), sandbox)
-    assert tool("print('x', flush=True)\nwhile True: pass") == ("error: no result within 0.5 s", True)
+    assert tool("print('x', flush=True)\nwhile True: pass") == (
+        "error: no result within 0.5 s",
+        True,
+    )
 
 
-def test_without_bubblewrap_the_python_tool_is_refused(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_the_python_tool_is_refused(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     del fresh
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError) as caught:
@@ -141,19 +160,28 @@ def test_a_sandbox_that_cannot_start_is_no_fault_of_the_program(needs_bubblewrap
     del needs_bubblewrap
     found = Bubblewrap.find()
     broken = replace(found, inner=(*found.inner, "--bind", "/nowhere", "/nowhere"))
-    with pytest.raises(BrokenEnvironmentError, match=r"bubblewrap could not start the program: bwrap: .*/nowhere"):
+    with pytest.raises(
+        BrokenEnvironmentError, match=r"bubblewrap could not start the program: bwrap: .*/nowhere"
+    ):
         broken.run("print(1)", timeout_s=30.0, memory_mib=256)
 
 
-def test_running_without_a_sandbox_is_warned_of_once(fresh: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_running_without_a_sandbox_is_warned_of_once(
+    fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
     del fresh
     with caplog.at_level(logging.WARNING):
         open_sandbox("none")
         open_sandbox("none")
     (record,) = caplog.records
-    assert record.getMessage().startswith("environment.sandbox is none: programs that the policy writes run as your user.")
+    assert record.getMessage().startswith(
+        "environment.sandbox is none: programs that the policy writes run as your user."
+    )
 
 
 def test_a_sandbox_is_set_for_the_python_tool_alone() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.sandbox is none, but the environment calculator runs no programs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment\.sandbox is none, but the environment calculator runs no programs",
+    ):
         EnvironmentConfig(name="calculator", sandbox="none")

@@ -41,7 +41,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunResult]:
 
     def start(directory: Path, *overrides: str, base: Sequence[str] = SMALL) -> RunResult:
         loaded = load([*base, f"run.dir={directory}", *overrides])
-        return train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+        return train(
+            loaded.config,
+            digest=loaded.digest,
+            write_config=lambda folder: write_resolved(loaded, folder),
+        )
 
     return start
 
@@ -51,10 +55,16 @@ def rows() -> Callable[..., Rows]:
     """Logged rows of a phase, without what a clock or a meter measured; every number must be finite."""
 
     def read(directory: Path, *, phase: str = "rl") -> Rows:
-        parsed = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        parsed = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
         of_phase = [row for row in parsed if row["phase"] == phase]
         found = [
-            {k: v for k, v in row.items() if not k.startswith((*CLOCKS, "phase")) and not any(meter in k for meter in METERS)}
+            {
+                k: v
+                for k, v in row.items()
+                if not k.startswith((*CLOCKS, "phase")) and not any(meter in k for meter in METERS)
+            }
             for row in of_phase
         ]
         for row in found:

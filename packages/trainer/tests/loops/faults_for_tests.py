@@ -83,7 +83,11 @@ class Fault:
             return "when the disk is full"
         if self.kind == "two processes":
             return f"{self.delay_s:.2f} s after the first"
-        place = {"start": "start", "step": f"step {self.step}", "save": f"save of step {self.step}"}[self.moment]
+        place = {
+            "start": "start",
+            "step": f"step {self.step}",
+            "save": f"save of step {self.step}",
+        }[self.moment]
         return f"{place} + {self.delay_s:.2f} s"
 
 
@@ -146,7 +150,13 @@ def _draw_fault(kind: str, draw: random.Random) -> Fault:
     moment = draw.choice(["start", "step", "step", "save", "save"])
     if kind == "damaged checkpoint" or kind.startswith("reward"):
         moment = "step"
-    delay_s = draw.uniform(0, 2) if moment == "start" else draw.uniform(0, 0.4) if moment == "step" else draw.uniform(0, 0.05)
+    delay_s = (
+        draw.uniform(0, 2)
+        if moment == "start"
+        else draw.uniform(0, 0.4)
+        if moment == "step"
+        else draw.uniform(0, 0.05)
+    )
     if kind == "two processes":
         delay_s = draw.uniform(0, 1)
     # What is done to rewards needs a step that follows.
@@ -180,7 +190,9 @@ def damage(checkpoint: Path, draw: random.Random) -> None:
 class Start:
     """One start of the program: a process that leads a session of its own."""
 
-    def __init__(self, folder: Path, case: Case | None, *, log: Path, max_file_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, case: Case | None, *, log: Path, max_file_bytes: int | None = None
+    ) -> None:
         self.log = log
         self._begin = log.stat().st_size if log.exists() else 0
         self._case_folder = folder
@@ -208,7 +220,9 @@ class Start:
             self.pid = self._popen.pid
         else:
             context = multiprocessing.get_context("fork")
-            self._fork = context.Process(target=_drive, args=(arguments, environment, folder, log, max_file_bytes))
+            self._fork = context.Process(
+                target=_drive, args=(arguments, environment, folder, log, max_file_bytes)
+            )
             self._fork.start()
             self.pid = self._fork.pid or 0
 
@@ -230,7 +244,11 @@ class Start:
 
     def output(self) -> str:
         """Return what this start has printed."""
-        return self.log.read_bytes()[self._begin :].decode(errors="replace") if self.log.exists() else ""
+        return (
+            self.log.read_bytes()[self._begin :].decode(errors="replace")
+            if self.log.exists()
+            else ""
+        )
 
     def children(self) -> list[int]:
         """Return the other processes of the session, or that have the case's temporary folder."""
@@ -240,7 +258,9 @@ class Start:
             pid = int(process.name)
             try:
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
-                is_of_case = int(fields[3]) == self.pid or mark in (process / "environ").read_bytes()
+                is_of_case = (
+                    int(fields[3]) == self.pid or mark in (process / "environ").read_bytes()
+                )
             except OSError:
                 continue
             if is_of_case and fields[0] not in "ZX" and pid != self.pid:
@@ -273,7 +293,13 @@ def _become_driver(max_file_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
 
-def _drive(arguments: list[str], environment: dict[str, str], folder: Path, log: Path, max_file_bytes: int | None) -> None:
+def _drive(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    log: Path,
+    max_file_bytes: int | None,
+) -> None:
     """Be `temper-train` in a forked process."""
     _become_driver(max_file_bytes)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -305,14 +331,21 @@ def logged_numbers(run: Path) -> list[dict[str, float]]:
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in row.items() if not name.startswith(CLOCKS) and not any(meter in name for meter in METERS)}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(CLOCKS) and not any(meter in name for meter in METERS)
+        }
         for row in rows
     ]
 
 
 def complete_steps(run: Path) -> list[int]:
     """Return the steps of the committed checkpoints, the newest first."""
-    found = (path.parent.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*/manifest.json"))
+    found = (
+        path.parent.name.removeprefix("step_")
+        for path in (run / "checkpoints").glob("step_*/manifest.json")
+    )
     return sorted((int(step) for step in found if step.isdigit()), reverse=True)
 
 
@@ -326,7 +359,11 @@ class CaseRunner:
         self.pids: list[int] = []
         self.may_repeat = 0
         words = "; ".join(fault.when for fault in case.faults)
-        settings = f"every {case.save_every}" + (", in background" if case.in_background else "") + (", cold" if case.is_cold else "")
+        settings = (
+            f"every {case.save_every}"
+            + (", in background" if case.in_background else "")
+            + (", cold" if case.is_cold else "")
+        )
         kinds = " and ".join(fault.kind for fault in case.faults)
         self.row = Row(seed=case.seed, fault=f"{kinds} (saves {settings})", when=words)
 
@@ -358,7 +395,9 @@ class CaseRunner:
 
     def _new(self, **more: int | None) -> Start:
         self.row.starts += 1
-        start = Start(self.folder, self.case, log=self.folder / f"start-{self.row.starts}.log", **more)
+        start = Start(
+            self.folder, self.case, log=self.folder / f"start-{self.row.starts}.log", **more
+        )
         self.pids.append(start.pid)
         return start
 
@@ -374,7 +413,11 @@ class CaseRunner:
         else:
             resize(None)
         start = self._new(max_file_bytes=max_file_bytes)
-        code = self._second_process(start, fault) if fault and fault.kind == "two processes" else self._disturb(start, fault)
+        code = (
+            self._second_process(start, fault)
+            if fault and fault.kind == "two processes"
+            else self._disturb(start, fault)
+        )
         if code is None:
             for pid in [start.pid, *start.children()]:
                 os.kill(pid, signal.SIGKILL)
@@ -457,7 +500,9 @@ class CaseRunner:
             steps = logged_steps(self.run)
             if steps > fault.step or (fault.moment == "step" and steps == fault.step):
                 return
-            if fault.moment == "save" and any(f"{fault.step:08d}" in path.name for path in (self.run / "checkpoints").glob("*")):
+            if fault.moment == "save" and any(
+                f"{fault.step:08d}" in path.name for path in (self.run / "checkpoints").glob("*")
+            ):
                 return
             time.sleep(0.01)
 
@@ -472,7 +517,9 @@ class CaseRunner:
         repeated = max(0, before - resumed)
         self.row.repeated += repeated
         if repeated > may_repeat:
-            self.row.problems.append(f"{repeated} steps were repeated, expected at most {may_repeat}")
+            self.row.problems.append(
+                f"{repeated} steps were repeated, expected at most {may_repeat}"
+            )
 
     def _damage(self) -> None:
         steps = complete_steps(self.run)
@@ -496,7 +543,9 @@ class CaseRunner:
             self.row.problems.append("metrics.jsonl differs from that of the undisturbed run")
         self.row.leftovers += [f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()]
         shared = [path.name for path in Path("/dev/shm").glob("temper-*")]
-        self.row.leftovers += [name for name in shared if any(f"-{pid}-" in name for pid in self.pids)]
+        self.row.leftovers += [
+            name for name in shared if any(f"-{pid}-" in name for pid in self.pids)
+        ]
         if (self.run / "run.lock").exists():
             self.row.leftovers.append("run.lock")
         if self.row.leftovers:
@@ -523,7 +572,10 @@ def small_disk(mount_point: Path, *, is_wanted: bool) -> Iterator[Callable[[int 
 
 
 def _mount(*arguments: str) -> bool:
-    return os.geteuid() == 0 and subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+    return (
+        os.geteuid() == 0
+        and subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+    )
 
 
 def import_once() -> None:
@@ -557,7 +609,9 @@ def undisturbed(folder: Path) -> list[dict[str, float]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run cases one after another; returns 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where the runs are made; what passed is deleted")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the runs are made; what passed is deleted"
+    )
     parser.add_argument("--seeds", required=True, help="comma-separated")
     chosen = parser.parse_args(arguments)
     sys.path.insert(0, str(HERE))

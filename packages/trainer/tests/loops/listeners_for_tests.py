@@ -28,12 +28,22 @@ class Row:
 
 def rows(*, run: str) -> list[Row]:
     """Of the table in SECURITY.md, those of one kind of run."""
-    lines = SECURITY.read_text().split("<!-- listeners -->")[1].split("<!-- end of listeners -->")[0].strip().splitlines()
+    lines = (
+        SECURITY.read_text()
+        .split("<!-- listeners -->")[1]
+        .split("<!-- end of listeners -->")[0]
+        .strip()
+        .splitlines()
+    )
     names, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     found = [dict(zip(names, row, strict=True)) for row in cells]
     is_on_loopback = {"loopback": True, "all": False}
     return [
-        Row(process=row["process"].strip("`"), most=int(row["sockets"]), is_on_loopback=is_on_loopback[row["one machine"]])
+        Row(
+            process=row["process"].strip("`"),
+            most=int(row["sockets"]),
+            is_on_loopback=is_on_loopback[row["one machine"]],
+        )
         for row in found
         if run in row["runs"].split(", ")
     ]
@@ -53,18 +63,35 @@ class Listeners:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_over.set()
         self._thread.join()
 
     def check(self, expected: list[Row]) -> None:
         """Every socket is listed, no process has more of them than is listed, and every row is met."""
-        found = Counter((process_id, name, socket.inet_aton(address)[0] == 127) for process_id, name, address in self._seen.values())
+        found = Counter(
+            (process_id, name, socket.inet_aton(address)[0] == 127)
+            for process_id, name, address in self._seen.values()
+        )
         for (_, name, is_on_loopback), count in found.items():
-            listed = sum(row.most for row in expected if name.startswith(row.process) and row.is_on_loopback == is_on_loopback)
-            assert count <= listed, f"{name} has {count} sockets (loopback: {is_on_loopback}), SECURITY.md lists {listed}: {self._seen}"
+            listed = sum(
+                row.most
+                for row in expected
+                if name.startswith(row.process) and row.is_on_loopback == is_on_loopback
+            )
+            assert count <= listed, (
+                f"{name} has {count} sockets (loopback: {is_on_loopback}), SECURITY.md lists {listed}: {self._seen}"
+            )
         for row in expected:
-            is_met = any(name.startswith(row.process) and is_on_loopback == row.is_on_loopback for _, name, is_on_loopback in found)
+            is_met = any(
+                name.startswith(row.process) and is_on_loopback == row.is_on_loopback
+                for _, name, is_on_loopback in found
+            )
             assert is_met, f"SECURITY.md lists {row}, which no process opened: {self._seen}"
 
     def check_secret(self, secret: str, *, folder: Path) -> None:
@@ -87,7 +114,11 @@ class Listeners:
         while not self._is_over.is_set():
             self._commands |= {_command(process_id) for process_id in _tree()}
             for address, inode, process_id in _listening():
-                if inode not in self._before and inode not in self._seen and (name := _name_of(process_id)):
+                if (
+                    inode not in self._before
+                    and inode not in self._seen
+                    and (name := _name_of(process_id))
+                ):
                     self._seen[inode] = (process_id, name, address)
             time.sleep(0.05)
 
@@ -106,7 +137,9 @@ def _listening() -> list[tuple[str, str, int]]:
             fields = line.split()
             if fields[3] == LISTENS:
                 addresses[fields[9]] = _address(fields[1].split(":")[0])
-    return [(addresses[inode], inode, process_id) for inode, process_id in found if inode in addresses]
+    return [
+        (addresses[inode], inode, process_id) for inode, process_id in found if inode in addresses
+    ]
 
 
 def _address(words: str) -> str:
@@ -118,7 +151,9 @@ def _tree() -> list[int]:
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(name)] = int(
+                Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
+            )
         except (OSError, IndexError):
             continue  # it has just ended
     found, grown = {os.getpid()}, True

@@ -72,7 +72,9 @@ def slow_after_two_steps(prompt: Prompt, completion: str) -> float:
 class Fee:
     """Every rollout ends after its first completion, and has the fee added to its reward."""
 
-    def __init__(self, *, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, fee: float) -> None:
+    def __init__(
+        self, *, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, fee: float
+    ) -> None:
         del config, tokenizer
         self._fee = fee
 

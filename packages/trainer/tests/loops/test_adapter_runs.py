@@ -28,11 +28,16 @@ def test_the_disabled_adapter_is_the_frozen_reference(run: Run, rows: Rows, tmp_
 
 
 @pytest.mark.bitwise
-def test_a_run_with_an_adapter_resumes_bit_for_bit_and_leaves_a_merged_model(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_a_run_with_an_adapter_resumes_bit_for_bit_and_leaves_a_merged_model(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "whole", *LORA)
     run(tmp_path / "parts", *LORA, "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", *LORA, "run.resume=auto")
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
+    whole, parts = (
+        load_file(tmp_path / name / "huggingface" / "model.safetensors")
+        for name in ("whole", "parts")
+    )
     assert not [name for name in whole if "lora" in name]
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -15,13 +15,21 @@ from temper_trainer.loops import asynchronous as asynchronous_page
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=4", "sampling.max_tokens=12")
+LEAN = (
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.total_steps=4",
+    "sampling.max_tokens=12",
+)
 ONE = (*LEAN, "loop=one_step_off")
 ASYNC = (*LEAN, "loop=async")
 
 
 @pytest.mark.bitwise
-def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "a", *ONE)
     run(tmp_path / "b", *ONE)
     assert [row["staleness/max"] for row in rows(tmp_path / "a")] == [0, 1, 1, 1]
@@ -50,28 +58,45 @@ def test_sampling_thread_computes_with_the_default_matmul_kernels(run: Run, tmp_
     assert seen == {"highest"}
 
 
-def test_one_step_off_goes_on_with_the_first_prompts_that_were_not_trained_on(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_one_step_off_goes_on_with_the_first_prompts_that_were_not_trained_on(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "run", *ONE, "run.total_steps=3", "run.save_every=2")
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer" / "state.json").read_text())
-    assert state["cursor"]["index"] == 8  # 2 steps of 4 prompts; those of step 3 were in work and are asked again
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer" / "state.json").read_text()
+    )
+    assert (
+        state["cursor"]["index"] == 8
+    )  # 2 steps of 4 prompts; those of step 3 were in work and are asked again
     run(tmp_path / "run", *ONE, "run.total_steps=4", "run.resume=auto")
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_async_trains_every_step_on_nothing_older_than_its_bound(run: Run, rows: Rows, tmp_path: Path, partial: bool) -> None:
-    more = ("asynchrony.max_staleness=2", f"asynchrony.partial_rollouts={partial}".lower(), "run.total_steps=6", "run.save_every=3")
+def test_async_trains_every_step_on_nothing_older_than_its_bound(
+    run: Run, rows: Rows, tmp_path: Path, partial: bool
+) -> None:
+    more = (
+        "asynchrony.max_staleness=2",
+        f"asynchrony.partial_rollouts={partial}".lower(),
+        "run.total_steps=6",
+        "run.save_every=3",
+    )
     run(tmp_path / "run", *ASYNC, *more)
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert all(row["staleness/max"] <= 2 for row in found)
     assert all(row["staleness/mean"] <= row["staleness/max"] for row in found)
     assert max(row["staleness/max"] for row in found) >= 1
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text())
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
+    )
     assert state["cursor"]["index"] == 12  # 3 steps of 4 prompts
 
 
-def test_an_error_of_the_sampling_thread_ends_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_sampling_thread_ends_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def breaks(*given: object, **named: object) -> None:
         raise BatchError("no such luck")
 

@@ -10,15 +10,30 @@ from temper_trainer.loops import RunResult
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-SHORT = ("warm_start=null", "data.eval=null", "run.total_steps=2", "run.save_model=false", "actor.engine.optimizer.lr=1e-2")
+SHORT = (
+    "warm_start=null",
+    "data.eval=null",
+    "run.total_steps=2",
+    "run.save_model=false",
+    "actor.engine.optimizer.lr=1e-2",
+)
 
 
-LARGER = [pytest.param(name, marks=pytest.mark.nightly) for name in ("cispo", "gmpo", "kl_cov", "sapo", "opo", "gpg")]
+LARGER = [
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in ("cispo", "gmpo", "kl_cov", "sapo", "opo", "gpg")
+]
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "clip_cov", "remax", *LARGER])
 def test_every_algorithm_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
-    run(tmp_path / "run", *SHORT, f"algorithm={algorithm}", "algorithm.group_size=4", "batching.num_mini_batches=2")
+    run(
+        tmp_path / "run",
+        *SHORT,
+        f"algorithm={algorithm}",
+        "algorithm.group_size=4",
+        "batching.num_mini_batches=2",
+    )
     found = rows(tmp_path / "run")
     assert len(found) == 2
     assert all(row["actor/grad_norm"] > 0 for row in found)
@@ -29,7 +44,9 @@ ADVANTAGES = ("advantage/mean", "advantage/min", "advantage/max")
 REMAX = (*SHORT, "algorithm=remax", "batching.prompts_per_step=16", "run.total_steps=1")
 
 
-def test_remax_normalises_the_greedy_completions_reward_like_the_others(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_remax_normalises_the_greedy_completions_reward_like_the_others(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "plain", *REMAX)
     run(tmp_path / "normalised", *REMAX, "reward.shaping.normalization=step")
     (plain,), (normalised,) = rows(tmp_path / "plain"), rows(tmp_path / "normalised")
@@ -38,9 +55,13 @@ def test_remax_normalises_the_greedy_completions_reward_like_the_others(run: Run
     assert [normalised[name] for name in ADVANTAGES] == pytest.approx(expected, rel=1e-5)
 
 
-def test_remax_counts_what_the_environment_gave_the_greedy_completion(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_remax_counts_what_the_environment_gave_the_greedy_completion(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     for fee in ("0.0", "0.5"):
-        environment = "name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, max_tokens: 27"
+        environment = (
+            "name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, max_tokens: 27"
+        )
         run(tmp_path / fee, *REMAX, f"environment={{{environment}, arguments: {{fee: {fee}}}}}")
     (free,), (dear,) = rows(tmp_path / "0.0"), rows(tmp_path / "0.5")
     assert dear["reward/mean"] == pytest.approx(free["reward/mean"] + 0.5)
@@ -50,16 +71,23 @@ def test_remax_counts_what_the_environment_gave_the_greedy_completion(run: Run, 
 def test_gdpo_which_would_lose_an_environments_reward_says_so(run: Run, tmp_path: Path) -> None:
     parts = ("algorithm=gdpo", "~reward.function", "reward.components={exact_match: 1.0}")
     environment = "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, arguments: {fee: 0.5}}"
-    with pytest.raises(ConfigError, match=r"gdpo learns from reward\.components alone.*gave rewards of its own, 0\.5 for example"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gdpo learns from reward\.components alone.*gave rewards of its own, 0\.5 for example",
+    ):
         run(tmp_path / "run", *SHORT, *parts, environment)
 
 
-def test_rollout_correction_reports_weights_and_changes_the_update(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_rollout_correction_reports_weights_and_changes_the_update(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     correction = "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, self_normalize: true, reject_kl: 1.0}"
     run(tmp_path / "run", *SHORT, correction)
     (first, _) = rows(tmp_path / "run")
     assert first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert first["correction/effective_sample_share"] == pytest.approx(1.0, abs=1e-3), "the sampler has the trainer's weights"
+    assert first["correction/effective_sample_share"] == pytest.approx(1.0, abs=1e-3), (
+        "the sampler has the trainer's weights"
+    )
     assert first["mismatch/effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
 
 
@@ -68,8 +96,12 @@ def test_the_samplers_log_probs_may_be_the_old_ones(run: Run, rows: Rows, tmp_pa
     assert all(row["policy/ratio_error_max"] < 1e-3 for row in rows(tmp_path / "run"))
 
 
-def test_completions_drawn_again_by_their_rewards_are_trained_on(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2")
+def test_completions_drawn_again_by_their_rewards_are_trained_on(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2"
+    )
     found = rows(tmp_path / "run")
     # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
     assert all(0.0 < row["reweight/distinct_share"] < 1.0 for row in found)
@@ -78,8 +110,16 @@ def test_completions_drawn_again_by_their_rewards_are_trained_on(run: Run, rows:
     assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
 
 
-def test_dynamic_sampling_fills_a_step_with_groups_that_differ(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", *SHORT, "algorithm=dapo", "algorithm.group_size=4", "reward.function=temper_trainer_test_rewards:often_equal")
+def test_dynamic_sampling_fills_a_step_with_groups_that_differ(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        *SHORT,
+        "algorithm=dapo",
+        "algorithm.group_size=4",
+        "reward.function=temper_trainer_test_rewards:often_equal",
+    )
     found = rows(tmp_path / "run")
     assert [row["dynamic_sampling/kept_groups"] for row in found] == [4.0, 4.0]
     assert [row["groups/dead_share"] for row in found] == [0.0, 0.0]
@@ -87,13 +127,22 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_differ(run: Run, rows: R
 
 
 def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path) -> None:
-    overrides = ("algorithm=dapo", "algorithm.dynamic_sampling.max_rounds=2", "reward.function=temper_trainer_test_rewards:always_one")
-    with pytest.raises(BatchError, match=r"found 0 of 4 groups with different scores in step 1, among 8 prompts of 2 rounds"):
+    overrides = (
+        "algorithm=dapo",
+        "algorithm.dynamic_sampling.max_rounds=2",
+        "reward.function=temper_trainer_test_rewards:always_one",
+    )
+    with pytest.raises(
+        BatchError,
+        match=r"found 0 of 4 groups with different scores in step 1, among 8 prompts of 2 rounds",
+    ):
         run(tmp_path / "run", *SHORT, *overrides)
 
 
 @pytest.mark.bitwise
-def test_controllers_and_running_rewards_go_on_from_a_checkpoint(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_controllers_and_running_rewards_go_on_from_a_checkpoint(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     moving = (
         "warm_start=null",
         "data.eval=null",
@@ -107,6 +156,8 @@ def test_controllers_and_running_rewards_go_on_from_a_checkpoint(run: Run, rows:
     run(tmp_path / "parts", *moving, "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", *moving, "run.total_steps=4", "run.resume=auto", "run.save_model=false")
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    state = (tmp_path / "whole" / "checkpoints" / "step_00000004" / "trainer" / "state.json").read_text()
+    state = (
+        tmp_path / "whole" / "checkpoints" / "step_00000004" / "trainer" / "state.json"
+    ).read_text()
     assert '"entropy_coef": 0.2' in state
     assert '"reward_count": 64.0' in state

@@ -13,11 +13,15 @@ from temper_trainer.metrics.log import RunLog
 from temper_trainer.run_lock import RunLock
 
 
-def saved_steps(run: RunConfig, *, folder: Path, step_s: float, save_s: float, num_steps: int) -> list[int]:
+def saved_steps(
+    run: RunConfig, *, folder: Path, step_s: float, save_s: float, num_steps: int
+) -> list[int]:
     """The steps after which a run saves whose steps and saves take so long."""
     clock, saved = [0.0], []
     log = RunLog(folder, trackers=(), progress=False, console=Console(quiet=True))
-    boundary = StepBoundary(run=run, folder=RunFolder(folder), lock=RunLock(folder), log=log, now=lambda: clock[0])
+    boundary = StepBoundary(
+        run=run, folder=RunFolder(folder), lock=RunLock(folder), log=log, now=lambda: clock[0]
+    )
     for step in range(1, num_steps + 1):
         clock[0] += step_s
         if boundary.is_save_due(step, is_last=step == num_steps):
@@ -29,7 +33,12 @@ def saved_steps(run: RunConfig, *, folder: Path, step_s: float, save_s: float, n
 
 def test_the_first_step_that_ends_after_the_interval_saves(tmp_path: Path) -> None:
     # Steps of 6 minutes: 18 minutes are the first end after 15; the save's 10 minutes do not count.
-    assert saved_steps(RunConfig(), folder=tmp_path, step_s=360, save_s=600, num_steps=10) == [3, 6, 9, 10]
+    assert saved_steps(RunConfig(), folder=tmp_path, step_s=360, save_s=600, num_steps=10) == [
+        3,
+        6,
+        9,
+        10,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -37,15 +46,26 @@ def test_the_first_step_that_ends_after_the_interval_saves(tmp_path: Path) -> No
     [
         (RunConfig(save_interval_s=None), [5]),
         (RunConfig(save_interval_s=None, save_every=2), [2, 4, 5]),
-        (RunConfig(save_interval_s=180.0, save_every=2), [2, 4, 5]),  # every save begins a new interval of 3 steps
+        (
+            RunConfig(save_interval_s=180.0, save_every=2),
+            [2, 4, 5],
+        ),  # every save begins a new interval of 3 steps
     ],
 )
-def test_steps_and_time_save_each_or_neither(run: RunConfig, steps: list[int], tmp_path: Path) -> None:
+def test_steps_and_time_save_each_or_neither(
+    run: RunConfig, steps: list[int], tmp_path: Path
+) -> None:
     assert saved_steps(run, folder=tmp_path, step_s=60, save_s=0, num_steps=5) == steps
 
 
 def test_the_line_at_the_start_says_when() -> None:
-    assert describe_policy(RunConfig()).startswith("checkpoints: saved every 15 min and at the end; ")
+    assert describe_policy(RunConfig()).startswith(
+        "checkpoints: saved every 15 min and at the end; "
+    )
     both = RunConfig(save_every=10, save_interval_s=120.0)
-    assert describe_policy(both).startswith("checkpoints: saved every 2 min, every 10 steps and at the end; ")
-    assert describe_policy(RunConfig(save_interval_s=None)).startswith("checkpoints: saved at the end; ")
+    assert describe_policy(both).startswith(
+        "checkpoints: saved every 2 min, every 10 steps and at the end; "
+    )
+    assert describe_policy(RunConfig(save_interval_s=None)).startswith(
+        "checkpoints: saved at the end; "
+    )

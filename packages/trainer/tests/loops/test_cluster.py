@@ -19,7 +19,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=3", "sampling.max_tokens=12")
+LEAN = (
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "run.total_steps=3",
+    "sampling.max_tokens=12",
+)
 APART = ("runtime.kind=ray", "runtime.cpus_per_worker=1", "rollout.pool=rollout")
 
 
@@ -28,7 +34,9 @@ def cluster() -> Iterator[Any]:
     """Two nodes of one core each: two pools cannot share one."""
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     made.add_node(num_cpus=1)
     ray.init(address=made.address, log_to_driver=False, configure_logging=False)
     yield made
@@ -37,7 +45,9 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.bitwise
-def test_roles_on_different_nodes_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, cluster: Any) -> None:
+def test_roles_on_different_nodes_give_the_numbers_of_one_process(
+    run: Run, rows: Rows, tmp_path: Path, cluster: Any
+) -> None:
     run(tmp_path / "inline", *LEAN)
     run(tmp_path / "apart", *LEAN, *APART)
     assert rows(tmp_path / "apart") == rows(tmp_path / "inline")

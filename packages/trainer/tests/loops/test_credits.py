@@ -45,7 +45,9 @@ def play(max_staleness: int, *, samplers: int, seed: int, slow: int | None = Non
 
 
 @given(max_staleness=st.integers(0, 5), samplers=st.integers(1, 4), seed=st.integers(0, 10_000))
-def test_every_order_of_events_trains_every_batch_once_and_none_too_old(max_staleness: int, samplers: int, seed: int) -> None:
+def test_every_order_of_events_trains_every_batch_once_and_none_too_old(
+    max_staleness: int, samplers: int, seed: int
+) -> None:
     staleness = play(max_staleness, samplers=samplers, seed=seed)
     assert len(staleness) == NUM_BATCHES
     assert min(staleness) >= 0

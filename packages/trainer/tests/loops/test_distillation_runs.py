@@ -10,7 +10,12 @@ from temper_trainer.loops import RunResult
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-SHORT = ("warm_start=null", "data.eval=null", "run.save_model=false", "actor.engine.optimizer.lr=1e-2")
+SHORT = (
+    "warm_start=null",
+    "data.eval=null",
+    "run.save_model=false",
+    "actor.engine.optimizer.lr=1e-2",
+)
 MODEL = (
     "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, "
     "max_position_embeddings: 256}"
@@ -28,13 +33,24 @@ def teacher(name: str, *, seed: int, route: str) -> tuple[str, ...]:
     )
 
 
-TWO = (*teacher("adder", seed=5, route="one"), *teacher("mixer", seed=6, route="two"), "data.train.route_key=operations")
+TWO = (
+    *teacher("adder", seed=5, route="one"),
+    *teacher("mixer", seed=6, route="two"),
+    "data.train.route_key=operations",
+)
 
 
 @pytest.mark.parametrize(
-    "distillation", [("objective=forward_kl", "top_k=8"), ("objective=reverse_kl", "clamp=5.0"), ("apply_as=reward", "kl_estimator=k1")]
+    "distillation",
+    [
+        ("objective=forward_kl", "top_k=8"),
+        ("objective=reverse_kl", "clamp=5.0"),
+        ("apply_as=reward", "kl_estimator=k1"),
+    ],
 )
-def test_a_policy_comes_closer_to_two_teachers(run: Run, rows: Rows, tmp_path: Path, distillation: tuple[str, ...]) -> None:
+def test_a_policy_comes_closer_to_two_teachers(
+    run: Run, rows: Rows, tmp_path: Path, distillation: tuple[str, ...]
+) -> None:
     settings = tuple(f"distillation.{each}" for each in distillation)
     run(
         tmp_path / "run",
@@ -48,7 +64,11 @@ def test_a_policy_comes_closer_to_two_teachers(run: Run, rows: Rows, tmp_path: P
     )
     found = rows(tmp_path / "run")
     assert all(row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 16.0 for row in found)
-    assert sum(row["teacher/adder/samples"] for row in found) * sum(row["teacher/mixer/samples"] for row in found) > 0
+    assert (
+        sum(row["teacher/adder/samples"] for row in found)
+        * sum(row["teacher/mixer/samples"] for row in found)
+        > 0
+    )
     if "apply_as=reward" not in distillation:
         assert found[-1]["distill/divergence"] < found[0]["distill/divergence"]
         assert found[0]["distill/taught_share"] == 1.0
@@ -63,6 +83,7 @@ def test_distillation_is_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> No
 
 def test_a_prompt_whose_route_has_no_teacher_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"a prompt has the route 'two', but the teachers' routes are one, three: set data\.train\.route_key"
+        ConfigError,
+        match=r"a prompt has the route 'two', but the teachers' routes are one, three: set data\.train\.route_key",
     ):
         run(tmp_path / "run", *SHORT, "algorithm=distill", *TWO, "teachers.mixer.route=three")

@@ -18,9 +18,24 @@ def test_what_could_not_be_scored_and_what_is_trained_on_too_is_said(
     run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The first eight of the training problems; every second one can't be scored.
-    same = ("data.eval.split=train", "data.eval.seed=1", "reward.function=temper_trainer_test_rewards:fails_on_even")
-    result = run(tmp_path / "run", *same, "reward.max_failure_share=1.0", "warm_start=null", "run.total_steps=1", "run.save_model=false")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("before RL", "after RL"))]
+    same = (
+        "data.eval.split=train",
+        "data.eval.seed=1",
+        "reward.function=temper_trainer_test_rewards:fails_on_even",
+    )
+    result = run(
+        tmp_path / "run",
+        *same,
+        "reward.max_failure_share=1.0",
+        "warm_start=null",
+        "run.total_steps=1",
+        "run.save_model=false",
+    )
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("before RL", "after RL"))
+    ]
     assert len(said) == 2
     for line in said:
         assert "over 8 problems, 8 of them in the training data too: greedy" in line
@@ -29,11 +44,15 @@ def test_what_could_not_be_scored_and_what_is_trained_on_too_is_said(
         assert (row["eval/greedy/failed"], row["eval/sampled/failed"]) == (4, 4)
 
 
-def test_problems_of_the_other_split_are_said_to_be_held_out(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_the_other_split_are_said_to_be_held_out(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path / "run", "warm_start=null", "run.total_steps=1", "run.save_model=false")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before RL: ")]
     (line,) = said
-    assert line.startswith("before RL: held-out temper_trainer_test_rewards:share_of_digits over 8 problems never trained on: greedy 0.")
+    assert line.startswith(
+        "before RL: held-out temper_trainer_test_rewards:share_of_digits over 8 problems never trained on: greedy 0."
+    )
     assert "could be scored" not in line
 
 
@@ -46,8 +65,17 @@ def prompt(number: int) -> Prompt:
 
 
 def test_questions_are_the_same_whatever_their_white_space_but_not_their_roles() -> None:
-    ask, system = ChatMessage(role="user", content="2 + 2?"), ChatMessage(role="system", content="2 + 2?")
-    held_out = [row(0, "2 + 2?"), row(1, "3 + 3?"), row(2, (ask,)), row(3, (system,)), row(4, "2 + 2?")]
+    ask, system = (
+        ChatMessage(role="user", content="2 + 2?"),
+        ChatMessage(role="system", content="2 + 2?"),
+    )
+    held_out = [
+        row(0, "2 + 2?"),
+        row(1, "3 + 3?"),
+        row(2, (ask,)),
+        row(3, (system,)),
+        row(4, "2 + 2?"),
+    ]
     trained = [row(0, " 2 +\n2?"), row(1, (ask,))]
     # Of the rows 0, 2 and 4, which are trained on, the last was dropped for its length; 1 and 3 are new.
     assert trained_among([prompt(i) for i in range(4)], rows=held_out, trained=trained) == 2

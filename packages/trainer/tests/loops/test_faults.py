@@ -27,7 +27,9 @@ def next_row(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NextRow]:
     folder = tmp_path_factory.mktemp("faults")
     seeds = ",".join(map(str, range(len(KINDS))))
     command = [sys.executable, str(PROGRAM), "--folder", str(folder), "--seeds", seeds]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
         assert process.stdout is not None
         lines = process.stdout
 
@@ -43,7 +45,9 @@ def next_row(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NextRow]:
 @needs_linux
 @pytest.mark.bitwise
 @pytest.mark.parametrize("seed", range(len(KINDS)), ids=[kind.replace(" ", "_") for kind in KINDS])
-def test_a_disturbed_run_continues_with_equal_numbers_and_leaves_nothing(next_row: NextRow, seed: int) -> None:
+def test_a_disturbed_run_continues_with_equal_numbers_and_leaves_nothing(
+    next_row: NextRow, seed: int
+) -> None:
     while (row := next_row())["seed"] != seed:
         continue
     assert row["problems"] == [], row

@@ -9,7 +9,9 @@ from temper_trainer.config.run import RunConfig
 from temper_trainer.loops.folder import open_folder
 
 
-def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_deleted(tmp_path: Path) -> None:
+def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_deleted(
+    tmp_path: Path,
+) -> None:
     run = RunConfig(dir=str(tmp_path))
     open_folder(run)
     (tmp_path / "tokenizer").mkdir()
@@ -32,10 +34,15 @@ def test_a_tokenizer_inside_what_would_be_renamed_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_link", [True, False])
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_checkpoints_that_are_no_folder_are_refused_at_the_start(is_link: bool, resume: str, tmp_path: Path) -> None:
+def test_checkpoints_that_are_no_folder_are_refused_at_the_start(
+    is_link: bool, resume: str, tmp_path: Path
+) -> None:
     if is_link:
         (tmp_path / "checkpoints").symlink_to(tmp_path / "missing")
     else:
         (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError, match=r"checkpoints is (a file|a link to nothing).*(rename|remove)|already holds a run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoints is (a file|a link to nothing).*(rename|remove)|already holds a run",
+    ):
         open_folder(RunConfig(dir=str(tmp_path), resume=resume))

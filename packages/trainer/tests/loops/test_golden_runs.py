@@ -9,22 +9,40 @@ import pytest
 
 from temper_trainer.loops import RunResult
 
-GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden_runs").glob("*/overrides.json"))
+GOLDEN = sorted(
+    path.parent for path in (Path(__file__).parents[1] / "golden_runs").glob("*/overrides.json")
+)
 
 
-@pytest.mark.skipif(not GOLDEN, reason="no version is released yet whose run could be kept; the first release brings it")
+@pytest.mark.skipif(
+    not GOLDEN,
+    reason="no version is released yet whose run could be kept; the first release brings it",
+)
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_a_run_of_a_released_version_goes_on(
-    run: Callable[..., RunResult], rows: Callable[..., list[dict[str, float]]], folder: Path, tmp_path: Path
+    run: Callable[..., RunResult],
+    rows: Callable[..., list[dict[str, float]]],
+    folder: Path,
+    tmp_path: Path,
 ) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
     written = rows(folder / "run")
-    run(tmp_path / "run", "run.resume=auto", base=json.loads((folder / "overrides.json").read_text()))
+    run(
+        tmp_path / "run",
+        "run.resume=auto",
+        base=json.loads((folder / "overrides.json").read_text()),
+    )
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2]
-    assert found[0] == written[0], "the first step is that of the released version, and was not made again"
-    went_on = {name: (value, found[1][name]) for name, value in written[1].items() if name in PROMISED}
-    assert went_on == {name: (value, pytest.approx(value, rel=1e-3)) for name, (value, _) in went_on.items()}
+    assert found[0] == written[0], (
+        "the first step is that of the released version, and was not made again"
+    )
+    went_on = {
+        name: (value, found[1][name]) for name, value in written[1].items() if name in PROMISED
+    }
+    assert went_on == {
+        name: (value, pytest.approx(value, rel=1e-3)) for name, (value, _) in went_on.items()
+    }
     assert went_on.keys() == PROMISED
 
 

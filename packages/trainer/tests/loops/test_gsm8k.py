@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.skipif(
-        not GSM8K.is_dir(), reason="needs the GSM8K files (train.jsonl, test.jsonl) in ../shared/gsm8k beside the repository"
+        not GSM8K.is_dir(),
+        reason="needs the GSM8K files (train.jsonl, test.jsonl) in ../shared/gsm8k beside the repository",
     ),
 ]
 
@@ -50,7 +51,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[name] = folder / f"{name}.jsonl"
         made[name].write_text("\n".join(lines) + "\n")
         made[f"{name}_parquet"] = folder / f"{name}.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(line) for line in lines]), made[f"{name}_parquet"])
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([json.loads(line) for line in lines]), made[f"{name}_parquet"]
+        )
     return made
 
 
@@ -65,10 +68,17 @@ def assert_equal_runs(found: list[dict[str, float]], wanted: list[dict[str, floa
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
-    ("num_steps", "on_ray"), [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)]
+    ("num_steps", "on_ray"),
+    [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)],
 )
 def test_sft_then_grpo_then_ppo_on_real_problems(
-    run: Run, rows: Rows, files: dict[str, Path], tmp_path: Path, cluster: None, num_steps: int, on_ray: tuple[str, ...]
+    run: Run,
+    rows: Rows,
+    files: dict[str, Path],
+    tmp_path: Path,
+    cluster: None,
+    num_steps: int,
+    on_ray: tuple[str, ...],
 ) -> None:
     def stage(name: str, *base: str) -> list[dict[str, float]]:
         """Whole, in two parts, and on Ray: one set of numbers, and one model."""
@@ -76,18 +86,36 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
         run(tmp_path / name, steps, base=base)
         found = rows(tmp_path / name, phase=phase)
         assert len(found) == num_steps
-        run(tmp_path / f"{name}_parts", f"run.total_steps={num_steps // 2}", "run.save_model=false", base=base)
+        run(
+            tmp_path / f"{name}_parts",
+            f"run.total_steps={num_steps // 2}",
+            "run.save_model=false",
+            base=base,
+        )
         run(tmp_path / f"{name}_parts", steps, "run.resume=auto", base=base)
         assert_equal_runs(rows(tmp_path / f"{name}_parts", phase=phase), found)
-        whole, parts = (load_file(tmp_path / folder / "huggingface" / "model.safetensors") for folder in (name, f"{name}_parts"))
+        whole, parts = (
+            load_file(tmp_path / folder / "huggingface" / "model.safetensors")
+            for folder in (name, f"{name}_parts")
+        )
         assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
         if name in on_ray:
-            run(tmp_path / f"{name}_ray", steps, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", base=base)
+            run(
+                tmp_path / f"{name}_ray",
+                steps,
+                "runtime.kind=ray",
+                "runtime.cpus_per_worker=0.5",
+                base=base,
+            )
             assert_equal_runs(rows(tmp_path / f"{name}_ray", phase=phase), found)
         return found
 
     always = ("run.num_threads=1",)
-    sft = ("experiment=gsm8k_sft", f"data.train.paths=[{files['train']}]", "batching.prompts_per_step=16")
+    sft = (
+        "experiment=gsm8k_sft",
+        f"data.train.paths=[{files['train']}]",
+        "batching.prompts_per_step=16",
+    )
     losses = [row["actor/loss"] for row in stage("sft", *sft, *always)]
     assert losses[-1] < losses[0] - (0.5 if num_steps == FEW_DOZEN else 0.1)
 

@@ -110,7 +110,9 @@ with StopRequest(grace_s=1.0) as stop, stop.deferred():
     ],
 )
 def test_a_process_that_does_not_stop_is_ended_when_the_grace_is_over(work: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM.format(work=work)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(work=work)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         begin = time.monotonic()

@@ -22,7 +22,10 @@ from .conftest import SMALL
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc shows processes and whose /dev/shm shows files"),
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="needs Linux, whose /proc shows processes and whose /dev/shm shows files",
+    ),
 ]
 
 LEAN = (
@@ -53,7 +56,9 @@ def overrides_of(kind: str) -> tuple[str, ...]:
     if "vllm" in kind:
         named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
         if named is None and importlib.util.find_spec("vllm") is None:
-            pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm runs this")
+            pytest.skip(
+                "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm runs this"
+            )
         found += (
             "rollout=vllm",
             f"runtime.rollout_python={named or sys.executable}",
@@ -85,17 +90,26 @@ class Site:
 
     @property
     def log(self) -> str:
-        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.parent.glob("*.log")))
+        return "".join(
+            path.read_text(errors="replace") for path in sorted(self.folder.parent.glob("*.log"))
+        )
 
     def start(self, run: Path, *overrides: str) -> "subprocess.Popen[bytes]":
         """Start a run in a process of its own."""
         here = str(Path(__file__).parent)
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder), "TEMPER_TEST_SITE": self.token, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "TMPDIR": str(self.folder),
+            "TEMPER_TEST_SITE": self.token,
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "temper_trainer", *LEAN, f"run.dir={run}", *overrides]
         self.runs += 1
         with (self.folder.parent / f"{self.runs}.log").open("wb") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def finish(self, run: Path, *overrides: str) -> None:
         """Run to the end."""
@@ -117,7 +131,9 @@ class Site:
         entry = f"TEMPER_TEST_SITE={self.token}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if entry in (folder / "environ").read_bytes().split(b"\0") and (start := start_time(int(folder.name))):
+                if entry in (folder / "environ").read_bytes().split(b"\0") and (
+                    start := start_time(int(folder.name))
+                ):
                     self.seen[int(folder.name)] = start
 
     def alive(self) -> list[str]:
@@ -127,7 +143,9 @@ class Site:
         for process, start in self.seen.items():
             if start_time(process) == start:
                 with contextlib.suppress(OSError):
-                    names.append(f"{process} {Path(f'/proc/{process}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}")
+                    names.append(
+                        f"{process} {Path(f'/proc/{process}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}"
+                    )
         return names
 
     def process(self, word: str) -> int:
@@ -146,9 +164,21 @@ class Site:
     def files(self) -> list[str]:
         """Return files of runs in the temporary directory and shared memory, but for those of live processes."""
         shared = frozenset(os.listdir("/dev/shm")) - self.shared_before
-        found = [str(path.relative_to(self.folder)) for path in self.folder.glob("*") if path.name != "ray"]
-        sessions = (path for path in self.folder.glob("ray/*") if path.is_dir() and not path.is_symlink())
-        return sorted([*found, *(f"/dev/shm/{name}" for name in shared), *(str(path.relative_to(self.folder)) for path in sessions)])
+        found = [
+            str(path.relative_to(self.folder))
+            for path in self.folder.glob("*")
+            if path.name != "ray"
+        ]
+        sessions = (
+            path for path in self.folder.glob("ray/*") if path.is_dir() and not path.is_symlink()
+        )
+        return sorted(
+            [
+                *found,
+                *(f"/dev/shm/{name}" for name in shared),
+                *(str(path.relative_to(self.folder)) for path in sessions),
+            ]
+        )
 
 
 @pytest.fixture
@@ -169,13 +199,17 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
 
     def reached() -> bool:
         file = run / "metrics.jsonl"
-        return file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines()[:-1])
+        return file.exists() and any(
+            json.loads(line)["step"] >= step for line in file.read_text().splitlines()[:-1]
+        )
 
     return reached
 
 
 @pytest.mark.parametrize("kind", ["", RAY, VLLM, RAY_AND_VLLM])
-def test_killed_driver_leaves_no_process_and_the_next_start_no_file(site: Site, tmp_path: Path, kind: str) -> None:
+def test_killed_driver_leaves_no_process_and_the_next_start_no_file(
+    site: Site, tmp_path: Path, kind: str
+) -> None:
     run = tmp_path / "run"
     driver = site.start(run, *overrides_of(kind), *ENDLESS)
     site.wait_for(driver, has_step(run, 2))
@@ -204,7 +238,9 @@ def test_driver_killed_while_it_starts_ray_leaves_nothing(site: Site, tmp_path: 
     driver.wait()
     site.check_processes()
     site.finish(tmp_path / "next", *ON_RAY, "run.total_steps=1")
-    assert [name for name in site.files() if f"_{driver.pid}" in name or f"-{driver.pid}-" in name] == []
+    assert [
+        name for name in site.files() if f"_{driver.pid}" in name or f"-{driver.pid}-" in name
+    ] == []
 
 
 @pytest.mark.parametrize("kind", [RAY, VLLM, RAY_AND_VLLM])
@@ -232,22 +268,37 @@ def test_killed_ray_actor_ends_the_run_and_leaves_nothing(site: Site, tmp_path: 
 
 @pytest.mark.ray
 @pytest.mark.parametrize("moment", ["while Ray starts", "in a step"])
-def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(site: Site, tmp_path: Path, moment: str) -> None:
+def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(
+    site: Site, tmp_path: Path, moment: str
+) -> None:
     run = tmp_path / "run"
     driver = site.start(run, *overrides_of("ray"), *ENDLESS, "run.stop_grace_s=60")
-    begun = has_step(run, 1) if moment == "in a step" else lambda: bool(list(site.folder.glob("ray/session_2*")))
+    begun = (
+        has_step(run, 1)
+        if moment == "in a step"
+        else lambda: bool(list(site.folder.glob("ray/session_2*")))
+    )
     site.wait_for(driver, begun)
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(timeout=90) == 143, site.log[-5000:]
-    assert ("resume with: temper-train" if moment == "in a step" else "start again with: temper-train") in site.log
+    assert (
+        "resume with: temper-train" if moment == "in a step" else "start again with: temper-train"
+    ) in site.log
     site.check_processes()
     assert [name for name in site.files() if not name.startswith("ray/session_")] == []
 
 
 @pytest.mark.vllm
-def test_server_that_is_killed_before_the_first_weights_is_started_again(site: Site, tmp_path: Path) -> None:
+def test_server_that_is_killed_before_the_first_weights_is_started_again(
+    site: Site, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    driver = site.start(run, *overrides_of("vllm"), "run.total_steps=1", "reward.function=temper_trainer_test_rewards:share_of_digits")
+    driver = site.start(
+        run,
+        *overrides_of("vllm"),
+        "run.total_steps=1",
+        "reward.function=temper_trainer_test_rewards:share_of_digits",
+    )
     site.wait_for(driver, lambda: "rollout replica 0 is ready after" in site.log)
     server = site.process("temper_trainer.rollout.vllm.server")
     assert server

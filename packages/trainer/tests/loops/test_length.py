@@ -18,27 +18,41 @@ def composed(*overrides: str) -> TrainerConfig:
 
 
 def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
-    config = with_length(composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=100)
+    config = with_length(
+        composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=100
+    )
     assert config.run.total_steps == 9  # 3 passes of 100 // 32 = 3 steps
     assert config.run.total_epochs is None
 
 
 def test_a_pass_that_holds_no_step_is_refused() -> None:
-    with pytest.raises(DataError, match=r"hold 7 problems, less than a step of batching\.prompts_per_step = 32"):
+    with pytest.raises(
+        DataError, match=r"hold 7 problems, less than a step of batching\.prompts_per_step = 32"
+    ):
         with_length(composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=7)
 
 
 def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
-    asked = ("actor.engine.schedule.kind=cosine", "actor.engine.schedule.total_steps=0", "run.total_epochs=2")
+    asked = (
+        "actor.engine.schedule.kind=cosine",
+        "actor.engine.schedule.total_steps=0",
+        "run.total_epochs=2",
+    )
     two_updates = ("batching.prompts_per_step=10", "batching.num_mini_batches=2")
     by_update = with_length(composed(*asked, *two_updates), num_problems=50)
     assert by_update.actor.engine.schedule.total_steps == 20  # 2 passes x 5 steps x 2 updates
-    by_step = with_length(composed(*asked, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50)
+    by_step = with_length(
+        composed(*asked, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50
+    )
     assert by_step.actor.engine.schedule.total_steps == 10
 
 
 def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
-    config = composed("actor.engine.schedule.kind=cosine", "actor.engine.schedule.total_steps=7", "run.total_epochs=2")
+    config = composed(
+        "actor.engine.schedule.kind=cosine",
+        "actor.engine.schedule.total_steps=7",
+        "run.total_epochs=2",
+    )
     assert with_length(config, num_problems=64).actor.engine.schedule.total_steps == 7
 
 
@@ -49,5 +63,7 @@ def test_an_unfilled_length_never_trains() -> None:
 
 
 def test_steps_and_epochs_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"run\.total_steps \(command line\) has no effect with run\.total_epochs"):
+    with pytest.raises(
+        ConfigError, match=r"run\.total_steps \(command line\) has no effect with run\.total_epochs"
+    ):
         load(["experiment=quickstart", "run.total_steps=3", "run.total_epochs=2"])

@@ -11,7 +11,8 @@ from temper_trainer.loops import RunResult
 
 pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Megatron uses CUDA wherever torch sees it: start with CUDA_VISIBLE_DEVICES="
+    torch.cuda.is_available(),
+    reason="Megatron uses CUDA wherever torch sees it: start with CUDA_VISIBLE_DEVICES=",
 )
 
 Run = Callable[..., RunResult]
@@ -21,7 +22,10 @@ SFT = (
     "experiment=quickstart",
     "task=sft",
     "warm_start=null",
-    *(f"actor.engine.model.architecture.{size}" for size in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")),
+    *(
+        f"actor.engine.model.architecture.{size}"
+        for size in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
+    ),
     "data.train.max_rows=64",
     "batching.prompts_per_step=16",
     "run.num_threads=1",
@@ -50,7 +54,9 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
 
 
 @pytest.mark.nightly
-def test_ppo_with_critic_and_reference_trains_as_on_fsdp(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_ppo_with_critic_and_reference_trains_as_on_fsdp(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "fsdp", *PPO)
     run(tmp_path / "megatron", *PPO, *MEGATRON)
     for phase in ("warm_start", "rl"):
@@ -69,7 +75,13 @@ def test_a_run_goes_on_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_pa
     run(tmp_path / "whole", *schedule, "run.total_steps=4")
     run(tmp_path / "fsdp", *schedule, "run.total_steps=2")
     saved = tmp_path / "fsdp" / "checkpoints"
-    run(tmp_path / "megatron", *schedule, *MEGATRON, "run.total_steps=3", f"run.resume={last_of(saved)}")
+    run(
+        tmp_path / "megatron",
+        *schedule,
+        *MEGATRON,
+        "run.total_steps=3",
+        f"run.resume={last_of(saved)}",
+    )
     back = tmp_path / "megatron" / "checkpoints"
     run(tmp_path / "back", *schedule, "run.total_steps=4", f"run.resume={last_of(back)}")
     found = [row for name in ("fsdp", "megatron", "back") for row in rows(tmp_path / name)]
@@ -81,11 +93,16 @@ def last_of(folder: Path) -> Path:
     return max(folder.glob("step_*"))
 
 
-def test_sft_trains_as_on_fsdp_and_leaves_the_same_model(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_sft_trains_as_on_fsdp_and_leaves_the_same_model(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "fsdp", "run.total_steps=2", base=SFT)
     run(tmp_path / "megatron", "run.total_steps=2", *MEGATRON, base=SFT)
     assert_same(rows(tmp_path / "megatron", phase="sft"), rows(tmp_path / "fsdp", phase="sft"))
-    found, expected = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("megatron", "fsdp"))
+    found, expected = (
+        load_file(tmp_path / name / "huggingface" / "model.safetensors")
+        for name in ("megatron", "fsdp")
+    )
     # A key bias has no gradient but rounding, which AdamW makes an update of.
     for weights in (found, expected):
         weights.update({name: torch.zeros(()) for name in weights if name.endswith("k_proj.bias")})
@@ -103,7 +120,9 @@ KL = (
 
 
 @pytest.mark.nightly
-def test_an_adapter_with_its_base_as_reference_trains_as_on_fsdp(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_an_adapter_with_its_base_as_reference_trains_as_on_fsdp(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     # Fresh adapters of both engines begin with the same numbers.
     run(tmp_path / "fsdp", *LORA, *KL)
     run(tmp_path / "megatron", *LORA, *KL, *MEGATRON)
@@ -111,12 +130,16 @@ def test_an_adapter_with_its_base_as_reference_trains_as_on_fsdp(run: Run, rows:
 
 
 @pytest.mark.nightly
-def test_sft_of_an_adapter_resumes_in_the_other_engine(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_sft_of_an_adapter_resumes_in_the_other_engine(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     sft = ("run.save_model=false", *LORA)
     run(tmp_path / "whole", *sft, "run.total_steps=4", base=SFT)
     run(tmp_path / "fsdp", *sft, "run.total_steps=2", base=SFT)
     saved = last_of(tmp_path / "fsdp" / "checkpoints")
-    run(tmp_path / "megatron", *sft, *MEGATRON, "run.total_steps=4", f"run.resume={saved}", base=SFT)
+    run(
+        tmp_path / "megatron", *sft, *MEGATRON, "run.total_steps=4", f"run.resume={saved}", base=SFT
+    )
     found = [row for name in ("fsdp", "megatron") for row in rows(tmp_path / name, phase="sft")]
     assert_same(found, rows(tmp_path / "whole", phase="sft"))
 
@@ -139,11 +162,21 @@ TAUGHT = (
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("objective", ["{objective: forward_kl, top_k: 8}", "{objective: jensen_shannon, top_k: 8}", "{clamp: 2.0}"])
-def test_distillation_has_the_same_numbers_on_fsdp2_fsdp1_and_megatron(run: Run, rows: Rows, tmp_path: Path, objective: str) -> None:
+@pytest.mark.parametrize(
+    "objective",
+    ["{objective: forward_kl, top_k: 8}", "{objective: jensen_shannon, top_k: 8}", "{clamp: 2.0}"],
+)
+def test_distillation_has_the_same_numbers_on_fsdp2_fsdp1_and_megatron(
+    run: Run, rows: Rows, tmp_path: Path, objective: str
+) -> None:
     taught = (*TAUGHT, f"distillation={objective}")
     run(tmp_path / "fsdp2", *taught)
-    run(tmp_path / "fsdp1", *taught, "actor.engine.strategy=fsdp1", "teachers.t.engine.strategy=fsdp1")
+    run(
+        tmp_path / "fsdp1",
+        *taught,
+        "actor.engine.strategy=fsdp1",
+        "teachers.t.engine.strategy=fsdp1",
+    )
     run(tmp_path / "megatron", *taught, *MEGATRON)
     expected = rows(tmp_path / "fsdp2")
     assert expected[-1]["distill/divergence"] < expected[0]["distill/divergence"]

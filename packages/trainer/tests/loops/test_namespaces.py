@@ -34,7 +34,12 @@ LEAN = (
     "actor.engine.model.architecture.hidden_size=128",
     "sampling.top_k=1",
 )
-APART = ("runtime.kind=ray", f"runtime.address={ADDRESSES[0]}:{PORT}", "rollout.pool=rollout", "run.progress=false")
+APART = (
+    "runtime.kind=ray",
+    f"runtime.address={ADDRESSES[0]}:{PORT}",
+    "rollout.pool=rollout",
+    "run.progress=false",
+)
 
 
 COUNT_NODES = f"""
@@ -53,7 +58,9 @@ def environment() -> dict[str, str]:
 def on_head(*command: str) -> "subprocess.CompletedProcess[str]":
     """A command beside the head."""
     inside = ["ip", "netns", "exec", NAMES[0], sys.executable, *command]
-    return subprocess.run(inside, env=environment(), capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        inside, env=environment(), capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 def ip(*arguments: str) -> None:
@@ -63,16 +70,34 @@ def ip(*arguments: str) -> None:
 def remove_namespaces() -> None:
     """With every process in them, all of which were started here."""
     for name in NAMES:
-        for word in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split():
+        for word in subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+        ).stdout.split():
             subprocess.run(["kill", "-9", word], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def node(place: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
     """One Ray node of one core in its namespace."""
-    command = ["ip", "netns", "exec", NAMES[place], sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        NAMES[place],
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--num-cpus=1",
+    ]
     with Path(folder, f"node-{place}.log").open("wb") as log:
-        return subprocess.Popen([*command, f"--node-ip-address={ADDRESSES[place]}", *arguments], env=environment(), stdout=log, stderr=log)
+        return subprocess.Popen(
+            [*command, f"--node-ip-address={ADDRESSES[place]}", *arguments],
+            env=environment(),
+            stdout=log,
+            stderr=log,
+        )
 
 
 def wait_for_nodes(number: int, *, folder: str) -> None:
@@ -80,7 +105,9 @@ def wait_for_nodes(number: int, *, folder: str) -> None:
     while time.monotonic() < deadline:
         if on_head("-c", COUNT_NODES).stdout.strip() == str(number):
             return
-    raise AssertionError("\n".join(path.read_text() for path in sorted(Path(folder).glob("node-*.log"))))
+    raise AssertionError(
+        "\n".join(path.read_text() for path in sorted(Path(folder).glob("node-*.log")))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +118,9 @@ def nodes() -> Iterator[None]:
             ip("netns", "add", name)
     except (OSError, subprocess.CalledProcessError) as error:
         remove_namespaces()
-        pytest.skip(f"network namespaces can't be made here ({error}): run as root on Linux with iproute2")
+        pytest.skip(
+            f"network namespaces can't be made here ({error}): run as root on Linux with iproute2"
+        )
     ends = [f"tmp{os.getpid() % 100000}{side}" for side in "ab"]
     ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     for name, end, address in zip(NAMES, ends, ADDRESSES, strict=True):
@@ -100,7 +129,14 @@ def nodes() -> Iterator[None]:
         for device in (end, "lo"):
             ip("-n", name, "link", "set", device, "up")
     folder = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # names of sockets must be short
-    head = node(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}", folder=folder)
+    head = node(
+        0,
+        "--head",
+        f"--port={PORT}",
+        "--include-dashboard=false",
+        f"--temp-dir={folder}",
+        folder=folder,
+    )
     wait_for_nodes(1, folder=folder)
     other = node(1, f"--address={ADDRESSES[0]}:{PORT}", folder=folder)
     wait_for_nodes(2, folder=folder)
@@ -121,12 +157,16 @@ def run_apart(folder: Path, *overrides: str) -> str:
 
 
 @pytest.mark.bitwise
-def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, nodes: None) -> None:
+def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(
+    run: Run, rows: Rows, tmp_path: Path, nodes: None
+) -> None:
     run(tmp_path / "inline", *LEAN)
     said = run_apart(tmp_path / "apart")
     assert "train[0]: actor on 1 CPU" in said
     assert "rollout[0]: rollout on 1 CPU" in said
-    assert {f"train[0]: {ADDRESSES[0]}", f"rollout[0]: {ADDRESSES[1]}"} <= set(said.splitlines()) or {
+    assert {f"train[0]: {ADDRESSES[0]}", f"rollout[0]: {ADDRESSES[1]}"} <= set(
+        said.splitlines()
+    ) or {
         f"train[0]: {ADDRESSES[1]}",
         f"rollout[0]: {ADDRESSES[0]}",
     } <= set(said.splitlines())
@@ -134,14 +174,29 @@ def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(run: Ru
 
 
 @pytest.mark.vllm
-def test_weights_reach_a_server_on_another_host_by_broadcast(run: Run, rows: Rows, tmp_path: Path, nodes: None) -> None:
+def test_weights_reach_a_server_on_another_host_by_broadcast(
+    run: Run, rows: Rows, tmp_path: Path, nodes: None
+) -> None:
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this")
-    served = ("rollout=vllm", f"runtime.rollout_python={named or sys.executable}", "rollout.vllm.kv_cache_bytes=67108864")
-    served = (*served, "rollout.vllm.enforce_eager=true", "rollout.max_concurrent=16", "weight_sync.transport=collective")
+        pytest.skip(
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+        )
+    served = (
+        "rollout=vllm",
+        f"runtime.rollout_python={named or sys.executable}",
+        "rollout.vllm.kv_cache_bytes=67108864",
+    )
+    served = (
+        *served,
+        "rollout.vllm.enforce_eager=true",
+        "rollout.max_concurrent=16",
+        "weight_sync.transport=collective",
+    )
     run(tmp_path / "inline", *LEAN)
     run_apart(tmp_path / "apart", *served)
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
         expected = [row[name] for row in rows(tmp_path / "inline")]
-        assert [row[name] for row in rows(tmp_path / "apart")] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+        assert [row[name] for row in rows(tmp_path / "apart")] == pytest.approx(
+            expected, rel=1e-4, abs=1e-6
+        ), name

@@ -9,7 +9,11 @@ import pytest
 
 from packages.trainer.tests.loops.conftest import SMALL
 
-SENTINELS = {"HF_TOKEN": "sentinel-of-hugging-face", "WANDB_API_KEY": "sentinel-of-wandb", "JUDGE_KEY": "sentinel-of-a-judge"}
+SENTINELS = {
+    "HF_TOKEN": "sentinel-of-hugging-face",
+    "WANDB_API_KEY": "sentinel-of-wandb",
+    "JUDGE_KEY": "sentinel-of-a-judge",
+}
 PROGRAM = """
 import glob, os
 print(dict(os.environ))
@@ -69,17 +73,27 @@ def written_by(directory: Path, *overrides: str) -> dict[str, str]:
         env=os.environ | SENTINELS | {"PYTHONPATH": str(Path(__file__).parent)},
     )
     assert done.returncode == 0, done.stderr
-    files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    return {"stdout": done.stdout, "stderr": done.stderr} | {name: data.decode("latin-1") for name, data in files.items()}
+    files = {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+    return {"stdout": done.stdout, "stderr": done.stderr} | {
+        name: data.decode("latin-1") for name, data in files.items()
+    }
 
 
 @pytest.mark.slow
-def test_secrets_of_the_trainer_are_in_nothing_that_a_run_writes(tmp_path: Path, needs_bubblewrap: None) -> None:
+def test_secrets_of_the_trainer_are_in_nothing_that_a_run_writes(
+    tmp_path: Path, needs_bubblewrap: None
+) -> None:
     del needs_bubblewrap
     written = written_by(tmp_path / "run")
     assert "'HOME': '/tmp'" in written["samples.jsonl"], "the program has run"
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "report.html"} <= set(written)
-    found = {name for name, text in written.items() for secret in SENTINELS.values() if secret in text}
+    found = {
+        name for name, text in written.items() for secret in SENTINELS.values() if secret in text
+    }
     assert not found
 
 
@@ -89,5 +103,11 @@ def test_the_same_program_finds_them_without_a_sandbox(needs_bubblewrap: None) -
         "from temper_trainer.environment.sandbox import NoSandbox\n"
         f"print(NoSandbox().run({PROGRAM!r}, timeout_s=60, memory_mib=256).output)"
     )
-    done = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, check=True, env=os.environ | SENTINELS)
+    done = subprocess.run(
+        [sys.executable, "-c", driver],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | SENTINELS,
+    )
     assert SENTINELS["HF_TOKEN"] in done.stdout

@@ -39,7 +39,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.mark.bitwise
 def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path) -> None:
-    ppo = ("algorithm=ppo", "batching.num_mini_batches=2", "ref=frozen", "algorithm.kl_loss_coef=0.01", "run.total_steps=2")
+    ppo = (
+        "algorithm=ppo",
+        "batching.num_mini_batches=2",
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.01",
+        "run.total_steps=2",
+    )
     apart = ("critic.pool=critic", "ref.pool=ref", "rollout.pool=rollout")
     run(tmp_path / "inline", *ppo)
     run(tmp_path / "ray", *ppo, *ON_RAY, *apart)
@@ -48,8 +54,15 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
 
 
 @pytest.mark.bitwise
-def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(run: Run, rows: Rows, tmp_path: Path) -> None:
-    small = ("actor.engine.precision.compute=bf16", "rollout.dtype=bf16", "actor.engine.optimizer.lr=1e-5", "rollout.canary_tolerance=0.05")
+def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    small = (
+        "actor.engine.precision.compute=bf16",
+        "rollout.dtype=bf16",
+        "actor.engine.optimizer.lr=1e-5",
+        "rollout.canary_tolerance=0.05",
+    )
     run(tmp_path / "inline", *small)
     run(tmp_path / "ray", *small, *ON_RAY, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
@@ -57,23 +70,55 @@ def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(run: Ru
     for row in (*found, *expected):
         row.pop("weight_sync/bytes")
     assert 0 < min(shares) <= max(shares) < 0.5
-    assert found == [{name: value for name, value in row.items() if name != "weight_sync/sent_share"} for row in expected]
+    assert found == [
+        {name: value for name, value in row.items() if name != "weight_sync/sent_share"}
+        for row in expected
+    ]
 
 
 @pytest.mark.nightly
-def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_rank(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_rank(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
-    ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "run.total_steps=2", "data.eval=null", "run.save_every=1")
+    ppo = (
+        "algorithm=ppo",
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.01",
+        "run.total_steps=2",
+        "data.eval=null",
+        "run.save_every=1",
+    )
     run(tmp_path / "one", *ppo)
-    layout = ("actor.engine.pipeline_parallel=2", "actor.num_workers=2", "critic.engine.tensor_parallel=2", "critic.num_workers=2")
+    layout = (
+        "actor.engine.pipeline_parallel=2",
+        "actor.num_workers=2",
+        "critic.engine.tensor_parallel=2",
+        "critic.num_workers=2",
+    )
     two = (*ppo, *ON_RAY, "model_engine=megatron", *layout)
     run(tmp_path / "two", *two)
     for phase in ("warm_start", "rl"):
-        for row, want in zip(rows(tmp_path / "two", phase=phase), rows(tmp_path / "one", phase=phase), strict=True):
+        for row, want in zip(
+            rows(tmp_path / "two", phase=phase), rows(tmp_path / "one", phase=phase), strict=True
+        ):
             assert row == pytest.approx(want, rel=2e-4, abs=2e-5)
     # The other layout takes over.
-    swapped = ("actor.engine.tensor_parallel=2", "actor.num_workers=2", "critic.engine.pipeline_parallel=2", "critic.num_workers=2")
-    run(tmp_path / "two", *ppo, *ON_RAY, "model_engine=megatron", *swapped, "run.total_steps=3", "run.resume=auto")
+    swapped = (
+        "actor.engine.tensor_parallel=2",
+        "actor.num_workers=2",
+        "critic.engine.pipeline_parallel=2",
+        "critic.num_workers=2",
+    )
+    run(
+        tmp_path / "two",
+        *ppo,
+        *ON_RAY,
+        "model_engine=megatron",
+        *swapped,
+        "run.total_steps=3",
+        "run.resume=auto",
+    )
     assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
@@ -96,7 +141,10 @@ def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
     monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_rank)
-    with pytest.raises(WorkerError, match=r"(?s)actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto"):
+    with pytest.raises(
+        WorkerError,
+        match=r"(?s)actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto",
+    ):
         run(tmp_path / "killed", *kept, "actor.num_workers=2")
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -105,7 +153,9 @@ def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_
     found, whole = rows(tmp_path / "killed"), rows(tmp_path / "whole")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
+        assert [row[name] for row in found] == pytest.approx(
+            [row[name] for row in whole], rel=1e-4, abs=1e-6
+        )
 
 
 MODEL = (
@@ -146,4 +196,6 @@ def test_a_teacher_on_an_engine_whose_process_is_killed_is_named_and_the_step_be
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     run(tmp_path / "killed", *TAUGHT, "run.resume=auto")
     run(tmp_path / "whole", *TAUGHT)
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole"), "steps 1 and 2 were saved although run.save_every is 0"
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole"), (
+        "steps 1 and 2 were saved although run.save_every is 0"
+    )

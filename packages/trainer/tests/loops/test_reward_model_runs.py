@@ -27,10 +27,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     from temper_trainer.loops import train
 
     folder = tmp_path_factory.mktemp("rm")
-    settings = [*TINY, "task=rm", pairs(folder), "actor.engine.model.model_type=reward_model", "run.total_steps=20"]
+    settings = [
+        *TINY,
+        "task=rm",
+        pairs(folder),
+        "actor.engine.model.model_type=reward_model",
+        "run.total_steps=20",
+    ]
     loaded = load([*settings, f"run.dir={folder / 'run'}"])
     result = train(loaded.config, digest=loaded.digest, write_config=lambda _: None)
-    questions = write(folder / "questions.jsonl", [{"question": f"{a} + {b}", "answer": str(a + b)} for a in (1, 2) for b in (3, 4)])
+    questions = write(
+        folder / "questions.jsonl",
+        [{"question": f"{a} + {b}", "answer": str(a + b)} for a in (1, 2) for b in (3, 4)],
+    )
     return result.directory, questions
 
 
@@ -57,7 +66,10 @@ def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
     """What transformers says of prompt and completion, one sequence at a time."""
     judge = AutoModelForTokenClassification.from_pretrained(model)
     with torch.no_grad():
-        rows = [torch.tensor([[*rollout.prompt.tokens, *rollout.completion.tokens]]) for rollout in rollouts]
+        rows = [
+            torch.tensor([[*rollout.prompt.tokens, *rollout.completion.tokens]])
+            for rollout in rollouts
+        ]
         return [float(judge(input_ids=row).logits[0, -1, 0]) for row in rows]
 
 
@@ -71,9 +83,15 @@ def test_the_policy_learns_what_the_reward_model_likes(
         return found[-1]
 
     monkeypatch.setattr(step_page, "rl_step", watched)
-    run(tmp_path / "run", *settings(trained, "reward.function=reward_model", "run.total_steps=12"), base=())
+    run(
+        tmp_path / "run",
+        *settings(trained, "reward.function=reward_model", "run.total_steps=12"),
+        base=(),
+    )
     rewards = [rollout.reward for rollout in found[0].rollouts]
-    assert rewards == pytest.approx(scores_of(trained[0] / "huggingface", found[0].rollouts), rel=1e-4, abs=1e-5)
+    assert rewards == pytest.approx(
+        scores_of(trained[0] / "huggingface", found[0].rollouts), rel=1e-4, abs=1e-5
+    )
     assert len(rewards) == 32
     means = [row["reward/mean"] for row in rows(tmp_path / "run")]
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.5
@@ -93,20 +111,35 @@ def test_a_reward_model_is_one_reward_among_others(
     both = "reward.components={exact_match: 1.0, reward_model: 0.25}"
     run(tmp_path / "run", *settings(trained, both, "run.total_steps=1"), base=())
     expected = scores_of(trained[0] / "huggingface", rollouts)
-    assert [rollout.components[1] for rollout in rollouts] == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert [rollout.reward for rollout in rollouts] == pytest.approx([r.components[0] + 0.25 * r.components[1] for r in rollouts])
+    assert [rollout.components[1] for rollout in rollouts] == pytest.approx(
+        expected, rel=1e-4, abs=1e-5
+    )
+    assert [rollout.reward for rollout in rollouts] == pytest.approx(
+        [r.components[0] + 0.25 * r.components[1] for r in rollouts]
+    )
 
 
-def test_a_reward_model_with_another_tokenizer_is_refused(run: Run, tmp_path: Path, trained: tuple[Path, str]) -> None:
-    own = ("data.tokenizer.kind=word_level", "data.tokenizer.path=null", "reward.function=reward_model", "run.total_steps=1")
+def test_a_reward_model_with_another_tokenizer_is_refused(
+    run: Run, tmp_path: Path, trained: tuple[Path, str]
+) -> None:
+    own = (
+        "data.tokenizer.kind=word_level",
+        "data.tokenizer.path=null",
+        "reward.function=reward_model",
+        "run.total_steps=1",
+    )
     with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
         run(tmp_path / "run", *settings(trained, *own), base=())
 
 
 @pytest.mark.bitwise
 @pytest.mark.ray
-def test_a_reward_model_on_ray_gives_the_numbers_of_one_process(run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+def test_a_reward_model_on_ray_gives_the_numbers_of_one_process(
+    run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]
+) -> None:
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
     two = settings(trained, "reward.function=reward_model", "run.total_steps=2")
     run(tmp_path / "inline", *two, base=())
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)

@@ -33,42 +33,83 @@ Rows = Callable[..., list[dict[str, float]]]
 def test_a_run_leaves_all_that_it_promises(run: Run, tmp_path: Path) -> None:
     result = run(tmp_path / "run")
     left = {path.name for path in result.directory.iterdir()}
-    assert {"metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "config_origins.yaml", "checkpoints", "huggingface"} <= left
-    assert set(result.evaluation) == {f"eval/{name}/{what}" for name in ("greedy", "sampled") for what in ("reward", "failed")}
+    assert {
+        "metrics.jsonl",
+        "tensorboard",
+        "curves.png",
+        "config.yaml",
+        "config_origins.yaml",
+        "checkpoints",
+        "huggingface",
+    } <= left
+    assert set(result.evaluation) == {
+        f"eval/{name}/{what}" for name in ("greedy", "sampled") for what in ("reward", "failed")
+    }
     assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_model_that_is_left_loads_in_transformers_and_completes(run: Run, tmp_path: Path) -> None:
+def test_the_model_that_is_left_loads_in_transformers_and_completes(
+    run: Run, tmp_path: Path
+) -> None:
     directory = str(run(tmp_path / "run", "run.total_steps=1").directory / "huggingface")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
     assert type(model).__name__ == "Qwen2ForCausalLM"
     inputs = tokenizer("Tom has 3 pens.", return_tensors="pt")
-    completed = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=2, do_sample=False)
+    completed = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=2,
+        do_sample=False,
+    )
     assert completed.shape[1] > inputs["input_ids"].shape[1]
 
 
 @pytest.mark.bitwise
-def test_two_steps_then_two_more_equal_four_bit_for_bit(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_two_steps_then_two_more_equal_four_bit_for_bit(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "whole", "run.save_every=1")  # and a save changes no number
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
-    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+    ]
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    whole, parts = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "parts"))
+    whole, parts = (
+        load_file(tmp_path / name / "huggingface" / "model.safetensors")
+        for name in ("whole", "parts")
+    )
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     # Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16.
-    small = ("actor.engine.precision.compute=bf16", "rollout.dtype=bf16", "actor.engine.optimizer.lr=1e-5", "rollout.canary_tolerance=0.05")
+    small = (
+        "actor.engine.precision.compute=bf16",
+        "rollout.dtype=bf16",
+        "actor.engine.optimizer.lr=1e-5",
+        "rollout.canary_tolerance=0.05",
+    )
     delta = (*small, "weight_sync.content=delta")
     run(tmp_path / "full", *small)
     run(tmp_path / "delta", *delta, "run.total_steps=2")
     run(tmp_path / "delta", *delta, "run.total_steps=4", "run.resume=auto")
     full, changes = rows(tmp_path / "full"), rows(tmp_path / "delta")
-    sizes = [(row.pop("weight_sync/bytes"), other.pop("weight_sync/bytes")) for row, other in zip(changes, full, strict=True)]
-    shares = [(row.pop("weight_sync/sent_share"), other.pop("weight_sync/sent_share")) for row, other in zip(changes, full, strict=True)]
+    sizes = [
+        (row.pop("weight_sync/bytes"), other.pop("weight_sync/bytes"))
+        for row, other in zip(changes, full, strict=True)
+    ]
+    shares = [
+        (row.pop("weight_sync/sent_share"), other.pop("weight_sync/sent_share"))
+        for row, other in zip(changes, full, strict=True)
+    ]
     assert changes == full
     # Before its first step each of the two processes sent a whole set, which no step's row tells of.
     for (share, whole_share), (size, whole_size) in zip(shares, sizes, strict=True):
@@ -95,7 +136,9 @@ def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_bars_are_fed_by_sampling_scoring_and_updating(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_are_fed_by_sampling_scoring_and_updating(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[str, int | None, int]] = []
 
     class Told(list[Part]):
@@ -104,11 +147,27 @@ def test_bars_are_fed_by_sampling_scoring_and_updating(run: Run, tmp_path: Path,
             super().remove(done)
 
     monkeypatch.setattr(progress, "_open", Told())
-    lean = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=1", "batching.num_mini_batches=2")
+    lean = (
+        "warm_start=null",
+        "data.eval=null",
+        "run.save_model=false",
+        "run.total_steps=1",
+        "batching.num_mini_batches=2",
+    )
     run(tmp_path / "run", *lean)
     counted = [each for each in told if each[1] is not None]
-    assert counted == [("completions", 16, 16), ("rewards", 16, 16), ("actor mini-batches", 2, 2)]  # 4 prompts, 4 completions each
-    assert [name for name, total, _ in told if total is None] == ["reward", "rollout", "annotate", "update", "weight sync"]
+    assert counted == [
+        ("completions", 16, 16),
+        ("rewards", 16, 16),
+        ("actor mini-batches", 2, 2),
+    ]  # 4 prompts, 4 completions each
+    assert [name for name, total, _ in told if total is None] == [
+        "reward",
+        "rollout",
+        "annotate",
+        "update",
+        "weight sync",
+    ]
 
 
 def cut_back_to(folder: Path, step: int) -> None:
@@ -121,13 +180,30 @@ def cut_back_to(folder: Path, step: int) -> None:
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("task", ["rl", "sft"])
-def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, rows: Rows, tmp_path: Path, task: str) -> None:
-    sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16") if task == "sft" else ("data.eval=null",)
-    lean = (*sft, "run.total_steps=3", "run.save_every=1", "run.save_in_background=true", "run.max_ckpt_to_keep=null")
+def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(
+    run: Run, rows: Rows, tmp_path: Path, task: str
+) -> None:
+    sft = (
+        ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
+        if task == "sft"
+        else ("data.eval=null",)
+    )
+    lean = (
+        *sft,
+        "run.total_steps=3",
+        "run.save_every=1",
+        "run.save_in_background=true",
+        "run.max_ckpt_to_keep=null",
+    )
     base = {"base": TINY} if task == "sft" else {}
     run(tmp_path / "run", *lean, **base)
-    whole, model = rows(tmp_path / "run", phase=task), load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [f"step_{n:08d}" for n in (1, 2, 3)]
+    whole, model = (
+        rows(tmp_path / "run", phase=task),
+        load_file(tmp_path / "run" / "huggingface" / "model.safetensors"),
+    )
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        f"step_{n:08d}" for n in (1, 2, 3)
+    ]
     cut_back_to(tmp_path / "run", 1)
     run(tmp_path / "run", *lean, "run.resume=auto", **base)
     assert rows(tmp_path / "run", phase=task) == whole
@@ -136,35 +212,58 @@ def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(run: Run, r
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_that_were_cut_go_on_where_they_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_supervised_steps_that_were_cut_go_on_where_they_stopped(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
     run(tmp_path / "whole", *sft, "run.total_steps=6", base=TINY)
     run(tmp_path / "parts", *sft, "run.total_steps=3", "run.save_model=false", base=TINY)
     run(tmp_path / "parts", *sft, "run.total_steps=6", "run.resume=auto", base=TINY)
     assert rows(tmp_path / "parts", phase="sft") == rows(tmp_path / "whole", phase="sft")
-    assert len(rows(tmp_path / "whole", phase="sft")) == 6  # 96 of 64 demonstrations: across the end of an epoch
+    assert (
+        len(rows(tmp_path / "whole", phase="sft")) == 6
+    )  # 96 of 64 demonstrations: across the end of an epoch
 
 
 @pytest.mark.bitwise
-def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", "batching.num_mini_batches=2", "batching.num_passes=2", "actor.engine.optimizer.lr=1e-2")
+def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        "batching.num_mini_batches=2",
+        "batching.num_passes=2",
+        "actor.engine.optimizer.lr=1e-2",
+    )
     found = rows(tmp_path / "run")
     assert [row["policy/first_ratio_error_max"] for row in found] == [0.0] * 4
-    assert all(row["policy/ratio_error_max"] > 0.0 for row in found), "later updates of a step must move the ratio"
+    assert all(row["policy/ratio_error_max"] > 0.0 for row in found), (
+        "later updates of a step must move the ratio"
+    )
 
 
-def test_every_completion_of_a_step_carries_the_weights_of_that_step(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_every_completion_of_a_step_carries_the_weights_of_that_step(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "run")
     assert [row["weight_sync/version"] for row in rows(tmp_path / "run")] == [2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
 def test_every_estimator_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
-    run(tmp_path / "run", f"algorithm={algorithm}", "algorithm.group_size=4", "run.total_steps=2", "data.eval=null")
+    run(
+        tmp_path / "run",
+        f"algorithm={algorithm}",
+        "algorithm.group_size=4",
+        "run.total_steps=2",
+        "data.eval=null",
+    )
     assert len(rows(tmp_path / "run")) == 2
 
 
-def test_ppo_trains_policy_and_critic_and_reads_both_kls(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_ppo_trains_policy_and_critic_and_reads_both_kls(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(
         tmp_path / "run",
         "algorithm=ppo",
@@ -183,16 +282,22 @@ def test_ppo_trains_policy_and_critic_and_reads_both_kls(run: Run, rows: Rows, t
 
 def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
     with pytest.raises(ConfigError, match=r"already holds a run: go on with run\.resume=auto"):
         run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
+    } == before
 
 
 LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2")
 
 
-def test_after_a_failed_start_the_corrected_command_uses_the_folder(run: Run, tmp_path: Path) -> None:
+def test_after_a_failed_start_the_corrected_command_uses_the_folder(
+    run: Run, tmp_path: Path
+) -> None:
     folder, template = tmp_path / "run", "data.tokenizer.kind=bpe"
     with pytest.raises(ConfigError, match=r"tokenizer\.vocab_size is 7"):
         run(folder, *LEAN, template, "data.tokenizer.vocab_size=7")
@@ -208,7 +313,9 @@ def test_after_a_failed_start_the_corrected_command_uses_the_folder(run: Run, tm
         run(folder, *LEAN)
 
 
-def test_a_reward_that_fails_in_the_first_step_leaves_a_folder_for_the_corrected_one(run: Run, tmp_path: Path) -> None:
+def test_a_reward_that_fails_in_the_first_step_leaves_a_folder_for_the_corrected_one(
+    run: Run, tmp_path: Path
+) -> None:
     with pytest.raises(RewardFailureError):
         run(tmp_path / "run", *LEAN, "reward.function=temper_trainer_test_rewards:always_fails")
     run(tmp_path / "run", *LEAN)
@@ -222,10 +329,15 @@ def test_files_of_a_user_are_no_failed_start(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").read_text() == "mine: 1\n"
 
 
-def test_a_run_saves_by_time_at_the_end_of_a_step(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_saves_by_time_at_the_end_of_a_step(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path / "run", *LEAN, "run.total_steps=3", "run.save_interval_s=0.001")
     # All three are saved, and the default keeps two.
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step_00000002",
+        "step_00000003",
+    ]
     assert "checkpoints: saved every 0.001 s and at the end; " in capsys.readouterr().out
 
 
@@ -234,30 +346,47 @@ def test_a_resumed_run_lists_changed_settings_and_those_without_effect(
 ) -> None:
     run(tmp_path / "run", *LEAN)
     capsys.readouterr()
-    changes = ("run.total_steps=3", "actor.engine.optimizer.lr=1e-3", "actor.engine.model.seed=5", "run.resume=auto")
+    changes = (
+        "run.total_steps=3",
+        "actor.engine.optimizer.lr=1e-3",
+        "actor.engine.model.seed=5",
+        "run.resume=auto",
+    )
     run(tmp_path / "run", *LEAN, *changes)
     out = capsys.readouterr().out
     assert "  actor.engine.model.seed: 0 -> 5\n  actor.engine.optimizer.lr: " in out
     assert "  run.total_steps: 2 -> 3\n" in out
     assert out.count("has no effect on a resumed run") == 1
-    assert "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of the checkpoint." in out
+    assert (
+        "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of the checkpoint."
+        in out
+    )
     assert "run.resume:" not in out
 
 
-def test_a_run_that_fails_leaves_a_report_up_to_its_last_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_leaves_a_report_up_to_its_last_step(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
     service = "reward.function=temper_trainer_test_rewards:breaks_down"
     with pytest.raises(RewardFailureError):
         run(tmp_path / "run", *LEAN, "run.total_steps=4", service)
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "<td class=text>rl</td><td class=text>step</td><td class=number>2</td>" in (tmp_path / "run" / "report.html").read_text()
+    assert (
+        "<td class=text>rl</td><td class=text>step</td><td class=number>2</td>"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
 
 
 SHORT = ("run.save_every=1", "run.save_model=false", "data.eval=null", "warm_start=null")
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_had_not_been(
-    run: Run, rows: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    rows: Rows,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
@@ -275,7 +404,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_ha
     ]
 
 
-def test_what_a_killed_save_left_is_never_resumed_from(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_never_resumed_from(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
     step = tmp_path / "run" / "checkpoints" / "step_00000002"
     (step / "manifest.json").unlink()
@@ -284,7 +415,9 @@ def test_what_a_killed_save_left_is_never_resumed_from(run: Run, rows: Rows, tmp
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-def test_naming_an_earlier_step_goes_back_to_it_in_one_command(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_naming_an_earlier_step_goes_back_to_it_in_one_command(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
     whole, earlier = rows(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step_00000001"
     run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", *SHORT)
@@ -296,10 +429,16 @@ def test_naming_an_earlier_step_goes_back_to_it_in_one_command(run: Run, rows: R
 def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = ("run.total_steps=1", "reward.function=temper_trainer_test_rewards:fails_on_even", "batching.prompts_per_step=64")
+    broken = (
+        "run.total_steps=1",
+        "reward.function=temper_trainer_test_rewards:fails_on_even",
+        "batching.prompts_per_step=64",
+    )
     with pytest.raises(RewardFailureError) as caught:
         run(tmp_path / "run", *broken, *SHORT)
-    assert caught.value.__notes__ == ["No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."]
+    assert caught.value.__notes__ == [
+        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
+    ]
     run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", *SHORT)
     said = capsys.readouterr().out
     assert f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: starting from step 1" in said
@@ -308,29 +447,51 @@ def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
 
 def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path: Path) -> None:
     reward = "reward.function=temper_trainer_test_rewards:fails_on_even"
-    run(tmp_path / "run", reward, "reward.max_failure_share=1.0", "batching.prompts_per_step=64", "run.total_steps=1", "data.eval=null")
+    run(
+        tmp_path / "run",
+        reward,
+        "reward.max_failure_share=1.0",
+        "batching.prompts_per_step=64",
+        "run.total_steps=1",
+        "data.eval=null",
+    )
     (row,) = rows(tmp_path / "run")
-    assert row["reward/failed"] == 32 * 4  # 64 problems, every one once, half of them even, four completions each
+    assert (
+        row["reward/failed"] == 32 * 4
+    )  # 64 problems, every one once, half of them even, four completions each
 
 
-def test_too_many_failing_rewards_stop_the_run_with_the_first_failure(run: Run, tmp_path: Path) -> None:
+def test_too_many_failing_rewards_stop_the_run_with_the_first_failure(
+    run: Run, tmp_path: Path
+) -> None:
     with pytest.raises(RewardFailureError, match="even prompts cannot be scored"):
-        run(tmp_path / "run", "reward.function=temper_trainer_test_rewards:fails_on_even", "batching.prompts_per_step=64")
+        run(
+            tmp_path / "run",
+            "reward.function=temper_trainer_test_rewards:fails_on_even",
+            "batching.prompts_per_step=64",
+        )
 
 
-def test_a_longer_run_goes_on_from_a_finished_one_and_a_shorter_one_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_longer_run_goes_on_from_a_finished_one_and_a_shorter_one_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
     run(tmp_path / "run", "run.total_steps=2", "run.save_model=false", "data.eval=null")
     with pytest.raises(CheckpointError, match=r"beyond run\.total_steps = 1"):
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
-def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(run: Run, tmp_path: Path) -> None:
+def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(
+    run: Run, tmp_path: Path
+) -> None:
     folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
     run(folder, "run.total_steps=1", "data.eval=null")
     first = load_file(folder / "huggingface" / "model.safetensors")
     run(folder, "run.total_steps=1", *always)  # nothing is trained: the model stays where it is
     run(folder, "run.total_steps=3", *always)
-    last, kept = (load_file(folder / name / "model.safetensors") for name in ("huggingface", "huggingface.superseded-1"))
+    last, kept = (
+        load_file(folder / name / "model.safetensors")
+        for name in ("huggingface", "huggingface.superseded-1")
+    )
     assert not (folder / "huggingface.superseded-2").exists()
     assert all(torch.equal(first[name], kept[name]) for name in first)
     assert any(not torch.equal(first[name], last[name]) for name in first)
@@ -338,15 +499,23 @@ def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(run: Run, t
 
 def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text())
-    assert (state["step"], state["cursor"], state["weight_version"]) == (3, {"epoch": 0, "index": 12}, 4)  # 3 steps of 4 prompts
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
+    )
+    assert (state["step"], state["cursor"], state["weight_version"]) == (
+        3,
+        {"epoch": 0, "index": 12},
+        4,
+    )  # 3 steps of 4 prompts
 
 
 SFT = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     run(tmp_path / "whole", *SFT, "run.total_steps=4", base=TINY)
     run(tmp_path / "first", *SFT, "run.total_steps=2", "run.save_model=false", base=TINY)
     named = tmp_path / "first" / "checkpoints" / "step_00000002"
@@ -365,7 +534,13 @@ def test_a_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> N
 def test_dropped_prompts_are_said_and_logged_for_both_sets(
     run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "run", "warm_start=null", "data.max_prompt_tokens=24", "data.overlong_prompts=drop", "run.total_steps=1")
+    run(
+        tmp_path / "run",
+        "warm_start=null",
+        "data.max_prompt_tokens=24",
+        "data.overlong_prompts=drop",
+        "run.total_steps=1",
+    )
     (first, *_) = rows(tmp_path / "run")
     assert first["data/dropped"] > 0
     assert first["eval/dropped"] > 0
@@ -376,12 +551,24 @@ def test_dropped_prompts_are_said_and_logged_for_both_sets(
     ("setting", "key"),
     [
         ("batching.max_tokens=40", r"batching\.max_tokens is 40"),
-        ("actor.engine.model.architecture.max_position_embeddings=40", r"max_position_embeddings is 40"),
+        (
+            "actor.engine.model.architecture.max_position_embeddings=40",
+            r"max_position_embeddings is 40",
+        ),
     ],
 )
-def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(run: Run, tmp_path: Path, setting: str, key: str) -> None:
+def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(
+    run: Run, tmp_path: Path, setting: str, key: str
+) -> None:
     with pytest.raises(DataError, match=rf"arithmetic.*tokens, but .*{key}"):
-        run(tmp_path / "run", *SFT, setting, "data.max_prompt_tokens=40", "data.overlong_prompts=drop", base=TINY)
+        run(
+            tmp_path / "run",
+            *SFT,
+            setting,
+            "data.max_prompt_tokens=40",
+            "data.overlong_prompts=drop",
+            base=TINY,
+        )
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
@@ -392,39 +579,98 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
 def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
     """What a run saved, in the layout of ``temper-migrate checkpoint --to temper``: each engine alone, and nothing of the trainer."""
     for role in roles:
-        transaction = begin(folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_")))
+        transaction = begin(
+            folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_"))
+        )
         part = transaction.part("engine")
         shutil.copytree(step / role, part, dirs_exist_ok=True)
         files = [str(path.relative_to(part)) for path in sorted(part.rglob("*")) if path.is_file()]
-        transaction.commit({"engine": [report_part(part, files)]}, info=ManifestInfo(topology={"world_size": 1}, config_hash="converted"))
+        transaction.commit(
+            {"engine": [report_part(part, files)]},
+            info=ManifestInfo(topology={"world_size": 1}, config_hash="converted"),
+        )
 
 
-def test_policy_and_critic_that_were_converted_go_on_as_if_they_had_been_trained_here(run: Run, rows: Rows, tmp_path: Path) -> None:
-    ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "data.eval=null", "warm_start=null", "run.save_model=false")
+def test_policy_and_critic_that_were_converted_go_on_as_if_they_had_been_trained_here(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    ppo = (
+        "algorithm=ppo",
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.01",
+        "data.eval=null",
+        "warm_start=null",
+        "run.save_model=false",
+    )
     ppo = (*ppo, "run.total_steps=3", "run.save_every=2")
     run(tmp_path / "whole", *ppo)
-    as_converted(tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor", "critic"])
+    as_converted(
+        tmp_path / "whole/checkpoints/step_00000002",
+        tmp_path / "converted",
+        roles=["actor", "critic"],
+    )
     run(tmp_path / "second", *ppo, f"run.resume={tmp_path / 'converted'}")
     (found,), (*_, expected) = rows(tmp_path / "second"), rows(tmp_path / "whole")
     assert found == expected | {"weight_sync/version": 2.0}
-    state = json.loads((tmp_path / "second/checkpoints/step_00000003/trainer/state.json").read_text())
+    state = json.loads(
+        (tmp_path / "second/checkpoints/step_00000003/trainer/state.json").read_text()
+    )
     assert (state["step"], state["cursor"]) == (3, {"epoch": 0, "index": 12})
 
 
-def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(run: Run, tmp_path: Path) -> None:
-    lean = ("data.eval=null", "warm_start=null", "run.save_model=false", "run.save_every=1", "run.total_steps=2")
+def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(
+    run: Run, tmp_path: Path
+) -> None:
+    lean = (
+        "data.eval=null",
+        "warm_start=null",
+        "run.save_model=false",
+        "run.save_every=1",
+        "run.total_steps=2",
+    )
     run(tmp_path / "run", *lean)
     for step, role in enumerate(("actor", "critic"), start=1):
-        as_converted(tmp_path / f"run/checkpoints/step_0000000{step}", tmp_path / f"mixed/{role}", roles=["actor"])
-    with pytest.raises(CheckpointError, match="mixed holds actor of step 1, critic of step 2: convert all roles of one step"):
+        as_converted(
+            tmp_path / f"run/checkpoints/step_0000000{step}",
+            tmp_path / f"mixed/{role}",
+            roles=["actor"],
+        )
+    with pytest.raises(
+        CheckpointError,
+        match="mixed holds actor of step 1, critic of step 2: convert all roles of one step",
+    ):
         run(tmp_path / "of_mixed", *lean, f"run.resume={tmp_path / 'mixed'}")
     with pytest.raises(CheckpointError, match="holds no critic, which this configuration has"):
-        run(tmp_path / "lacking", *lean, "algorithm=ppo", "run.total_steps=3", f"run.resume={tmp_path / 'mixed/actor'}")
+        run(
+            tmp_path / "lacking",
+            *lean,
+            "algorithm=ppo",
+            "run.total_steps=3",
+            f"run.resume={tmp_path / 'mixed/actor'}",
+        )
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_go_on_from_a_converted_engine(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "whole", *SFT, "run.total_steps=4", "run.save_every=2", "run.save_model=false", base=TINY)
-    as_converted(tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor"])
-    run(tmp_path / "second", *SFT, "run.total_steps=4", f"run.resume={tmp_path / 'converted'}", "run.save_model=false", base=TINY)
+def test_supervised_steps_go_on_from_a_converted_engine(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "whole",
+        *SFT,
+        "run.total_steps=4",
+        "run.save_every=2",
+        "run.save_model=false",
+        base=TINY,
+    )
+    as_converted(
+        tmp_path / "whole/checkpoints/step_00000002", tmp_path / "converted", roles=["actor"]
+    )
+    run(
+        tmp_path / "second",
+        *SFT,
+        "run.total_steps=4",
+        f"run.resume={tmp_path / 'converted'}",
+        "run.save_model=false",
+        base=TINY,
+    )
     assert rows(tmp_path / "second", phase="sft") == rows(tmp_path / "whole", phase="sft")[2:]

@@ -41,20 +41,41 @@ def pairs(tmp_path: Path) -> str:
     """A good answer is preferred to a bad one of the same sum."""
     sums = [(a, b) for a in range(1, 5) for b in range(1, 5)]
     return write(
-        tmp_path / "pairs.jsonl", [{"question": f"{a} + {b}", "chosen": f"{a + b} good", "rejected": f"{a + b} bad"} for a, b in sums]
+        tmp_path / "pairs.jsonl",
+        [
+            {"question": f"{a} + {b}", "chosen": f"{a + b} good", "rejected": f"{a + b} bad"}
+            for a, b in sums
+        ],
     )
 
 
-@pytest.mark.parametrize("preference", [("ref=frozen", "preference.sft_coef=0.1"), ("preference={loss: ipo, reference: none}",)])
-def test_dpo_learns_which_completion_is_preferred(run: Run, rows: Rows, tmp_path: Path, preference: tuple[str, ...]) -> None:
-    run(tmp_path / "run", "task=dpo", pairs(tmp_path), *preference, "run.total_steps=12", "run.save_model=false", base=TINY)
+@pytest.mark.parametrize(
+    "preference",
+    [("ref=frozen", "preference.sft_coef=0.1"), ("preference={loss: ipo, reference: none}",)],
+)
+def test_dpo_learns_which_completion_is_preferred(
+    run: Run, rows: Rows, tmp_path: Path, preference: tuple[str, ...]
+) -> None:
+    run(
+        tmp_path / "run",
+        "task=dpo",
+        pairs(tmp_path),
+        *preference,
+        "run.total_steps=12",
+        "run.save_model=false",
+        base=TINY,
+    )
     found = rows(tmp_path / "run", phase="dpo")
     assert found[-1]["preference/margin"] > found[0]["preference/margin"]
     if "ref=frozen" in preference:
-        assert found[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy before its first update"
+        assert found[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6), (
+            "the reference is the policy before its first update"
+        )
 
 
-def test_a_reward_model_scores_what_is_preferred_higher_and_loads_in_transformers(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_a_reward_model_scores_what_is_preferred_higher_and_loads_in_transformers(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     result = run(
         tmp_path / "run",
         "task=rm",
@@ -66,7 +87,10 @@ def test_a_reward_model_scores_what_is_preferred_higher_and_loads_in_transformer
     )
     found = rows(tmp_path / "run", phase="rm")
     assert found[-1]["preference/margin"] > found[0]["preference/margin"]
-    assert AutoModelForTokenClassification.from_pretrained(result.directory / "huggingface").num_labels == 1
+    assert (
+        AutoModelForTokenClassification.from_pretrained(result.directory / "huggingface").num_labels
+        == 1
+    )
 
 
 def conversations(tmp_path: Path) -> str:
@@ -82,19 +106,40 @@ def conversations(tmp_path: Path) -> str:
     return write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
 
 
-def test_every_assistant_turn_of_a_conversation_is_trained(run: Run, rows: Rows, tmp_path: Path) -> None:
-    shared = ("task=sft", conversations(tmp_path), "data.train.messages_key=messages", f'data.chat_template="{CHAT}"')
+def test_every_assistant_turn_of_a_conversation_is_trained(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    shared = (
+        "task=sft",
+        conversations(tmp_path),
+        "data.train.messages_key=messages",
+        f'data.chat_template="{CHAT}"',
+    )
     run(tmp_path / "all", *shared, "run.total_steps=1", "run.save_model=false", base=TINY)
-    run(tmp_path / "last", *shared, "data.train_on=last", "run.total_steps=1", "run.save_model=false", base=TINY)
+    run(
+        tmp_path / "last",
+        *shared,
+        "data.train_on=last",
+        "run.total_steps=1",
+        "run.save_model=false",
+        base=TINY,
+    )
     (everything,), (last,) = (rows(tmp_path / name, phase="sft") for name in ("all", "last"))
     assert everything["sft/nll"] != last["sft/nll"]
 
 
 @pytest.mark.bitwise
-def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(run: Run, rows: Rows, tmp_path: Path) -> None:
-    records: list[dict[str, object]] = [{"question": f"{a} + {b}", "answer": f"= {a + b}"} for a in range(6) for b in range(6)]
+def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    records: list[dict[str, object]] = [
+        {"question": f"{a} + {b}", "answer": f"= {a + b}"} for a in range(6) for b in range(6)
+    ]
     data = write(tmp_path / "sums.jsonl", records)
-    first = run(tmp_path / "tokenizer", "task=sft", data, "run.total_steps=1", base=TINY).directory / "tokenizer"
+    first = (
+        run(tmp_path / "tokenizer", "task=sft", data, "run.total_steps=1", base=TINY).directory
+        / "tokenizer"
+    )
     streamed = (
         "task=sft",
         data,
@@ -114,14 +159,37 @@ def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(r
     assert whole[-1]["data/epoch"] >= 1.0
 
 
-def test_a_model_is_evaluated_and_its_completions_written(run: Run, rows: Rows, tmp_path: Path) -> None:
-    data = write(tmp_path / "sums.jsonl", [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)])
-    trained = run(tmp_path / "sft", "task=sft", data, "run.total_steps=2", base=TINY).directory / "huggingface"
-    model = (f"actor.engine.model.path={trained}", data, "reward.function=exact_match", "run.num_threads=1")
+def test_a_model_is_evaluated_and_its_completions_written(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    data = write(
+        tmp_path / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
+    )
+    trained = (
+        run(tmp_path / "sft", "task=sft", data, "run.total_steps=2", base=TINY).directory
+        / "huggingface"
+    )
+    model = (
+        f"actor.engine.model.path={trained}",
+        data,
+        "reward.function=exact_match",
+        "run.num_threads=1",
+    )
     result = run(tmp_path / "eval", "task=eval", *model, "run.eval_sampling.max_tokens=8", base=())
     assert 0.0 <= result.evaluation["eval/greedy/reward"] <= 1.0
-    run(tmp_path / "generate", "task=generate", *model, "generate.num_completions=2", "sampling.max_tokens=8", base=())
-    lines = [json.loads(line) for line in (tmp_path / "generate" / "completions.jsonl").read_text().splitlines()]
+    run(
+        tmp_path / "generate",
+        "task=generate",
+        *model,
+        "generate.num_completions=2",
+        "sampling.max_tokens=8",
+        base=(),
+    )
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "generate" / "completions.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 12
     assert all(len(line["tokens"][0]) == len(line["logprobs"][0]) for line in lines)
 
@@ -134,4 +202,11 @@ def test_a_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> Non
 
 def test_a_reference_that_nobody_reads_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"preference\.reference is none and ref is set"):
-        run(tmp_path / "run", "task=dpo", pairs(tmp_path), "ref=frozen", "preference.reference=none", base=TINY)
+        run(
+            tmp_path / "run",
+            "task=dpo",
+            pairs(tmp_path),
+            "ref=frozen",
+            "preference.reference=none",
+            base=TINY,
+        )

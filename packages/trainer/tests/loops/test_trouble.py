@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = (sys.executable, "-m", "temper_trainer", "experiment=quickstart", "run.num_threads=1", "run.table_every=0", "data.eval=null")
+PROGRAM = (
+    sys.executable,
+    "-m",
+    "temper_trainer",
+    "experiment=quickstart",
+    "run.num_threads=1",
+    "run.table_every=0",
+    "data.eval=null",
+)
 SMALL = (
     "actor.engine.model.architecture.hidden_size=32",
     "actor.engine.model.architecture.intermediate_size=64",
@@ -34,9 +42,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def start(environment: dict[str, str], directory: Path, *overrides: str, **more: object) -> "subprocess.Popen[str]":
+def start(
+    environment: dict[str, str], directory: Path, *overrides: str, **more: object
+) -> "subprocess.Popen[str]":
     command = [*PROGRAM, *SMALL, f"run.dir={directory}", *overrides]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+    )  # type: ignore[call-overload,no-any-return]
 
 
 def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
@@ -59,7 +71,9 @@ def steps_of(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(environment, run, "run.total_steps=1000")
     wait_for_step(run, step=2, process=process)
@@ -69,13 +83,17 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(environment: di
     (saved,) = steps_of(run)
     assert "run.resume=auto" in stopped.stderr
     step = int(saved.removeprefix("step_"))
-    again = start(environment, run, f"run.total_steps={step + 1}", "run.resume=auto", "run.save_model=false")
+    again = start(
+        environment, run, f"run.total_steps={step + 1}", "run.resume=auto", "run.save_model=false"
+    )
     done = finish(again)
     assert done.returncode == 0, done.stderr
     assert steps_of(run) == [saved, f"step_{step + 1:08d}"]
 
 
-def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(environment: dict[str, str], tmp_path: Path) -> None:
+def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run, slow = tmp_path / "run", "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
     process = start(environment, run, slow, "run.total_steps=1000", "run.stop_grace_s=10")
     wait_for_step(run, step=2, process=process)
@@ -93,7 +111,9 @@ def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(environ
     assert (run / "report.html").exists()
 
 
-def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_again(environment: dict[str, str], tmp_path: Path) -> None:
+def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_again(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(environment, run, "run.total_steps=1", "run.save_model=false")
     while not (run / "config.yaml").exists():
@@ -102,12 +122,17 @@ def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_agai
     process.send_signal(signal.SIGTERM)
     stopped = finish(process)
     assert stopped.returncode == 143, stopped.stderr
-    assert "interrupted before the first step was completed, start again with: temper-train" in stopped.stderr
+    assert (
+        "interrupted before the first step was completed, start again with: temper-train"
+        in stopped.stderr
+    )
     again = finish(start(environment, run, "run.total_steps=1", "run.save_model=false"))
     assert again.returncode == 0, again.stderr
 
 
-def test_a_second_process_in_the_folder_of_a_run_touches_nothing(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_second_process_in_the_folder_of_a_run_touches_nothing(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     first = start(environment, run, "run.total_steps=1000", "run.resume=auto")
     wait_for_step(run, step=1, process=first)
@@ -124,7 +149,9 @@ def test_a_second_process_in_the_folder_of_a_run_touches_nothing(environment: di
     assert not list(run.glob("*.superseded-*"))
 
 
-def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(environment, run, "run.total_steps=1000", "run.save_every=1")
     wait_for_step(run, step=3, process=process)
@@ -132,27 +159,37 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(environment: dic
     finish(process)
     complete = [name for name in steps_of(run) if name.startswith("step_")]
     last = int(complete[-1].removeprefix("step_"))
-    again = start(environment, run, f"run.total_steps={last + 1}", "run.resume=auto", "run.save_model=false")
+    again = start(
+        environment, run, f"run.total_steps={last + 1}", "run.resume=auto", "run.save_model=false"
+    )
     done = finish(again)
     assert done.returncode == 0, done.stderr
     assert f"going on from step {last} " in done.stdout
 
 
-def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     first = finish(start(environment, run, "run.total_steps=1", "run.save_model=false"))
     assert first.returncode == 0, first.stderr
 
     def small_files_only() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # a write beyond fails with EFBIG, as on a full disk
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (50_000, 50_000)
+        )  # a write beyond fails with EFBIG, as on a full disk
 
-    second = finish(start(environment, run, "run.total_steps=2", "run.resume=auto", preexec_fn=small_files_only))
+    second = finish(
+        start(environment, run, "run.total_steps=2", "run.resume=auto", preexec_fn=small_files_only)
+    )
     assert second.returncode == 1, second.stderr
     assert "step 2 could not be saved" in second.stderr
     saved = run / "checkpoints" / "step_00000001"
     assert f"step 1 is saved in {saved}: continue with run.resume=auto." in second.stderr
     assert steps_of(run) == ["step_00000001"]
-    third = finish(start(environment, run, "run.total_steps=2", "run.resume=auto", "run.save_model=false"))
+    third = finish(
+        start(environment, run, "run.total_steps=2", "run.resume=auto", "run.save_model=false")
+    )
     assert third.returncode == 0, third.stderr
     assert steps_of(run) == ["step_00000001", "step_00000002"]

@@ -18,17 +18,34 @@ CALCULATOR = (
 FILES = {"eval": "samples.jsonl", "generate": "completions.jsonl"}
 
 
-def test_a_policy_is_trained_on_rollouts_with_a_calculator(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_a_policy_is_trained_on_rollouts_with_a_calculator(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
     # The warm start shows calls; a few updates teach their form.
-    run(tmp_path / "run", CALCULATOR, "warm_start.total_steps=30", "run.total_steps=2", "run.save_model=false", "sampling.max_tokens=16")
+    run(
+        tmp_path / "run",
+        CALCULATOR,
+        "warm_start.total_steps=30",
+        "run.total_steps=2",
+        "run.save_model=false",
+        "sampling.max_tokens=16",
+    )
     found = rows(tmp_path / "run")
     assert sum(row["tool/calls"] for row in found) > 0
     assert max(row["rollout/turns_max"] for row in found) > 1
-    assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in found), "trained is what the policy wrote, and only that"
+    assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in found), (
+        "trained is what the policy wrote, and only that"
+    )
 
 
-def test_what_an_environment_gives_is_in_every_reward_that_is_told(run: Run, rows: Rows, tmp_path: Path) -> None:
-    lean = ("warm_start=null", "run.num_table_rows=8", "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1}")
+def test_what_an_environment_gives_is_in_every_reward_that_is_told(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    lean = (
+        "warm_start=null",
+        "run.num_table_rows=8",
+        "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1}",
+    )
     told = {}
     for fee in (0.0, 0.5):
         scored, written = tmp_path / f"eval-{fee}", tmp_path / f"generate-{fee}"
@@ -40,6 +57,9 @@ def test_what_an_environment_gives_is_in_every_reward_that_is_told(run: Run, row
             for line in (tmp_path / f"{file}-{fee}" / FILES[file]).read_text().splitlines()
         ]
         means = [*rows(scored, phase="eval"), *rows(written, phase="generate")]
-        told[fee] = [line["reward"] for line in lines] + [means[0]["eval/greedy/reward"], means[1]["generate/reward"]]
+        told[fee] = [line["reward"] for line in lines] + [
+            means[0]["eval/greedy/reward"],
+            means[1]["generate/reward"],
+        ]
     assert len(told[0.0]) > 2
     assert told[0.5] == pytest.approx([reward + 0.5 for reward in told[0.0]])

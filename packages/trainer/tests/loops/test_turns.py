@@ -34,7 +34,9 @@ class RecordingSampler(ScriptedSampler):
 
     def __init__(self, turns: Sequence[Sequence[str]]) -> None:
         self.seen: list[tuple[SamplingRequest, Completion]] = []
-        super().__init__(lambda request: [IDS[word] for word in turns[len(self.seen)]], end_token_id=0)
+        super().__init__(
+            lambda request: [IDS[word] for word in turns[len(self.seen)]], end_token_id=0
+        )
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         made = []
@@ -48,17 +50,29 @@ def talk(
     *turns: Sequence[str], limits: Limits, config: EnvironmentConfig = CONFIG
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
     sampler = RecordingSampler(turns)
-    request = SamplingRequest(request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1)
+    request = SamplingRequest(
+        request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1
+    )
     prompt = Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer="")
-    (found,), metrics = converse(sampler, [request], prompts=[prompt], make=environment_maker(config, tokenizer=tokenizer()), limits=limits)
+    (found,), metrics = converse(
+        sampler,
+        [request],
+        prompts=[prompt],
+        make=environment_maker(config, tokenizer=tokenizer()),
+        limits=limits,
+    )
     return found, sampler, metrics
 
 
 LIMITS = Limits(max_turns=3, max_tokens=40, stop="=")
 
 
-def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_are_trained() -> None:
-    found, sampler, metrics = talk(("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS)
+def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_are_trained() -> (
+    None
+):
+    found, sampler, metrics = talk(
+        ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS
+    )
     assert tokenizer().decode(found.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
     rollout = Rollout(
         prompt=Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer=""),
@@ -70,7 +84,11 @@ def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_
         sample_id=0,
     )
     samples = to_samples([rollout], temperature=1.0)
-    said = [WORDS[i] for i, is_trained in zip(samples.tokens.tolist(), samples.loss_mask.tolist(), strict=True) if is_trained]
+    said = [
+        WORDS[i]
+        for i, is_trained in zip(samples.tokens.tolist(), samples.loss_mask.tolist(), strict=True)
+        if is_trained
+    ]
     assert said == [*"3*4=", "\n", *"12-2=", "\n", "#", "<eos>"]
     assert metrics["tool/calls"] == 2.0
     assert metrics["rollout/turns_mean"] == 3.0
@@ -109,7 +127,14 @@ def test_a_long_answer_is_cut_and_counted() -> None:
         ("9", "*", "9", "="),
         ("<eos>",),
         limits=LIMITS,
-        config=EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_end="", max_turns=3, max_observation_tokens=1),
+        config=EnvironmentConfig(
+            call_start="",
+            call_end="=",
+            answer_start="",
+            answer_end="",
+            max_turns=3,
+            max_observation_tokens=1,
+        ),
     )
     assert metrics["tool/cut_answers"] == 1.0
     assert len(found.turns[0].observation) == 1

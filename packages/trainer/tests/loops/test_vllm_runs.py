@@ -56,7 +56,9 @@ def on_vllm() -> tuple[str, ...]:
     """Overrides that put the rollout on a vLLM server."""
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this")
+        pytest.skip(
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+        )
     return (
         "rollout=vllm",
         f"runtime.rollout_python={named or sys.executable}",
@@ -67,15 +69,23 @@ def on_vllm() -> tuple[str, ...]:
     )
 
 
-def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]], *, more: tuple[str, ...] = ()) -> None:
+def assert_close(
+    found: list[dict[str, float]], expected: list[dict[str, float]], *, more: tuple[str, ...] = ()
+) -> None:
     assert len(found) == len(expected) > 0
     for name in (*NUMBERS, *more):
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+        assert [row[name] for row in found] == pytest.approx(
+            [row[name] for row in expected], rel=1e-4, abs=1e-6
+        ), name
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process")
-def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(run: Run, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
+)
+def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(
+    run: Run, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
     with Listeners() as listeners:
         run(tmp_path / "run", *LEAN, *on_vllm, "weight_sync.transport=collective")
     listeners.check(listed(run="vllm"))
@@ -83,10 +93,15 @@ def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(run: Run, 
 
 
 def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if k not in ("weight_sync/bytes", "weight_sync/sent_share")} for row in found]
+    return [
+        {k: v for k, v in row.items() if k not in ("weight_sync/bytes", "weight_sync/sent_share")}
+        for row in found
+    ]
 
 
-def killing_in_step_two(restarts: list[int], kill: Callable[[VllmSampler], None]) -> Callable[..., StepResult]:
+def killing_in_step_two(
+    restarts: list[int], kill: Callable[[VllmSampler], None]
+) -> Callable[..., StepResult]:
     """A step that loses its first server in step 2, before it samples."""
 
     def step_that_loses_a_server(rooms: Rooms, *, step: int, **given: object) -> StepResult:
@@ -106,12 +121,23 @@ def test_greedy_rollouts_give_the_losses_of_the_transformers_sampler(
     run(tmp_path / "hf", *LEAN, *GREEDY)
     run(tmp_path / "vllm", *LEAN, *GREEDY, *on_vllm, "weight_sync.bucket_bytes=20000")
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
-    assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), "a run leaves nothing in shared memory"
+    assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), (
+        "a run leaves nothing in shared memory"
+    )
 
 
-def test_weights_by_broadcast_give_the_same_losses(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+def test_weights_by_broadcast_give_the_same_losses(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
     run(tmp_path / "hf", *LEAN, *GREEDY)
-    run(tmp_path / "vllm", *LEAN, *GREEDY, *on_vllm, "weight_sync.transport=collective", "weight_sync.bucket_bytes=20000")
+    run(
+        tmp_path / "vllm",
+        *LEAN,
+        *GREEDY,
+        *on_vllm,
+        "weight_sync.transport=collective",
+        "weight_sync.bucket_bytes=20000",
+    )
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
 
 
@@ -128,21 +154,38 @@ SMALL_STEPS = (
 def test_a_run_that_sends_changes_has_the_numbers_of_one_that_sends_everything(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], transport: str
 ) -> None:
-    lean = (*LEAN, *on_vllm, *SMALL_STEPS, f"weight_sync.transport={transport}", "weight_sync.bucket_bytes=20000")
+    lean = (
+        *LEAN,
+        *on_vllm,
+        *SMALL_STEPS,
+        f"weight_sync.transport={transport}",
+        "weight_sync.bucket_bytes=20000",
+    )
     run(tmp_path / "full", *lean)
     run(tmp_path / "delta", *lean, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
     assert without_sizes(found) == without_sizes(expected)
     shares = [row["weight_sync/sent_share"] for row in found]
     assert 0 < min(shares) <= max(shares) < 0.5
-    assert all(row["weight_sync/bytes"] < other["weight_sync/bytes"] for row, other in zip(found, expected, strict=True))
-    assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), "a run leaves nothing in shared memory"
+    assert all(
+        row["weight_sync/bytes"] < other["weight_sync/bytes"]
+        for row, other in zip(found, expected, strict=True)
+    )
+    assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), (
+        "a run leaves nothing in shared memory"
+    )
 
 
 @pytest.mark.parametrize("content", ["full", "delta"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
-    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, transport: str, content: str
+    run: Run,
+    rows: Rows,
+    tmp_path: Path,
+    on_vllm: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    content: str,
 ) -> None:
     restarts: list[int] = []
 
@@ -154,7 +197,13 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
 
     run(tmp_path / "whole", *LEAN, *on_vllm)
     monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
-    run(tmp_path / "killed", *LEAN, *on_vllm, f"weight_sync.transport={transport}", f"weight_sync.content={content}")
+    run(
+        tmp_path / "killed",
+        *LEAN,
+        *on_vllm,
+        f"weight_sync.transport={transport}",
+        f"weight_sync.content={content}",
+    )
     assert restarts == [0, 1, 1]
     assert without_sizes(rows(tmp_path / "killed")) == without_sizes(rows(tmp_path / "whole"))
 
@@ -164,7 +213,9 @@ def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(
 ) -> None:
     run(tmp_path / "hf", *PPO, *GREEDY)
     run(tmp_path / "vllm", *PPO, *GREEDY, *on_vllm)
-    assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"), more=("critic/loss", "critic/grad_norm"))
+    assert_close(
+        rows(tmp_path / "vllm"), rows(tmp_path / "hf"), more=("critic/loss", "critic/grad_norm")
+    )
 
 
 def test_turns_with_a_tool_give_the_losses_of_the_transformers_sampler(
@@ -178,7 +229,9 @@ def test_turns_with_a_tool_give_the_losses_of_the_transformers_sampler(
     assert_close(found, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
 
 
-def test_the_reward_rises_on_servers(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+def test_the_reward_rises_on_servers(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
     grpo = ("algorithm=grpo", "run.total_steps=20", "batching.prompts_per_step=8")
     run(tmp_path / "run", *LEAN, *grpo, *on_vllm, "rollout.canary_tolerance=1e-3")
     rewards = [row["reward/mean"] for row in rows(tmp_path / "run")]
@@ -193,9 +246,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         patch.syspath_prepend(str(Path(__file__).parent))
         for name, seed in {"adder": 5, "mixer": 6}.items():
             folder = tmp_path_factory.mktemp("saved") / name
-            lean = (*SMALL, *LEAN, f"run.dir={folder}", f"actor.engine.model.seed={seed}", "run.save_model=true", "run.total_steps=1")
+            lean = (
+                *SMALL,
+                *LEAN,
+                f"run.dir={folder}",
+                f"actor.engine.model.seed={seed}",
+                "run.save_model=true",
+                "run.total_steps=1",
+            )
             loaded = load(lean)
-            train(loaded.config, digest=loaded.digest, write_config=lambda directory, own=loaded: write_resolved(own, directory))
+            train(
+                loaded.config,
+                digest=loaded.digest,
+                write_config=lambda directory, own=loaded: write_resolved(own, directory),
+            )
             folders[name] = folder / "huggingface"
     return folders
 
@@ -208,39 +272,84 @@ def taught_by(saved: dict[str, Path], *more: str) -> tuple[str, ...]:
     exact = (f"teachers.{name}.engine.precision.compute=fp32" for name in saved)
     lean = (setting for setting in LEAN if not setting.startswith("algorithm="))
     top_k = ("distillation={objective: forward_kl, top_k: 8}",)
-    return (*lean, *GREEDY, "algorithm=distill", "data.train.route_key=operations", *models, *named, *exact, *top_k, *more)
+    return (
+        *lean,
+        *GREEDY,
+        "algorithm=distill",
+        "data.train.route_key=operations",
+        *models,
+        *named,
+        *exact,
+        *top_k,
+        *more,
+    )
 
 
-DISTILLED = ("actor/loss", "actor/grad_norm", "distill/divergence", "distill/top_k_mass", "teacher/adder/samples", "rollout/tokens")
+DISTILLED = (
+    "actor/loss",
+    "actor/grad_norm",
+    "distill/divergence",
+    "distill/top_k_mass",
+    "teacher/adder/samples",
+    "rollout/tokens",
+)
 
 
 def test_two_teachers_on_servers_teach_as_two_on_engines(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
 ) -> None:
     run(tmp_path / "engines", *taught_by(saved))
-    run(tmp_path / "servers", *taught_by(saved, "teachers.adder.backend=vllm", "teachers.mixer.backend=vllm"), *on_vllm)
+    run(
+        tmp_path / "servers",
+        *taught_by(saved, "teachers.adder.backend=vllm", "teachers.mixer.backend=vllm"),
+        *on_vllm,
+    )
     found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engines")
     assert 0 < sum(row["teacher/adder/samples"] for row in found) < 16 * len(found)
     for name in DISTILLED:
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+        assert [row[name] for row in found] == pytest.approx(
+            [row[name] for row in expected], rel=1e-4, abs=1e-6
+        ), name
 
 
 def test_completions_and_scores_of_a_saved_model_are_those_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
 ) -> None:
-    data = ("data.train={kind: arithmetic, max_rows: 12}", "data.max_prompt_tokens=96", "run.num_threads=1")
-    lean = (*data, f"actor.engine.model.path={saved['adder']}", "reward.function=temper_trainer_test_rewards:share_of_digits")
+    data = (
+        "data.train={kind: arithmetic, max_rows: 12}",
+        "data.max_prompt_tokens=96",
+        "run.num_threads=1",
+    )
+    lean = (
+        *data,
+        f"actor.engine.model.path={saved['adder']}",
+        "reward.function=temper_trainer_test_rewards:share_of_digits",
+    )
     served = tuple(setting for setting in on_vllm if not setting.startswith("rollout.canary"))
     for name, more in {"hf": (), "vllm": served}.items():
         greedy = ("sampling.temperature=0", "sampling.max_tokens=12")
         run(tmp_path / f"generate-{name}", "task=generate", *lean, *greedy, *more, base=())
-        run(tmp_path / f"eval-{name}", "task=eval", *lean, "run.eval_sampling.max_tokens=12", *more, base=())
-    of_hf, of_vllm = ((tmp_path / f"generate-{name}" / "completions.jsonl").read_text().splitlines() for name in ("hf", "vllm"))
-    assert [json.loads(line)["tokens"] for line in of_vllm] == [json.loads(line)["tokens"] for line in of_hf]
+        run(
+            tmp_path / f"eval-{name}",
+            "task=eval",
+            *lean,
+            "run.eval_sampling.max_tokens=12",
+            *more,
+            base=(),
+        )
+    of_hf, of_vllm = (
+        (tmp_path / f"generate-{name}" / "completions.jsonl").read_text().splitlines()
+        for name in ("hf", "vllm")
+    )
+    assert [json.loads(line)["tokens"] for line in of_vllm] == [
+        json.loads(line)["tokens"] for line in of_hf
+    ]
     assert rows(tmp_path / "eval-vllm", phase="eval") == rows(tmp_path / "eval-hf", phase="eval")
 
 
-def test_one_step_off_gives_the_losses_of_the_transformers_sampler(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+def test_one_step_off_gives_the_losses_of_the_transformers_sampler(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
     ahead = ("loop=one_step_off", "run.total_steps=4")
     run(tmp_path / "hf", *LEAN, *GREEDY, *ahead)
     run(tmp_path / "vllm", *LEAN, *GREEDY, *on_vllm, *ahead)
@@ -248,9 +357,19 @@ def test_one_step_off_gives_the_losses_of_the_transformers_sampler(run: Run, row
     assert [row["staleness/max"] for row in rows(tmp_path / "vllm")] == [0, 1, 1, 1]
 
 
-def test_loop_async_stays_within_its_staleness_on_servers(run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]) -> None:
+def test_loop_async_stays_within_its_staleness_on_servers(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
     correction = "algorithm.rollout_correction={level: token}"
-    run(tmp_path / "run", *LEAN, *on_vllm, "loop=async", "asynchrony.max_staleness=2", correction, "run.total_steps=6")
+    run(
+        tmp_path / "run",
+        *LEAN,
+        *on_vllm,
+        "loop=async",
+        "asynchrony.max_staleness=2",
+        correction,
+        "run.total_steps=6",
+    )
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert all(row["staleness/max"] <= 2 for row in found)
@@ -263,7 +382,9 @@ def test_an_adapter_alone_is_sent_and_gives_the_losses_of_the_merged_one(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     lora = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "warm_start.total_steps=2")
-    lean = tuple(setting for setting in LEAN if setting != "warm_start=null")  # servers read the base from the warm start's directory
+    lean = tuple(
+        setting for setting in LEAN if setting != "warm_start=null"
+    )  # servers read the base from the warm start's directory
     run(tmp_path / "hf", *lean, *lora, *GREEDY)
     run(tmp_path / "vllm", *lean, *lora, *GREEDY, *on_vllm, "weight_sync.content=adapter")
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
@@ -273,7 +394,9 @@ def test_an_adapter_alone_is_sent_and_gives_the_losses_of_the_merged_one(
 def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     restarts: list[int] = []
@@ -288,20 +411,36 @@ def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
     monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        run(tmp_path / "two", *LEAN, *on_vllm, "runtime.kind=ray", "runtime.cpus_per_worker=0.5", "rollout.num_replicas=2")
+        run(
+            tmp_path / "two",
+            *LEAN,
+            *on_vllm,
+            "runtime.kind=ray",
+            "runtime.cpus_per_worker=0.5",
+            "rollout.num_replicas=2",
+        )
     finally:
         ray.shutdown()
     assert restarts == [0, 1, 1]
     for name in NUMBERS:
         expected = [row[name] for row in rows(tmp_path / "one")]
-        assert [row[name] for row in rows(tmp_path / "two")] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+        assert [row[name] for row in rows(tmp_path / "two")] == pytest.approx(
+            expected, rel=1e-3, abs=1e-5
+        ), name
 
 
 @pytest.mark.ray
 def test_a_teachers_servers_on_ray_teach_as_an_engine_though_one_dies(
-    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    rows: Rows,
+    tmp_path: Path,
+    on_vllm: tuple[str, ...],
+    saved: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     restarts: list[int] = []
@@ -322,14 +461,30 @@ def test_a_teachers_servers_on_ray_teach_as_an_engine_though_one_dies(
     one = {"adder": saved["adder"]}
     run(tmp_path / "engine", *taught_by(one, "data.train.route_key=null"))
     monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_teacher)
-    two = ("teachers.adder.backend=vllm", "teachers.adder.num_replicas=2", "data.train.route_key=null")
-    served = tuple(setting for setting in on_vllm if setting.startswith(("runtime.", "rollout.vllm.kv", "rollout.vllm.enf")))
+    two = (
+        "teachers.adder.backend=vllm",
+        "teachers.adder.num_replicas=2",
+        "data.train.route_key=null",
+    )
+    served = tuple(
+        setting
+        for setting in on_vllm
+        if setting.startswith(("runtime.", "rollout.vllm.kv", "rollout.vllm.enf"))
+    )
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        run(tmp_path / "servers", *taught_by(one, *two), *served, "runtime.kind=ray", "runtime.cpus_per_worker=0.5")
+        run(
+            tmp_path / "servers",
+            *taught_by(one, *two),
+            *served,
+            "runtime.kind=ray",
+            "runtime.cpus_per_worker=0.5",
+        )
     finally:
         ray.shutdown()
     assert restarts == [0, 1, 1]
     found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engine")
     for name in DISTILLED:
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4, abs=1e-6), name
+        assert [row[name] for row in found] == pytest.approx(
+            [row[name] for row in expected], rel=1e-4, abs=1e-6
+        ), name

@@ -16,7 +16,9 @@ def lines_of(dashboard: Dashboard) -> list[list[str]]:
 
 
 def make(*, start: int = 0) -> Dashboard:
-    return Dashboard(Console(file=io.StringIO(), force_terminal=True), phase="rl", total=9, start=start)
+    return Dashboard(
+        Console(file=io.StringIO(), force_terminal=True), phase="rl", total=9, start=start
+    )
 
 
 def test_each_part_of_a_step_that_is_under_way_has_a_bar_and_none_when_it_is_over() -> None:

@@ -15,11 +15,18 @@ from temper_trainer.metrics.records import read_rows
 
 
 def open_log(
-    directory: Path, *, trackers: Sequence[str] = ("jsonl",), resume_step: int | None = None, terminal: bool = False, progress: bool = True
+    directory: Path,
+    *,
+    trackers: Sequence[str] = ("jsonl",),
+    resume_step: int | None = None,
+    terminal: bool = False,
+    progress: bool = True,
 ) -> tuple[RunLog, io.StringIO]:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100, highlight=False)
-    return RunLog(directory, trackers=trackers, progress=progress, resume_step=resume_step, console=console), text
+    return RunLog(
+        directory, trackers=trackers, progress=progress, resume_step=resume_step, console=console
+    ), text
 
 
 def steps(directory: Path, name: str = "metrics.jsonl") -> list[tuple[str, int]]:
@@ -70,10 +77,15 @@ def test_resumed_run_sets_later_rows_aside(tmp_path: Path) -> None:
         log.log(3, {"actor/loss": 2.0}, phase="rl")
     assert steps(tmp_path) == [("warm_start", 1), ("rl", 1), ("rl", 2), ("rl", 3)]
     assert steps(tmp_path, "metrics.superseded-1.jsonl") == [("rl", 3)]
-    assert [json.loads(line)["step"] for line in (tmp_path / "samples.superseded-1.jsonl").read_text().splitlines()] == [3]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "samples.superseded-1.jsonl").read_text().splitlines()
+    ] == [3]
 
 
-def test_run_that_begins_anew_keeps_an_interrupted_warm_start_up_to_its_checkpoint(tmp_path: Path) -> None:
+def test_run_that_begins_anew_keeps_an_interrupted_warm_start_up_to_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     log, _ = open_log(tmp_path)
     with log:
         for step in (1, 2, 3):
@@ -88,11 +100,24 @@ def test_run_that_begins_anew_keeps_an_interrupted_warm_start_up_to_its_checkpoi
 def test_samples_are_a_table_and_a_file(tmp_path: Path) -> None:
     log, text = open_log(tmp_path)
     with log:
-        log.show_samples(7, [SampleRow(prompt="Tom has [3] pens.\n", completion="3+4=7\n#### 7", answer="7", reward=1.0)])
+        log.show_samples(
+            7,
+            [
+                SampleRow(
+                    prompt="Tom has [3] pens.\n", completion="3+4=7\n#### 7", answer="7", reward=1.0
+                )
+            ],
+        )
     assert "samples of step 7" in text.getvalue()
     assert "Tom has [3] pens." in text.getvalue()
     row = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert row == {"step": 7, "prompt": "Tom has [3] pens.\n", "completion": "3+4=7\n#### 7", "answer": "7", "reward": 1.0}
+    assert row == {
+        "step": 7,
+        "prompt": "Tom has [3] pens.\n",
+        "completion": "3+4=7\n#### 7",
+        "answer": "7",
+        "reward": 1.0,
+    }
 
 
 def scalars(directory: Path, phase: str, name: str) -> list[tuple[int, float]]:
@@ -123,7 +148,10 @@ def test_values_that_are_not_finite_reach_every_tracker(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="needs an environment without wandb")
 def test_wandb_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'",
+    ):
         open_log(tmp_path, trackers=["wandb"])
 
 
@@ -140,7 +168,9 @@ def test_a_failing_run_still_closes_its_files(tmp_path: Path) -> None:
     assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.25)]
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install 'temper-trainer[wandb]'")
+@pytest.mark.skipif(
+    find_spec("wandb") is None, reason="needs wandb: pip install 'temper-trainer[wandb]'"
+)
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

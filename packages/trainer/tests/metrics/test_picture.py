@@ -3,12 +3,24 @@ from pathlib import Path
 
 from matplotlib import image
 
-from temper_trainer.metrics.picture import PANELS, _cells, _last_of_each, _points, _running_mean, draw_curves
+from temper_trainer.metrics.picture import (
+    PANELS,
+    _cells,
+    _last_of_each,
+    _points,
+    _running_mean,
+    draw_curves,
+)
 from temper_trainer.metrics.records import Row, to_json
 
 
 def row(step: int, phase: str, **values: float) -> Row:
-    return Row(step=step, phase=phase, time_s=0.0, values={name.replace("__", "/"): value for name, value in values.items()})
+    return Row(
+        step=step,
+        phase=phase,
+        time_s=0.0,
+        values={name.replace("__", "/"): value for name, value in values.items()},
+    )
 
 
 def write(directory: Path, rows: list[Row]) -> None:
@@ -16,15 +28,24 @@ def write(directory: Path, rows: list[Row]) -> None:
 
 
 def test_picture_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
-    rows = [row(step, "warm_start", actor__loss=3 / step, actor__grad_norm=50 / step) for step in range(1, 60)]
+    rows = [
+        row(step, "warm_start", actor__loss=3 / step, actor__grad_norm=50 / step)
+        for step in range(1, 60)
+    ]
     rows += [row(0, "eval", eval__greedy__reward=0.5), row(40, "eval", eval__greedy__reward=0.9)]
-    rows += [row(step, "rl", reward__mean=step / 40, actor__loss=0.0, time__step_s=1.0) for step in range(1, 41)]
+    rows += [
+        row(step, "rl", reward__mean=step / 40, actor__loss=0.0, time__step_s=1.0)
+        for step in range(1, 41)
+    ]
     write(tmp_path, rows)
     assert draw_curves(tmp_path) == tmp_path / "curves.png"
     pixels = image.imread(tmp_path / "curves.png")
     # Rows: reward; the two of the warm start; loss and seconds: 3 of 2.5 inches, 0.5 for the title, 2 panels of 5.6, 130 dots an inch.
     assert pixels.shape[:2] == (int((2.5 * 3 + 0.5) * 130), int(5.6 * 2 * 130))
-    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()}) > 50
+    assert (
+        len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()})
+        > 50
+    )
 
 
 def test_no_metrics_make_no_picture(tmp_path: Path) -> None:
@@ -40,12 +61,21 @@ def test_a_run_of_one_step_and_one_with_nan_are_drawn(tmp_path: Path) -> None:
 
 
 def test_points_are_finite_and_in_order_of_steps() -> None:
-    rows = [row(3, "rl", x=3.0), row(1, "rl", x=1.0), row(2, "rl", x=math.inf), row(1, "eval", x=9.0), row(4, "rl", y=0.0)]
+    rows = [
+        row(3, "rl", x=3.0),
+        row(1, "rl", x=1.0),
+        row(2, "rl", x=math.inf),
+        row(1, "eval", x=9.0),
+        row(4, "rl", y=0.0),
+    ]
     assert _points(rows, "rl", "x") == ([1, 3], [1.0, 3.0])
 
 
 def test_a_step_that_was_logged_twice_counts_once() -> None:
-    assert _last_of_each([row(1, "rl", x=1.0), row(1, "eval", x=2.0), row(1, "rl", x=3.0)]) == [row(1, "rl", x=3.0), row(1, "eval", x=2.0)]
+    assert _last_of_each([row(1, "rl", x=1.0), row(1, "eval", x=2.0), row(1, "rl", x=3.0)]) == [
+        row(1, "rl", x=3.0),
+        row(1, "eval", x=2.0),
+    ]
 
 
 def test_running_mean_looks_both_ways() -> None:

@@ -8,28 +8,58 @@ from temper_trainer.metrics.records import Row, from_json, read_rows, set_aside,
 
 
 def write(path: Path, rows: list[tuple[int, str]]) -> None:
-    path.write_text("".join(to_json(Row(step=step, phase=phase, time_s=0.0, values={"x": step})) + "\n" for step, phase in rows))
+    path.write_text(
+        "".join(
+            to_json(Row(step=step, phase=phase, time_s=0.0, values={"x": step})) + "\n"
+            for step, phase in rows
+        )
+    )
 
 
 def steps(path: Path) -> list[tuple[int, str]]:
     return [(row.step, row.phase) for row in read_rows(path)]
 
 
-@given(st.dictionaries(st.text(min_size=1).filter(lambda name: name not in ("step", "phase", "time_s", "not_finite")), st.floats()))
+@given(
+    st.dictionaries(
+        st.text(min_size=1).filter(
+            lambda name: name not in ("step", "phase", "time_s", "not_finite")
+        ),
+        st.floats(),
+    )
+)
 def test_any_values_survive_a_line(values: dict[str, float]) -> None:
     line = to_json(Row(step=3, phase="rl", time_s=1.5, values=values))
     assert "\n" not in line
-    assert repr(from_json(line)) == repr(Row(step=3, phase="rl", time_s=1.5, values=values))  # repr: NaN is not equal to itself
+    assert repr(from_json(line)) == repr(
+        Row(step=3, phase="rl", time_s=1.5, values=values)
+    )  # repr: NaN is not equal to itself
 
 
 def test_what_is_not_finite_is_null_and_named() -> None:
-    line = to_json(Row(step=1, phase="rl", time_s=0.0, values={"a": math.nan, "b": -math.inf, "c": 1.0}))
-    assert line == '{"step": 1, "phase": "rl", "time_s": 0.0, "a": null, "b": null, "c": 1.0, "not_finite": {"a": "nan", "b": "-inf"}}'
+    line = to_json(
+        Row(step=1, phase="rl", time_s=0.0, values={"a": math.nan, "b": -math.inf, "c": 1.0})
+    )
+    assert (
+        line
+        == '{"step": 1, "phase": "rl", "time_s": 0.0, "a": null, "b": null, "c": 1.0, "not_finite": {"a": "nan", "b": "-inf"}}'
+    )
 
 
 def test_later_steps_are_moved_and_the_warm_start_stays(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, [(1, "warm_start"), (9, "warm_start"), (0, "eval"), (1, "rl"), (2, "rl"), (2, "eval"), (3, "rl")])
+    write(
+        path,
+        [
+            (1, "warm_start"),
+            (9, "warm_start"),
+            (0, "eval"),
+            (1, "rl"),
+            (2, "rl"),
+            (2, "eval"),
+            (3, "rl"),
+        ],
+    )
     assert set_aside(path, after_step=1) == 3
     assert steps(path) == [(1, "warm_start"), (9, "warm_start"), (0, "eval"), (1, "rl")]
     assert steps(tmp_path / "metrics.superseded-1.jsonl") == [(2, "rl"), (2, "eval"), (3, "rl")]
@@ -47,7 +77,11 @@ def test_an_earlier_set_aside_file_is_never_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         write(path, [(1, "rl"), (2, "rl")])
         set_aside(path, after_step=1)
-    assert steps(tmp_path / "metrics.superseded-1.jsonl") == steps(tmp_path / "metrics.superseded-2.jsonl") == [(2, "rl")]
+    assert (
+        steps(tmp_path / "metrics.superseded-1.jsonl")
+        == steps(tmp_path / "metrics.superseded-2.jsonl")
+        == [(2, "rl")]
+    )
 
 
 def test_nothing_to_move_makes_no_file(tmp_path: Path) -> None:

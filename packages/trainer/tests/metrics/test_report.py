@@ -16,18 +16,34 @@ def page(tmp_path: Path) -> tuple[Path, str]:
     """The run folder and the report of a run of three steps."""
     folder = tmp_path / "my <run>"
     write_resolved(load(["experiment=quickstart", "run.seed=7"]), folder)
-    with RunLog(folder, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())) as log:
+    with RunLog(
+        folder, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
+    ) as log:
         for step in (1, 2, 3):
-            log.log(step, {"reward/mean": step / 4, "time/step_s": 2.0, "time/rollout_s": 0.5 * step}, phase="rl")
+            log.log(
+                step,
+                {"reward/mean": step / 4, "time/step_s": 2.0, "time/rollout_s": 0.5 * step},
+                phase="rl",
+            )
         log.log(3, {"eval/greedy/reward": 0.625}, phase="eval")
-        log.show_samples(3, [SampleRow(prompt="2 < 3", completion="<script>alert(1)</script>", answer="&", reward=0.125)])
+        log.show_samples(
+            3,
+            [
+                SampleRow(
+                    prompt="2 < 3", completion="<script>alert(1)</script>", answer="&", reward=0.125
+                )
+            ],
+        )
         path = log.report()
     assert path == folder / "report.html"
     return folder, path.read_text(encoding="utf-8")
 
 
 def row(*cells: str) -> str:
-    return "".join(f"<td class=number>{c[1:]}</td>" if c.startswith("#") else f"<td class=text>{c}</td>" for c in cells)
+    return "".join(
+        f"<td class=number>{c[1:]}</td>" if c.startswith("#") else f"<td class=text>{c}</td>"
+        for c in cells
+    )
 
 
 def test_a_report_reads_nothing_from_elsewhere(page: tuple[Path, str]) -> None:
@@ -51,7 +67,9 @@ def test_a_report_says_where_the_time_went(page: tuple[Path, str]) -> None:
     assert row("rl", "rollout", "#3", "#3", "#1", "50 %") in text
 
 
-def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(page: tuple[Path, str]) -> None:
+def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(
+    page: tuple[Path, str],
+) -> None:
     _, text = page
     assert row("run.seed", "7", "command line") in text
     assert row("data.train.kind", "arithmetic", "group experiment=quickstart") in text
@@ -61,7 +79,9 @@ def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(page
 
 
 def test_a_run_that_logged_nothing_has_no_report(tmp_path: Path) -> None:
-    with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())) as log:
+    with RunLog(
+        tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
+    ) as log:
         assert log.report() is None
     assert not (tmp_path / "report.html").exists()
 

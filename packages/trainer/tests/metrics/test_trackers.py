@@ -22,25 +22,48 @@ from temper_engine_api.rendezvous import run_token
 from temper_trainer.metrics.log import RunLog
 
 # What the clients' own libraries say of each other.
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
-MLFLOW = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install 'temper-trainer[mlflow]'")
-TRACKIO = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio: pip install 'temper-trainer[trackio]'")
-PROMETHEUS = pytest.mark.skipif(
-    find_spec("prometheus_client") is None, reason="needs prometheus_client: pip install 'temper-trainer[prometheus]'"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+MLFLOW = pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="needs mlflow: pip install 'temper-trainer[mlflow]'"
 )
-SETTINGS = {"run": {"total_steps": 4, "trackers": ["jsonl"]}, "actor": {"engine": {"optimizer": {"lr": 1e-3}}}, "critic": None}
+TRACKIO = pytest.mark.skipif(
+    find_spec("trackio") is None, reason="needs trackio: pip install 'temper-trainer[trackio]'"
+)
+PROMETHEUS = pytest.mark.skipif(
+    find_spec("prometheus_client") is None,
+    reason="needs prometheus_client: pip install 'temper-trainer[prometheus]'",
+)
+SETTINGS = {
+    "run": {"total_steps": 4, "trackers": ["jsonl"]},
+    "actor": {"engine": {"optimizer": {"lr": 1e-3}}},
+    "critic": None,
+}
 
 
-def open_log(directory: Path, tracker: str, *, resume_step: int | None = None, port: int | None = None) -> RunLog:
+def open_log(
+    directory: Path, tracker: str, *, resume_step: int | None = None, port: int | None = None
+) -> RunLog:
     directory.mkdir(exist_ok=True)
     trackers = ["jsonl", tracker] if tracker else ["jsonl"]
     console = Console(file=io.StringIO())
-    return RunLog(directory, trackers=trackers, progress=False, resume_step=resume_step, prometheus_port=port, console=console)
+    return RunLog(
+        directory,
+        trackers=trackers,
+        progress=False,
+        resume_step=resume_step,
+        prometheus_port=port,
+        console=console,
+    )
 
 
 def write_settings(directory: Path, **run: object) -> None:
     directory.mkdir(exist_ok=True)
-    (directory / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "run": {**SETTINGS["run"], **run}}))  # type: ignore[dict-item]
+    (directory / "config.yaml").write_text(
+        yaml.safe_dump({**SETTINGS, "run": {**SETTINGS["run"], **run}})
+    )  # type: ignore[dict-item]
 
 
 def log_steps(log: RunLog, steps: Sequence[int], *, phase: str = "rl", plus: float = 0.0) -> None:
@@ -49,17 +72,25 @@ def log_steps(log: RunLog, steps: Sequence[int], *, phase: str = "rl", plus: flo
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
-def test_a_tracker_that_is_not_installed_is_asked_for_in_a_sentence(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_asked_for_in_a_sentence(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, tracker, None)
     with pytest.raises(
-        ConfigError, match=rf"run\.trackers names {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'"
+        ConfigError,
+        match=rf"run\.trackers names {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'",
     ):
         open_log(tmp_path, tracker)
 
 
-def test_prometheus_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_that_is_not_installed_is_asked_for_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"prometheus_client is not installed: pip install 'temper-trainer\[prometheus\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prometheus_client is not installed: pip install 'temper-trainer\[prometheus\]'",
+    ):
         open_log(tmp_path, "", port=9)
 
 
@@ -69,7 +100,10 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import mlflow
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    assert mlflow.MlflowClient(tracking_uri=f"sqlite:///{path}").get_experiment_by_name("temper") is None
+    assert (
+        mlflow.MlflowClient(tracking_uri=f"sqlite:///{path}").get_experiment_by_name("temper")
+        is None
+    )
     return path
 
 
@@ -91,7 +125,11 @@ class Store:
 
     def runs(self) -> list[Any]:
         (experiment,) = [e for e in self.client.search_experiments() if e.name == "temper"]
-        return list(self.client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"]))
+        return list(
+            self.client.search_runs(
+                [experiment.experiment_id], order_by=["attributes.start_time ASC"]
+            )
+        )
 
     def points(self, run_id: str, key: str) -> list[tuple[int, float]]:
         return [(point.step, point.value) for point in self.client.get_metric_history(run_id, key)]
@@ -112,10 +150,18 @@ def test_mlflow_has_every_point_once_and_the_settings_also_after_a_resume(tmp_pa
     assert store.points(store.current, "rl/actor/loss") == [(1, 0.5), (2, 11.0), (3, 11.5)]
     assert store.points(store.current, "warm_start/actor/loss") == [(1, 0.5), (2, 1.0)]
     assert store.points(first, "rl/actor/loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert (before.info.status, before.data.tags["temper.superseded_by"]) == ("KILLED", store.current)
+    assert (before.info.status, before.data.tags["temper.superseded_by"]) == (
+        "KILLED",
+        store.current,
+    )
     assert now.info.status == "FINISHED"
     assert now.info.run_name == tmp_path.name
-    expected = {"run.total_steps": "4", "run.trackers": '["jsonl"]', "actor.engine.optimizer.lr": "0.001", "critic": "null"}
+    expected = {
+        "run.total_steps": "4",
+        "run.trackers": '["jsonl"]',
+        "actor.engine.optimizer.lr": "0.001",
+        "critic": "null",
+    }
     assert before.data.params == now.data.params == expected
 
 
@@ -131,7 +177,9 @@ def test_a_resume_that_does_nothing_again_goes_on_with_the_same_mlflow_run(folde
 
 
 @MLFLOW
-def test_a_resume_with_other_settings_begins_an_mlflow_run_that_has_them_and_every_point(folder: Path) -> None:
+def test_a_resume_with_other_settings_begins_an_mlflow_run_that_has_them_and_every_point(
+    folder: Path,
+) -> None:
     for resume_step, steps, total in ((None, [1, 2], 2), (2, [3], 3)):
         write_settings(folder, total_steps=total)
         with open_log(folder, "mlflow", resume_step=resume_step) as log:
@@ -170,7 +218,9 @@ def test_mlflow_is_told_of_a_failure_and_takes_what_is_not_a_number(folder: Path
 
 @MLFLOW
 def test_more_settings_and_points_than_one_call_to_mlflow_takes(folder: Path) -> None:
-    (folder / "config.yaml").write_text(yaml.safe_dump({f"key{i}": "x" * 7000 if i == 3 else i for i in range(230)}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({f"key{i}": "x" * 7000 if i == 3 else i for i in range(230)})
+    )
     with open_log(folder, "") as log:
         for step in range(1, 4):
             log.log(step, {f"a/m{i}": float(i) for i in range(400)}, phase="rl")
@@ -179,7 +229,10 @@ def test_more_settings_and_points_than_one_call_to_mlflow_takes(folder: Path) ->
     store = Store(folder)
     params = store.client.get_run(store.current).data.params
     assert (len(params), params["key3"]) == (230, "x" * 6000)
-    assert all(store.points(store.current, f"rl/a/m{i}") == [(step, float(i)) for step in (1, 2, 3)] for i in (0, 250, 399))
+    assert all(
+        store.points(store.current, f"rl/a/m{i}") == [(step, float(i)) for step in (1, 2, 3)]
+        for i in (0, 250, 399)
+    )
 
 
 @pytest.fixture
@@ -196,11 +249,17 @@ def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trackio_rows(name: str) -> list[tuple[int, float]]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    return [(row["step"], row["rl/actor/loss"]) for row in SQLiteStorage.get_logs("temper", name) if "rl/actor/loss" in row]
+    return [
+        (row["step"], row["rl/actor/loss"])
+        for row in SQLiteStorage.get_logs("temper", name)
+        if "rl/actor/loss" in row
+    ]
 
 
 @TRACKIO
-def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(tmp_path: Path, projects: Path) -> None:
+def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(
+    tmp_path: Path, projects: Path
+) -> None:
     import trackio
 
     run = tmp_path / "run"
@@ -222,7 +281,10 @@ def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(tmp_pat
     assert (projects / "temper.db").exists()
     kept = {found.name: found.config for found in trackio.Api().runs("temper")}
     assert kept.keys() == {first, again}
-    assert all(config is not None and config["actor.engine.optimizer.lr"] == 1e-3 for config in kept.values())
+    assert all(
+        config is not None and config["actor.engine.optimizer.lr"] == 1e-3
+        for config in kept.values()
+    )
 
 
 @TRACKIO
@@ -231,7 +293,10 @@ def test_trackio_tells_folders_of_one_name_apart(tmp_path: Path, projects: Path)
         (tmp_path / place).mkdir()
         with open_log(tmp_path / place / "run", "trackio") as log:
             log_steps(log, [1])
-    names = {(tmp_path / place / "run" / "trackio_run.txt").read_text().strip() for place in ("one", "other")}
+    names = {
+        (tmp_path / place / "run" / "trackio_run.txt").read_text().strip()
+        for place in ("one", "other")
+    }
     assert len(names) == 2
     assert all(trackio_rows(name) == [(1, 0.5)] for name in names)
 
@@ -246,7 +311,9 @@ def port() -> int:
 
 
 def scrape(port: int, *, token: str) -> str:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"}
+    )
     with urllib.request.urlopen(request, timeout=10) as answer:
         text: str = answer.read().decode()
         return text
@@ -257,7 +324,9 @@ def token_in(directory: Path) -> str:
 
 
 @PROMETHEUS
-def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(tmp_path: Path, port: int) -> None:
+def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(
+    tmp_path: Path, port: int
+) -> None:
     with open_log(tmp_path, "", port=port) as log:
         log_steps(log, [1, 2])
         log.log(2, {"eval/greedy/reward": math.nan, "a/b_c": 1.0, "a_b/c": 2.0}, phase="eval")
@@ -276,7 +345,9 @@ def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(tm
 
 
 @PROMETHEUS
-def test_prometheus_gives_the_time_of_the_last_step_so_that_a_run_that_hangs_is_noticed(tmp_path: Path, port: int) -> None:
+def test_prometheus_gives_the_time_of_the_last_step_so_that_a_run_that_hangs_is_noticed(
+    tmp_path: Path, port: int
+) -> None:
     def time_of(phase: str) -> float:
         (line,) = (
             row
@@ -295,18 +366,27 @@ def test_prometheus_gives_the_time_of_the_last_step_so_that_a_run_that_hangs_is_
 
 
 @PROMETHEUS
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}])
-def test_prometheus_tells_nobody_without_the_token_anything(tmp_path: Path, port: int, header: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}]
+)
+def test_prometheus_tells_nobody_without_the_token_anything(
+    tmp_path: Path, port: int, header: dict[str, str]
+) -> None:
     with open_log(tmp_path, "", port=port) as log:
         log_steps(log, [1])
         with pytest.raises(urllib.error.HTTPError, match="401") as refusal:
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=header), timeout=10)
+            urllib.request.urlopen(
+                urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=header),
+                timeout=10,
+            )
         assert b"temper_" not in refusal.value.read()
         refusal.value.close()
 
 
 @PROMETHEUS
-def test_the_token_of_prometheus_is_this_users_alone_and_not_the_runs(tmp_path: Path, port: int) -> None:
+def test_the_token_of_prometheus_is_this_users_alone_and_not_the_runs(
+    tmp_path: Path, port: int
+) -> None:
     (tmp_path / "prometheus_token").write_text("old")
     with open_log(tmp_path, "", port=port):
         assert (tmp_path / "prometheus_token").stat().st_mode & 0o777 == 0o600

@@ -16,7 +16,9 @@ def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> floa
         case "hang":
             time.sleep(3600)
         case "seize":
-            ctypes.PyDLL(None).usleep(1_500_000)  # holds the interpreter, as a regular expression that backtracks does
+            ctypes.PyDLL(None).usleep(
+                1_500_000
+            )  # holds the interpreter, as a regular expression that backtracks does
         case "raise":
             raise RuntimeError(f"no reward for {prompt.answer}")
         case "nan":

@@ -43,7 +43,9 @@ def test_gsm8k_strict_wants_the_last_line_and_flexible_the_last_number(
 
 def test_a_reference_that_is_no_number_is_an_error_not_a_zero() -> None:
     for function in (gsm8k_strict, gsm8k_flexible):
-        with pytest.raises(ValueError, match=r"prompt 3 \(file:3\) is 'many', but must be a number"):
+        with pytest.raises(
+            ValueError, match=r"prompt 3 \(file:3\) is 'many', but must be a number"
+        ):
             function(asked("#### many"), "#### 1")
 
 
@@ -63,7 +65,9 @@ def test_exact_match_ignores_only_white_space_at_the_ends() -> None:
         ("72", "no idea", 0),
     ],
 )
-def test_math_verify_knows_equal_mathematics_in_a_thread(answer: str, completion: str, expected: float) -> None:
+def test_math_verify_knows_equal_mathematics_in_a_thread(
+    answer: str, completion: str, expected: float
+) -> None:
     """Law 55: with the library's own time-outs every answer scored outside the main thread was wrong."""
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
     found: list[float] = []

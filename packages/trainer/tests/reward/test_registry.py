@@ -14,7 +14,10 @@ from temper_trainer.types import Prompt
 
 def test_a_registered_name_and_an_import_path_find_the_same_function() -> None:
     assert resolve_reward(RewardConfig(function="gsm8k_strict")) is gsm8k_strict
-    assert resolve_reward(RewardConfig(function="temper_trainer.reward.gsm8k:gsm8k_strict")) is gsm8k_strict
+    assert (
+        resolve_reward(RewardConfig(function="temper_trainer.reward.gsm8k:gsm8k_strict"))
+        is gsm8k_strict
+    )
 
 
 def test_a_function_can_be_registered_once_under_a_name() -> None:
@@ -33,20 +36,30 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
     [
         ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
         ("quality", "Registered are exact_match, gsm8k_flexible"),
-        ("no_such_module:f", "names module 'no_such_module', which can't be imported .*: put the folder that holds it on PYTHONPATH"),
+        (
+            "no_such_module:f",
+            "names module 'no_such_module', which can't be imported .*: put the folder that holds it on PYTHONPATH",
+        ),
         ("temper_trainer.reward.gsm8k:gsm8k_stict", "did you mean 'gsm8k_strict'"),
         ("temper_trainer.reward.gsm8k:MARK", "has no such function"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(function: str, complaint: str) -> None:
+def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(
+    function: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         resolve_reward(RewardConfig(function=function))
 
 
-def test_a_module_that_raises_while_it_is_imported_is_refused_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_raises_while_it_is_imported_is_refused_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "reward_that_raises.py").write_text("SCALE = 1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): mend the module"):
+    with pytest.raises(
+        ConfigError,
+        match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): mend the module",
+    ):
         resolve_reward(RewardConfig(function="reward_that_raises:f"))
 
 
@@ -57,12 +70,18 @@ def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None
 
 def test_a_missing_math_verify_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."):
+    with pytest.raises(
+        ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."
+    ):
         resolve_reward(RewardConfig(function="math_verify"))
 
 
-def test_module_of_the_migration_layer_asks_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_of_the_migration_layer_asks_for_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "temper_legacy_shim", None)
     monkeypatch.delitem(sys.modules, "temper_legacy_shim.old_rewards", raising=False)
-    with pytest.raises(ConfigError, match=r"can't be imported .*: pip install temper-legacy-shim\."):
+    with pytest.raises(
+        ConfigError, match=r"can't be imported .*: pip install temper-legacy-shim\."
+    ):
         resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:default"))

@@ -22,7 +22,10 @@ PATIENT = RewardConfig(function="functions_for_tests:by_text", timeout_s=1.0, ma
 
 
 def items(*texts: str) -> list[Item]:
-    return [(Prompt(prompt_id=i, text="?", tokens=(1,), answer="#### 2", source=f"file:{i}"), text) for i, text in enumerate(texts)]
+    return [
+        (Prompt(prompt_id=i, text="?", tokens=(1,), answer="#### 2", source=f"file:{i}"), text)
+        for i, text in enumerate(texts)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,9 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def scorer(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
-        with Scorer(replace(PATIENT, num_workers=request.param, arguments={"bonus": 0.5})) as opened:
+        with Scorer(
+            replace(PATIENT, num_workers=request.param, arguments={"bonus": 0.5})
+        ) as opened:
             yield opened
 
 
@@ -45,7 +50,9 @@ def test_rewards_come_in_the_order_of_the_items(scorer: Scorer) -> None:
     assert not any(scorer.metrics().values())
 
 
-def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(scorer: Scorer) -> None:
+def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(
+    scorer: Scorer,
+) -> None:
     scores = scorer.score(items("1", "raise", "2", "nan", "infinity", "word", "hang", "3"))
     assert [score.reward for score in scores] == [1.5, None, 2.5, None, None, None, None, 3.5]
     failures = [score.failure or "" for score in scores]
@@ -53,20 +60,30 @@ def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(s
     assert failures[3].startswith("not_finite: returned nan (float)")
     assert failures[5].startswith("not_finite: returned 'one' (str)")
     assert failures[6] == "timeout: took longer than reward.timeout_s = 1.0 (prompt 6, file:6)"
-    assert scorer.metrics() == {"reward/raised": 1.0, "reward/timeout": 1.0, "reward/not_finite": 3.0}
+    assert scorer.metrics() == {
+        "reward/raised": 1.0,
+        "reward/timeout": 1.0,
+        "reward/not_finite": 3.0,
+    }
 
 
 def test_a_call_that_hangs_costs_its_own_time_only(scorer: Scorer) -> None:
     begin = time.monotonic()
     scores = scorer.score(items("hang", *["1"] * 50))
     assert [score.reward for score in scores] == [None, *[1.5] * 50]
-    assert time.monotonic() - begin < 30  # one second, and the start of a new process on a busy machine
+    assert (
+        time.monotonic() - begin < 30
+    )  # one second, and the start of a new process on a busy machine
 
 
-def test_an_answer_that_comes_too_late_is_a_timeout_even_where_nobody_could_interrupt_it(scorer: Scorer) -> None:
+def test_an_answer_that_comes_too_late_is_a_timeout_even_where_nobody_could_interrupt_it(
+    scorer: Scorer,
+) -> None:
     scores = scorer.score(items("seize", "1", "seize"))  # 1.5 seconds each, and 1.0 is the limit
     assert [score.reward for score in scores] == [None, 1.5, None]
-    assert scores[0].failure == "timeout: took longer than reward.timeout_s = 1.0 (prompt 0, file:0)"
+    assert (
+        scores[0].failure == "timeout: took longer than reward.timeout_s = 1.0 (prompt 0, file:0)"
+    )
     assert scorer.metrics()["reward/timeout"] == 2.0
 
 
@@ -74,11 +91,16 @@ def test_a_function_that_takes_its_process_down_is_counted() -> None:
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "die", "2"))
         assert [score.reward for score in scores] == [1.0, None, 2.0]
-        assert scores[1].failure == "raised: the worker process died with exit code 7 (prompt 1, file:1)"
+        assert (
+            scores[1].failure
+            == "raised: the worker process died with exit code 7 (prompt 1, file:1)"
+        )
 
 
 def test_a_worker_killed_between_batches_is_replaced() -> None:
-    with Scorer(replace(PATIENT, num_workers=1, function="functions_for_tests:process_id")) as scorer:
+    with Scorer(
+        replace(PATIENT, num_workers=1, function="functions_for_tests:process_id")
+    ) as scorer:
         (first,) = scorer.score(items("1"))
         assert first.reward is not None
         assert first.reward != os.getpid()
@@ -93,7 +115,9 @@ def test_a_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptu
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "kill", "2"))
     assert [score.reward for score in scores] == [1.0, None, 2.0]
-    assert scores[1].failure == "raised: the worker process died with exit code -9 (prompt 1, file:1)"
+    assert (
+        scores[1].failure == "raised: the worker process died with exit code -9 (prompt 1, file:1)"
+    )
     first, second = caplog.messages
     assert first.startswith("replaced reward process ")
     assert first.endswith(": prompt 1 (file:1) died with exit code -9 and is called again")
@@ -123,7 +147,11 @@ def test_a_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopp
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
-        workers = [pid for pid in children(driver.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        workers = [
+            pid
+            for pid in children(driver.pid)
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         assert len(workers) == 1
         if is_stopped:
             os.kill(workers[0], signal.SIGSTOP)
@@ -137,16 +165,31 @@ def test_a_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopp
 
 
 def children(process: int) -> list[int]:
-    return [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
+    return [
+        int(pid)
+        for path in Path(f"/proc/{process}/task").glob("*/children")
+        for pid in path.read_text().split()
+    ]
 
 
 def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> None:
     with Scorer(replace(PATIENT, max_failure_share=0.25)) as scorer:
-        assert [score.reward for score in scorer.score(items("1", "raise", "1", "1"))] == [1.0, None, 1.0, 1.0]
-        with pytest.raises(RewardFailureError, match=r"2 of 4 calls .* failed \(1 raised, 1 not_finite\)") as caught:
+        assert [score.reward for score in scorer.score(items("1", "raise", "1", "1"))] == [
+            1.0,
+            None,
+            1.0,
+            1.0,
+        ]
+        with pytest.raises(
+            RewardFailureError, match=r"2 of 4 calls .* failed \(1 raised, 1 not_finite\)"
+        ) as caught:
             scorer.score(items("raise", "1", "nan", "1"))
         assert 'raise RuntimeError(f"no reward for {prompt.answer}")' in str(caught.value)
-        assert scorer.metrics() == {"reward/raised": 1.0, "reward/timeout": 0.0, "reward/not_finite": 1.0}
+        assert scorer.metrics() == {
+            "reward/raised": 1.0,
+            "reward/timeout": 0.0,
+            "reward/not_finite": 1.0,
+        }
 
 
 def test_no_items_are_no_scores(scorer: Scorer) -> None:
@@ -159,7 +202,9 @@ def test_a_batch_is_scored_by_one_thread() -> None:
 
 
 def test_worker_processes_start_without_torch() -> None:
-    with Scorer(replace(PATIENT, num_workers=1, function="functions_for_tests:has_torch")) as scorer:
+    with Scorer(
+        replace(PATIENT, num_workers=1, function="functions_for_tests:has_torch")
+    ) as scorer:
         assert scorer.score(items("1"))[0].reward == 0.0
 
 
@@ -179,5 +224,10 @@ def test_a_function_that_cannot_travel_is_refused_where_there_are_workers() -> N
 def test_math_verify_scores_a_right_answer_in_a_thread_and_in_a_process(num_workers: int) -> None:
     """Law 55: with the library's own time-outs a right answer was silently worth 0 in a worker."""
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
-    with Scorer(RewardConfig(function="math_verify", num_workers=num_workers, timeout_s=60.0)) as scorer:
-        assert [score.reward for score in scorer.score(items(r"\boxed{\frac{4}{2}}", "3"))] == [1.0, 0.0]
+    with Scorer(
+        RewardConfig(function="math_verify", num_workers=num_workers, timeout_s=60.0)
+    ) as scorer:
+        assert [score.reward for score in scorer.score(items(r"\boxed{\frac{4}{2}}", "3"))] == [
+            1.0,
+            0.0,
+        ]

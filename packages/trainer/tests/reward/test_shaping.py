@@ -7,24 +7,36 @@ from temper_trainer.config.shaping import OverlongConfig, ShapingConfig
 from temper_trainer.reward.shaping import RewardMoments, overlong_penalty, shape_rewards
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)]
+)
 def test_the_overlong_penalty_grows_over_the_buffer(length: int, expected: float) -> None:
     # 100 tokens at most, a buffer of 20: nothing up to 80, then -2 * (length - 80) / 20.
-    assert overlong_penalty(length, max_tokens=100, config=OverlongConfig(buffer_tokens=20, penalty=2.0)) == pytest.approx(expected)
+    assert overlong_penalty(
+        length, max_tokens=100, config=OverlongConfig(buffer_tokens=20, penalty=2.0)
+    ) == pytest.approx(expected)
 
 
 def test_scale_penalty_and_bounds_in_this_order() -> None:
     # 2 * 1 = 2, bounded to 1.5; 2 * 0 - 1 = -1, bounded to -0.5; 2 * 0.5 - 0.5 = 0.5.
     config = ShapingConfig(scale=2.0, overlong=OverlongConfig(buffer_tokens=10), low=-0.5, high=1.5)
-    shaped = shape_rewards([1.0, 0.0, 0.5], lengths=[1, 20, 15], max_tokens=20, config=config, moments=RewardMoments())
+    shaped = shape_rewards(
+        [1.0, 0.0, 0.5], lengths=[1, 20, 15], max_tokens=20, config=config, moments=RewardMoments()
+    )
     assert shaped.rewards == pytest.approx([1.5, -0.5, 0.5])
-    assert shaped.metrics == pytest.approx({"reward/overlong_mean": -0.5, "reward/overlong_share": 2 / 3})
+    assert shaped.metrics == pytest.approx(
+        {"reward/overlong_mean": -0.5, "reward/overlong_share": 2 / 3}
+    )
 
 
 def test_normalisation_over_the_step() -> None:
     # Mean 2, deviation sqrt((1 + 1) / 2) = 1.
     shaped = shape_rewards(
-        [1.0, 3.0], lengths=[1, 1], max_tokens=9, config=ShapingConfig(normalization="step"), moments=RewardMoments(count=5.0, mean=9.0)
+        [1.0, 3.0],
+        lengths=[1, 1],
+        max_tokens=9,
+        config=ShapingConfig(normalization="step"),
+        moments=RewardMoments(count=5.0, mean=9.0),
     )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
 
@@ -34,15 +46,28 @@ def test_running_moments_are_those_of_everything_seen() -> None:
     moments = RewardMoments().updated([1.0, 3.0]).updated([5.0])
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, 3.0, 8.0))
     shaped = shape_rewards(
-        [5.0], lengths=[1], max_tokens=9, config=ShapingConfig(normalization="running"), moments=RewardMoments().updated([1.0, 3.0])
+        [5.0],
+        lengths=[1],
+        max_tokens=9,
+        config=ShapingConfig(normalization="running"),
+        moments=RewardMoments().updated([1.0, 3.0]),
     )
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 
 
 def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
     # 2 * 1 - 0.5 = 1.5, less the mean of 2 and 6, over their deviation of 2: -1.25.
-    config = ShapingConfig(scale=2.0, overlong=OverlongConfig(buffer_tokens=10), normalization="step")
-    shaped = shape_rewards([1.0, 3.0], lengths=[1, 1], max_tokens=20, config=config, moments=RewardMoments(), baselines=[(1.0, 15)])
+    config = ShapingConfig(
+        scale=2.0, overlong=OverlongConfig(buffer_tokens=10), normalization="step"
+    )
+    shaped = shape_rewards(
+        [1.0, 3.0],
+        lengths=[1, 1],
+        max_tokens=20,
+        config=config,
+        moments=RewardMoments(),
+        baselines=[(1.0, 15)],
+    )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
     assert shaped.baselines == pytest.approx([-1.25])
     assert shaped.moments.count == 2.0
@@ -50,11 +75,14 @@ def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
 
 
 def test_no_shaping_leaves_scores_as_they_are() -> None:
-    assert shape_rewards([0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RewardMoments()).rewards == [0.1, 0.7]
+    assert shape_rewards(
+        [0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RewardMoments()
+    ).rewards == [0.1, 0.7]
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"), [({"scale": 0.0}, "every score would be the same"), ({"low": 1.0, "high": 0.0}, "below")]
+    ("settings", "sentence"),
+    [({"scale": 0.0}, "every score would be the same"), ({"low": 1.0, "high": 0.0}, "below")],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

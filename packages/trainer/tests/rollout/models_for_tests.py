@@ -73,21 +73,37 @@ class Pair:
     directory: Path
     """Of its weights and config."""
 
-    def sampler(self, *, max_concurrent: int = 256, dtype: Literal["bf16", "fp32"] = "fp32") -> HfSampler:
+    def sampler(
+        self, *, max_concurrent: int = 256, dtype: Literal["bf16", "fp32"] = "fp32"
+    ) -> HfSampler:
         """A sampler with the same weights."""
         config = RolloutConfig(max_concurrent=max_concurrent, dtype=dtype)
-        return HfSampler(model=ModelSpec(path=str(self.directory)), tokenizer=make_tokenizer(), config=config, device="cpu")
+        return HfSampler(
+            model=ModelSpec(path=str(self.directory)),
+            tokenizer=make_tokenizer(),
+            config=config,
+            device="cpu",
+        )
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[V] from a full forward pass over one sequence, nothing cached."""
-        logits: torch.Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+        logits: torch.Tensor = (
+            self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+            .logits[0, -1]
+            .float()
+        )
         return logits
 
     def greedy(self, prompt: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
         """What ``generate`` of transformers makes of one prompt."""
         inputs = torch.tensor([list(prompt)])
-        settings = {"do_sample": False, "max_new_tokens": max_tokens, "use_cache": True, "attention_mask": torch.ones_like(inputs)}
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": max_tokens,
+            "use_cache": True,
+            "attention_mask": torch.ones_like(inputs),
+        }
         return tuple(self.model.generate(input_ids=inputs, **settings)[0, len(prompt) :].tolist())
 
 
@@ -95,7 +111,9 @@ def make_pair(name: str, directory: Path) -> Pair:
     """A seeded model and its saved weights."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(ARCHITECTURES | WIDE)[name]), attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**(ARCHITECTURES | WIDE)[name]), attn_implementation="eager"
+        ).eval()
     model.save_pretrained(directory)
     # Training sets use_cache false in configs; a sampler must not mind.
     config = json.loads((directory / "config.json").read_text())
@@ -105,7 +123,10 @@ def make_pair(name: str, directory: Path) -> Pair:
 
 
 def make_requests(
-    prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int] | None = None
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    *,
+    seeds: Sequence[int] | None = None,
 ) -> list[SamplingRequest]:
     """One request per prompt, seeded by its place unless seeds are given."""
     chosen = range(len(prompts)) if seeds is None else seeds
@@ -119,4 +140,7 @@ def make_prompts(count: int, *, seed: int = 0, longest: int = 20) -> list[list[i
     """Prompts of 1 to ``longest`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
-    return [torch.randint(2, VOCAB_SIZE, (int(length),), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(2, VOCAB_SIZE, (int(length),), generator=generator).tolist()
+        for length in lengths
+    ]

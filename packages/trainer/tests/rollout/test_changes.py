@@ -36,7 +36,9 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def carried(held: list[Tensor], now: list[Tensor], *, max_share: float = 0.25) -> tuple[tuple[int, ...], Tensor]:
+def carried(
+    held: list[Tensor], now: list[Tensor], *, max_share: float = 0.25
+) -> tuple[tuple[int, ...], Tensor]:
     """Changes found, as bytes, and written into ``held``."""
     part = [NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)]
     entries, _ = layout_of(part)
@@ -61,17 +63,26 @@ def test_a_bucket_with_its_changes_is_the_next_bucket_whatever_changed(
     generator = torch.Generator().manual_seed(seed)
 
     def some(shape: list[int]) -> Tensor:
-        return torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+        return (
+            torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+            .view(dtype)
+            .view(shape)
+        )
 
     before = [some(shape) for shape in shapes]
-    now = [torch.where(torch.rand(shape, generator=generator) < share, some(shape), old) for shape, old in zip(shapes, before, strict=True)]
+    now = [
+        torch.where(torch.rand(shape, generator=generator) < share, some(shape), old)
+        for shape, old in zip(shapes, before, strict=True)
+    ]
     held = [tensor.clone() for tensor in before]
     counts, data = carried(held, now, max_share=max_share)
     assert [bits(tensor) for tensor in held] == [bits(tensor) for tensor in now]
     for count, tensor in zip(counts, now, strict=True):
         assert count == WHOLE or count <= max_share * tensor.numel()
     whole = layout_of([NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)])[1]
-    assert len(data) <= whole, "changes never take more than the bucket that they are changes of: the channel's buffer is that large"
+    assert len(data) <= whole, (
+        "changes never take more than the bucket that they are changes of: the channel's buffer is that large"
+    )
 
 
 def test_minus_zero_and_the_bits_of_a_nan_are_changes_and_arrive() -> None:
@@ -86,7 +97,9 @@ def test_minus_zero_and_the_bits_of_a_nan_are_changes_and_arrive() -> None:
 
 
 @pytest.mark.parametrize(("num_changed", "count"), [(0, 0), (25, 25), (26, WHOLE)])
-def test_a_tensor_of_which_a_larger_share_changed_is_sent_whole(num_changed: int, count: int) -> None:
+def test_a_tensor_of_which_a_larger_share_changed_is_sent_whole(
+    num_changed: int, count: int
+) -> None:
     # A quarter of 100 elements is 25. Changes of 25: 128 bytes of places and 128 of values; the tensor itself has 400.
     now = torch.zeros(100)
     now[:num_changed] = 1.0
@@ -102,7 +115,9 @@ def test_a_tensor_whose_changes_would_take_more_bytes_than_itself_is_sent_whole(
     assert len(data) == 64
 
 
-def test_changes_beyond_one_block_of_the_comparison_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_beyond_one_block_of_the_comparison_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(changes_room, "_BLOCK", 10)
     now = torch.zeros(100)
     now[[0, 9, 10, 55, 99]] = 1.0
@@ -145,7 +160,9 @@ def test_a_bucket_onto_another_base_is_found_by_the_checksum_of_its_result(tmp_p
         if fits:
             check_result([other], parcel.result_digest, version=2, base_version=1)
         else:
-            with pytest.raises(WeightError, match="a bucket of weights 1 with its changes is not that of weights 2"):
+            with pytest.raises(
+                WeightError, match="a bucket of weights 1 with its changes is not that of weights 2"
+            ):
                 check_result([other], parcel.result_digest, version=2, base_version=1)
 
 
@@ -154,7 +171,13 @@ def test_a_damaged_file_of_changes_is_refused(tmp_path: Path) -> None:
     now[7] = 1.0
     part = [NamedWeight("w", now)]
     entries, _ = layout_of(part)
-    parcel = write_change_parcel(part, find_changes(part, [torch.zeros(100)], max_share=0.5), entries, tmp_path / "c", with_digest=True)
+    parcel = write_change_parcel(
+        part,
+        find_changes(part, [torch.zeros(100)], max_share=0.5),
+        entries,
+        tmp_path / "c",
+        with_digest=True,
+    )
     assert num_sent(entries, parcel.counts) == 1
     content = bytearray((tmp_path / "c").read_bytes())
     content[70] ^= 1
@@ -166,7 +189,13 @@ def test_a_damaged_file_of_changes_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_written_where_nothing_changed(tmp_path: Path) -> None:
     part = [NamedWeight("w", torch.zeros(100))]
     entries, _ = layout_of(part)
-    parcel = write_change_parcel(part, find_changes(part, [torch.zeros(100)], max_share=0.5), entries, tmp_path / "c", with_digest=True)
+    parcel = write_change_parcel(
+        part,
+        find_changes(part, [torch.zeros(100)], max_share=0.5),
+        entries,
+        tmp_path / "c",
+        with_digest=True,
+    )
     assert (parcel.num_bytes, parcel.path, list(tmp_path.iterdir())) == (0, None, [])
     assert len(open_change_parcel(parcel)) == 0
 
@@ -185,7 +214,14 @@ def test_the_checksum_of_a_tensor_is_that_of_what_it_shows() -> None:
 def test_buckets_of_changes_that_are_missing_misplaced_or_damaged_are_refused() -> None:
     part = [NamedWeight("w", torch.zeros(100))]
     data = torch.arange(64, dtype=torch.uint8)
-    first = ChangeBucket(index=0, is_last=False, entries=layout_of(part)[0], counts=(0,), data=data, digest=digest_of(data))
+    first = ChangeBucket(
+        index=0,
+        is_last=False,
+        entries=layout_of(part)[0],
+        counts=(0,),
+        data=data,
+        digest=digest_of(data),
+    )
     last = replace(first, index=1, is_last=True)
     check_buckets([first, last])
     for wrong in ([], [first], [last], [last, first], [first, first, last]):

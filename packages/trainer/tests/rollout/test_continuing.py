@@ -19,7 +19,10 @@ REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60),
 
 def other_weights(pair: Pair) -> list[NamedWeight]:
     generator = torch.Generator().manual_seed(3)
-    changed = {n: p + torch.randn(p.shape, generator=generator) * 0.1 for n, p in pair.model.named_parameters()}
+    changed = {
+        n: p + torch.randn(p.shape, generator=generator) * 0.1
+        for n, p in pair.model.named_parameters()
+    }
     return [NamedWeight(name, tensor) for name, tensor in changed.items()]
 
 
@@ -42,10 +45,17 @@ class StopsAtToken:
         cut = self.inner.sample(short)
         self._is_cut = True
         self.then()
-        return [replace(c, finish_reason=FinishReason.INTERRUPTED) if c.finish_reason == FinishReason.MAX_TOKENS else c for c in cut]
+        return [
+            replace(c, finish_reason=FinishReason.INTERRUPTED)
+            if c.finish_reason == FinishReason.MAX_TOKENS
+            else c
+            for c in cut
+        ]
 
 
-def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(qwen2: Pair) -> None:
+def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
+    qwen2: Pair,
+) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=10)
     sampler = ContinuingSampler(stopping, interrupts=True)  # type: ignore[arg-type]
     stopping.then = lambda: sampler.load_weights(other_weights(qwen2), version=1)
@@ -58,7 +68,9 @@ def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it
         row = [(*request.prompt_tokens, *completion.tokens)]
         start = len(request.prompt_tokens) - 1
         by_version = [s.logprobs(row, temperature=1.0)[0][start:] for s in (old, new)]
-        versions = completion.token_versions or (completion.weight_version,) * len(completion.tokens)
+        versions = completion.token_versions or (completion.weight_version,) * len(
+            completion.tokens
+        )
         expected = [by_version[version][i] for i, version in enumerate(versions)]
         assert completion.rollout_logprobs == pytest.approx(expected, abs=2e-5)
         assert completion.weight_version == min(versions)
@@ -89,10 +101,14 @@ def test_a_pause_without_interrupts_waits_for_whole_completions(qwen2: Pair) -> 
     assert [c.tokens for c in found] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
 
 
-def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_the_cut(qwen2: Pair) -> None:
+def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_the_cut(
+    qwen2: Pair,
+) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=3)
     sampler = ContinuingSampler(stopping, interrupts=True)  # type: ignore[arg-type]
-    requests = [replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS]
+    requests = [
+        replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS
+    ]
     assert sampler.sample(requests) == qwen2.sampler().sample(requests)
 
 

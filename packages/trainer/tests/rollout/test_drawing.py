@@ -11,7 +11,9 @@ from temper_trainer.rollout.drawing import DrawOptions, draw, invert, truncate, 
 
 
 def cut(probabilities: list[float], *, top_p: float = 1.0, top_k: int = 100) -> list[float]:
-    found = truncate(torch.tensor([probabilities]), top_p=torch.tensor([top_p]), top_k=torch.tensor([top_k]))
+    found = truncate(
+        torch.tensor([probabilities]), top_p=torch.tensor([top_p]), top_k=torch.tensor([top_k])
+    )
     return [round(value, 6) for value in found[0].tolist()]
 
 
@@ -19,11 +21,17 @@ def test_uniforms_equal_the_published_generator() -> None:
     # SplitMix64 seeded with 0 begins 16294208416658607535, 7960286522194355700 (the JDK's and Vigna's reference output); ours
     # seeds it with the mix of 0, which is 0.
     found = uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
-    assert found.tolist() == [(16294208416658607535 >> 12) / 2**52, (7960286522194355700 >> 12) / 2**52]
+    assert found.tolist() == [
+        (16294208416658607535 >> 12) / 2**52,
+        (7960286522194355700 >> 12) / 2**52,
+    ]
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
-    for seeds, positions in ((np.arange(10_000), np.zeros(10_000)), (np.zeros(10_000), np.arange(10_000))):
+    for seeds, positions in (
+        (np.arange(10_000), np.zeros(10_000)),
+        (np.zeros(10_000), np.arange(10_000)),
+    ):
         found = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
         counts = np.histogram(found, bins=10, range=(0, 1))[0]
         # 1000 expected in each bin, deviation sqrt(1000 * 0.9) = 30: six of them.
@@ -45,9 +53,13 @@ WEIGHTS = [float(np.float32(weight)) for weight in (0.0, 1e-30, 1e-6, 0.1, 1.0)]
     weights=arrays.arrays(np.float32, st.integers(1, 2500), elements=st.sampled_from(WEIGHTS)),
     point=st.floats(0, 1, exclude_max=True),
 )
-def test_a_token_of_probability_zero_is_never_drawn_and_the_place_is_right(weights: np.ndarray, point: float) -> None:
+def test_a_token_of_probability_zero_is_never_drawn_and_the_place_is_right(
+    weights: np.ndarray, point: float
+) -> None:
     weights[len(weights) // 2] = 0.5
-    (found,) = invert(torch.from_numpy(weights)[None], points=torch.tensor([point], dtype=torch.float64)).tolist()
+    (found,) = invert(
+        torch.from_numpy(weights)[None], points=torch.tensor([point], dtype=torch.float64)
+    ).tolist()
     running = weights.astype(np.float64).cumsum()
     assert weights[found] > 0
     assert running[found] >= point * running[-1] * (1 - 1e-12)

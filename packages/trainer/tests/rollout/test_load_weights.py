@@ -10,7 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from packages.trainer.tests.rollout.conftest import Pairs
-from packages.trainer.tests.rollout.models_for_tests import ARCHITECTURES, Pair, make_prompts, make_requests, make_tokenizer
+from packages.trainer.tests.rollout.models_for_tests import (
+    ARCHITECTURES,
+    Pair,
+    make_prompts,
+    make_requests,
+    make_tokenizer,
+)
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
@@ -35,27 +41,38 @@ def from_scratch(name: str) -> HfSampler:
     return HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
 
 
-def test_weights_lie_in_aligned_memory_of_their_own_and_not_in_the_file(pairs: Pairs, tmp_path: Path) -> None:
+def test_weights_lie_in_aligned_memory_of_their_own_and_not_in_the_file(
+    pairs: Pairs, tmp_path: Path
+) -> None:
     pair = pairs.get("qwen2")
     folder = shutil.copytree(pair.directory, tmp_path / "model")
-    model = build_model(ModelSpec(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    model = build_model(
+        ModelSpec(path=str(folder)), dtype=torch.float32, device=torch.device("cpu")
+    )
     # Someone writes another model into the same file.
     (file,) = folder.glob("*.safetensors")
     with file.open("r+b") as opened:
         opened.write(bytes(file.stat().st_size))
-    assert all(torch.equal(tensor, pair.model.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, pair.model.state_dict()[name])
+        for name, tensor in model.state_dict().items()
+    )
     # Matrix libraries may sum in another order where memory begins elsewhere.
     assert {tensor.data_ptr() % 64 for tensor in model.state_dict().values()} == {0}
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(name: str, pairs: Pairs) -> None:
+def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(
+    name: str, pairs: Pairs
+) -> None:
     pair, sampler, prompts = pairs.get(name), from_scratch(name), make_prompts(3)
     assert sampler.weight_version == 0
     sampler.load_weights(stream(pair), version=7)
     completions = sampler.sample(make_requests(prompts, GREEDY))
-    assert [c.tokens for c in completions] == [pair.greedy(prompt, max_tokens=8) for prompt in prompts]
+    assert [c.tokens for c in completions] == [
+        pair.greedy(prompt, max_tokens=8) for prompt in prompts
+    ]
     assert {c.weight_version for c in completions} == {sampler.weight_version} == {7}
 
 
@@ -63,12 +80,20 @@ def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(name: str, 
     ("broken", "complaint"),
     [
         (lambda weights: weights[1:], "missing model.embed_tokens.weight"),
-        (lambda weights: [*weights, NamedWeight("model.extra", torch.zeros(1))], "unexpected model.extra"),
+        (
+            lambda weights: [*weights, NamedWeight("model.extra", torch.zeros(1))],
+            "unexpected model.extra",
+        ),
         (lambda weights: [*weights, weights[0]], "1 names came twice"),
-        (lambda weights: [NamedWeight(weights[0].name, torch.zeros(2, 2)), *weights[1:]], r"shape \(2, 2\), expected \(41, 24\)"),
+        (
+            lambda weights: [NamedWeight(weights[0].name, torch.zeros(2, 2)), *weights[1:]],
+            r"shape \(2, 2\), expected \(41, 24\)",
+        ),
     ],
 )
-def test_a_set_that_does_not_match_changes_nothing(broken: Change, complaint: str, qwen2: Pair) -> None:
+def test_a_set_that_does_not_match_changes_nothing(
+    broken: Change, complaint: str, qwen2: Pair
+) -> None:
     sampler = from_scratch("qwen2")
     before = sampler.logprobs([[3, 4, 5]], temperature=1.0)
     with pytest.raises(WeightError, match=complaint):
@@ -79,7 +104,9 @@ def test_a_set_that_does_not_match_changes_nothing(broken: Change, complaint: st
 
 def test_weights_that_give_no_finite_logits_stop_sampling(qwen2: Pair) -> None:
     sampler = from_scratch("qwen2")
-    sampler.load_weights((NamedWeight(name, tensor * float("nan")) for name, tensor in stream(qwen2)), version=1)
+    sampler.load_weights(
+        (NamedWeight(name, tensor * float("nan")) for name, tensor in stream(qwen2)), version=1
+    )
     with pytest.raises(WeightError, match="logits are not finite"):
         sampler.sample(make_requests([[3, 4]], GREEDY))
 
@@ -98,12 +125,24 @@ def test_a_model_that_cannot_be_built_is_refused() -> None:
 
 
 @pytest.mark.parametrize("are_joined", [False, True])
-def test_experts_arrive_one_by_one_as_files_have_them_or_joined_as_in_memory(are_joined: bool, tmp_path: Path) -> None:
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
-    config = AutoConfig.for_model(**{**ARCHITECTURES["qwen2"], **experts, "tie_word_embeddings": False})
+def test_experts_arrive_one_by_one_as_files_have_them_or_joined_as_in_memory(
+    are_joined: bool, tmp_path: Path
+) -> None:
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model(
+        **{**ARCHITECTURES["qwen2"], **experts, "tie_word_embeddings": False}
+    )
     source, target = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     source.save_pretrained(tmp_path)
     weights = source.state_dict() if are_joined else load_file(tmp_path / "model.safetensors")
     assert any("experts.3.up_proj" in name for name in weights) is not are_joined
     load_weights(target, (NamedWeight(name, tensor) for name, tensor in weights.items()))
-    assert all(target.state_dict()[name].equal(tensor) for name, tensor in source.state_dict().items())
+    assert all(
+        target.state_dict()[name].equal(tensor) for name, tensor in source.state_dict().items()
+    )

@@ -70,7 +70,9 @@ def test_a_file_that_is_gone_or_cut_is_named(tmp_path: Path) -> None:
 def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     # A sparse tensor of more bytes than any file may have: only its size is looked at.
     huge = NamedWeight("huge", torch.empty(1, dtype=torch.uint8).expand(1 << 62))
-    with pytest.raises(WeightError, match=r"bytes of weights don't fit into .*Give shared memory more room"):
+    with pytest.raises(
+        WeightError, match=r"bytes of weights don't fit into .*Give shared memory more room"
+    ):
         write_parcel([huge], tmp_path / "p", with_digest=False)
     assert not (tmp_path / "p").exists()
 
@@ -80,7 +82,9 @@ def test_cutting_loses_nothing_keeps_the_order_and_its_bound(sizes: list[int], b
     weights = [NamedWeight(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
     parts = list(cut(weights, bucket_bytes=bucket))
     assert [weight.name for part in parts for weight in part] == [weight.name for weight in weights]
-    assert all(len(part) == 1 or sum(w.tensor.numel() * 4 for w in part) <= bucket for part in parts)
+    assert all(
+        len(part) == 1 or sum(w.tensor.numel() * 4 for w in part) <= bucket for part in parts
+    )
 
 
 def test_swapped_blocks_have_another_digest() -> None:
@@ -110,17 +114,28 @@ def free_port() -> int:
 @pytest.mark.parametrize("with_digest", [True, False])
 def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) -> None:
     parts = list(cut(WEIGHTS, bucket_bytes=40))
-    parcels = [Parcel(entries=layout_of(part)[0], num_bytes=layout_of(part)[1], digest=None) for part in parts]
+    parcels = [
+        Parcel(entries=layout_of(part)[0], num_bytes=layout_of(part)[1], digest=None)
+        for part in parts
+    ]
     largest = max(parcel.num_bytes for parcel in parcels)
     spec = ChannelSpec(
-        backend="gloo", address="127.0.0.1", port=free_port(), size=3, buffer_bytes=largest, with_digest=with_digest, timeout_s=60
+        backend="gloo",
+        address="127.0.0.1",
+        port=free_port(),
+        size=3,
+        buffer_bytes=largest,
+        with_digest=with_digest,
+        timeout_s=60,
     )
     found: dict[int, list[NamedWeight]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
         channel = Channel(spec, rank=rank, device=torch.device("cpu"))
         for parcel in parcels:
-            found[rank] += [NamedWeight(n, t.clone()) for n, t in named_weights(channel.receive(parcel), parcel)]
+            found[rank] += [
+                NamedWeight(n, t.clone()) for n, t in named_weights(channel.receive(parcel), parcel)
+            ]
 
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
     for thread in threads:

@@ -17,12 +17,22 @@ def test_a_script_is_cut_at_max_tokens_and_carries_the_version() -> None:
     assert isinstance(sampler, Sampler)
     sampler.load_weights([NamedWeight("w", torch.ones(2))], version=4)
     short, cut = sampler.sample(make_requests([[8], [7, 8, 9]], SamplingConfig(max_tokens=2)))
-    assert (short.tokens, short.finish_reason, short.weight_version) == ((8, 1), FinishReason.END_TOKEN, 4)
-    assert (cut.tokens, cut.finish_reason, cut.rollout_logprobs) == ((7, 8), FinishReason.MAX_TOKENS, (-1.0, -1.0))
+    assert (short.tokens, short.finish_reason, short.weight_version) == (
+        (8, 1),
+        FinishReason.END_TOKEN,
+        4,
+    )
+    assert (cut.tokens, cut.finish_reason, cut.rollout_logprobs) == (
+        (7, 8),
+        FinishReason.MAX_TOKENS,
+        (-1.0, -1.0),
+    )
     assert sampler.logprobs([[1, 2, 3]], temperature=1.0) == [[-1.0, -1.0]]
     assert list(sampler.weights) == ["w"]
 
 
 def test_a_script_without_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="gave no tokens for request 0"):
-        ScriptedSampler(lambda request: [], end_token_id=1).sample(make_requests([[8]], SamplingConfig()))
+        ScriptedSampler(lambda request: [], end_token_id=1).sample(
+            make_requests([[8]], SamplingConfig())
+        )

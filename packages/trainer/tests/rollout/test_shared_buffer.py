@@ -76,7 +76,9 @@ def test_a_value_out_of_its_range_is_refused(change: dict[str, object], sentence
         read(json.dumps({**asdict(BUFFER), **change}).encode())
 
 
-@pytest.mark.parametrize("message", [b"", b"[1]", b"\xff\xfe", b"3", pickle.dumps({"nonce": "right"})])
+@pytest.mark.parametrize(
+    "message", [b"", b"[1]", b"\xff\xfe", b"3", pickle.dumps({"nonce": "right"})]
+)
 def test_what_is_no_description_is_refused(message: bytes) -> None:
     with pytest.raises(WeightError, match="so it is not mapped"):
         read(message)
@@ -85,7 +87,15 @@ def test_what_is_no_description_is_refused(message: bytes) -> None:
 @pytest.fixture
 def spec() -> ChannelSpec:
     """Of a channel whose receivers map a buffer; its port is opened by the test."""
-    return ChannelSpec(backend="cuda_ipc", address="127.0.0.1", port=0, size=2, buffer_bytes=256, with_digest=False, timeout_s=30)
+    return ChannelSpec(
+        backend="cuda_ipc",
+        address="127.0.0.1",
+        port=0,
+        size=2,
+        buffer_bytes=256,
+        with_digest=False,
+        timeout_s=30,
+    )
 
 
 def test_a_pickle_in_the_store_of_a_channel_runs_nothing(spec: ChannelSpec, tmp_path: Path) -> None:
@@ -111,12 +121,20 @@ def test_a_pickle_in_the_store_of_a_channel_runs_nothing(spec: ChannelSpec, tmp_
     assert proof.exists(), "the pickle would have done it"
 
 
-def test_a_stranger_without_the_token_can_not_write_to_the_store_of_a_channel(spec: ChannelSpec) -> None:
+def test_a_stranger_without_the_token_can_not_write_to_the_store_of_a_channel(
+    spec: ChannelSpec,
+) -> None:
     server = StoreServer(spec.address, token=spec.token)
     with pytest.raises(EngineStateError, match="has another token"):
         TokenStore(spec.address, server.port, token="guessed", timeout=SOON)
     with pytest.raises(RuntimeError):  # torch's own client, which needed no token
-        dist.TCPStore(spec.address, server.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
+        dist.TCPStore(
+            spec.address,
+            server.port,
+            is_master=False,
+            timeout=timedelta(seconds=1),
+            wait_for_workers=False,
+        )
     server.close()
 
 

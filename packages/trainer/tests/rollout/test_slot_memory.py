@@ -12,7 +12,9 @@ def keys_of(memory: SlotMemory, *, num_slots: int, length: int) -> torch.Tensor:
     """[n, length] what the first slots remember, the last position overwritten by -1."""
     last = torch.full((num_slots, 1, 1, 1), -1.0)
     slots = torch.arange(num_slots)
-    keys, values = memory.append(0, last, last, slots=slots, positions=torch.full_like(slots, length - 1), length=length)
+    keys, values = memory.append(
+        0, last, last, slots=slots, positions=torch.full_like(slots, length - 1), length=length
+    )
     assert torch.equal(keys, values)
     return keys[:, 0, :, 0]
 
@@ -31,8 +33,16 @@ def test_what_is_remembered_survives_growth_and_moves() -> None:
 
 
 def test_a_model_whose_scores_are_capped_is_refused() -> None:
-    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model("gemma2", num_key_value_heads=1, head_dim=8, pad_token_id=0, **shape)
+    shape = {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = AutoConfig.for_model(
+        "gemma2", num_key_value_heads=1, head_dim=8, pad_token_id=0, **shape
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=SLOT_ATTENTION)
     with pytest.raises(CapabilityError, match="Gemma2Attention caps its attention scores"):
         model(input_ids=torch.tensor([[3, 4]]), use_cache=False, slots=CausalAttention())

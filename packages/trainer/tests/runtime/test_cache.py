@@ -21,7 +21,11 @@ ARCHITECTURE = {
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200")
 def test_what_the_allocator_keeps_can_be_had_by_another_process() -> None:
-    group = InlineWorkerGroup("actor", engine_name="fsdp", config=FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE), device="cuda"))
+    group = InlineWorkerGroup(
+        "actor",
+        engine_name="fsdp",
+        config=FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE), device="cuda"),
+    )
     group.init()
     large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     del large

@@ -38,11 +38,25 @@ def group() -> Iterator[WorkerGroup]:
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}},
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+                )
+            }
+        },
     )
     config = FSDPConfig(model=ModelSpec(architecture={"model_type": "qwen2"}), device="cpu")
     actors = [ray.remote(RoleActor).options(num_cpus=1).remote()]
-    made = RayWorkerGroup("actor", actors=actors, engine_name="fsdp", config=config, num_threads=1, timeout_s=120.0, is_deprecated=False)
+    made = RayWorkerGroup(
+        "actor",
+        actors=actors,
+        engine_name="fsdp",
+        config=config,
+        num_threads=1,
+        timeout_s=120.0,
+        is_deprecated=False,
+    )
     yield made
     made.close()
     ray.shutdown()

@@ -20,13 +20,24 @@ from temper_trainer.algorithms.sft_loss import SftObjective
 from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
 from temper_trainer.runtime.worker import TrainingWorker
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 ARCHITECTURE = {"model_type": "qwen2", "vocab_size": 23, "max_position_embeddings": 32, **SIZES}
 CONFIG = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), device="cpu")
 TOKENS = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6]), torch.tensor([5, 3, 5, 8])]
 LENGTHS = [len(tokens) for tokens in TOKENS]
 SAMPLES = from_sequences(TOKENS, loss_masks=[torch.arange(length) > 0 for length in LENGTHS])
-SHARE = pack_rank(SAMPLES, plan=plan_mini_batch(LENGTHS, dp_size=1, max_tokens=9), rank=0, denominators=count_denominators(SAMPLES))
+SHARE = pack_rank(
+    SAMPLES,
+    plan=plan_mini_batch(LENGTHS, dp_size=1, max_tokens=9),
+    rank=0,
+    denominators=count_denominators(SAMPLES),
+)
 
 
 def raises(worker: TrainingWorker, reason: str) -> None:
@@ -42,14 +53,30 @@ def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
         yield made
         made.close()
         return
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
     from temper_trainer.runtime.ray_workers import RayWorkerGroup, RoleActor
 
     paths = (str(Path(__file__).parent), os.environ["PYTHONPATH"])
     here = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env=here,
+    )
     actors = [ray.remote(RoleActor).options(num_cpus=1).remote()]
-    made = RayWorkerGroup("actor", actors=actors, engine_name="fsdp", config=CONFIG, num_threads=1, timeout_s=120.0, is_deprecated=False)
+    made = RayWorkerGroup(
+        "actor",
+        actors=actors,
+        engine_name="fsdp",
+        config=CONFIG,
+        num_threads=1,
+        timeout_s=120.0,
+        is_deprecated=False,
+    )
     made.init()
     yield made
     made.close()
@@ -64,7 +91,9 @@ def engine_logprobs() -> torch.Tensor:
     engine = FSDPEngine(CONFIG)
     engine.init_model()
     with engine.eval_mode():
-        found = engine.forward_backward_batch(SHARE, forward_only=True, outputs=(Query.LOGPROB,)).outputs
+        found = engine.forward_backward_batch(
+            SHARE, forward_only=True, outputs=(Query.LOGPROB,)
+        ).outputs
     engine.close()
     assert found is not None
     return found.in_order_of(SAMPLES.sample_ids).columns[Query.LOGPROB]
@@ -80,16 +109,22 @@ def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
         other.bind(place)
 
 
-@pytest.mark.parametrize("group", ["inline", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+@pytest.mark.parametrize(
+    "group", ["inline", pytest.param("ray", marks=pytest.mark.ray)], indirect=True
+)
 class TestWorkerGroup:
     def test_a_role_says_how_many_shares_it_takes(self, group: WorkerGroup) -> None:
         assert (group.num_workers, group.dp_size) == (1, 1)
         with pytest.raises(EngineStateError, match="1 data-parallel ranks, but 2 shares"):
             group.update([SHARE, SHARE], is_last_of_step=True)
 
-    def test_answers_are_the_engines_in_the_order_that_is_asked_for(self, group: WorkerGroup, engine_logprobs: torch.Tensor) -> None:
+    def test_answers_are_the_engines_in_the_order_that_is_asked_for(
+        self, group: WorkerGroup, engine_logprobs: torch.Tensor
+    ) -> None:
         backwards = SAMPLES.sample_ids.flip(0)
-        answered = group.forward([SHARE], outputs=(Query.LOGPROB,), sample_ids=backwards).columns[Query.LOGPROB]
+        answered = group.forward([SHARE], outputs=(Query.LOGPROB,), sample_ids=backwards).columns[
+            Query.LOGPROB
+        ]
         assert torch.equal(answered, torch.cat(engine_logprobs.split(LENGTHS)[::-1]))
 
     def test_an_error_of_a_worker_comes_through_as_it_is(self, group: WorkerGroup) -> None:
@@ -100,7 +135,9 @@ class TestWorkerGroup:
         with pytest.raises(CapabilityError, match="FSDPEngine does not offer 'pipeline_parallel'"):
             group.require(Capability.PIPELINE_PARALLEL)
 
-    def test_a_part_that_is_written_is_read_again_with_its_moments(self, group: WorkerGroup, tmp_path: Path) -> None:
+    def test_a_part_that_is_written_is_read_again_with_its_moments(
+        self, group: WorkerGroup, tmp_path: Path
+    ) -> None:
         group.set_objective(SftObjective())
         group.update([SHARE], is_last_of_step=True)
         (report,) = group.write_part(str(tmp_path))

@@ -8,8 +8,13 @@ from temper_trainer.runtime.placement import RoleRequest, plan_placement
 
 
 def test_roles_of_one_pool_share_the_bundle_of_their_rank() -> None:
-    roles = {"actor": RoleRequest(num_workers=2, pool="train"), "critic": RoleRequest(num_workers=1, pool="train")}
-    placement = plan_placement(roles, RuntimeConfig(kind="ray", cpus_per_worker=2.0), cpus=4, gpus=0)
+    roles = {
+        "actor": RoleRequest(num_workers=2, pool="train"),
+        "critic": RoleRequest(num_workers=1, pool="train"),
+    }
+    placement = plan_placement(
+        roles, RuntimeConfig(kind="ray", cpus_per_worker=2.0), cpus=4, gpus=0
+    )
     assert [bundle.roles for bundle in placement.bundles] == [("actor", "critic"), ("actor",)]
     assert placement.share_of("actor", 0) == (1.0, 0.0)  # 2 CPUs of the bundle between two roles
     assert placement.share_of("actor", 1) == (2.0, 0.0)
@@ -17,13 +22,24 @@ def test_roles_of_one_pool_share_the_bundle_of_their_rank() -> None:
 
 
 def test_pools_of_their_own_get_bundles_of_their_own() -> None:
-    roles = {"actor": RoleRequest(num_workers=1, pool="train"), "rollout": RoleRequest(num_workers=1, pool="sample")}
-    placement = plan_placement(roles, RuntimeConfig(kind="ray", gpus_per_worker=1.0), cpus=2, gpus=2)
-    assert [(bundle.pool, bundle.gpus) for bundle in placement.bundles] == [("train", 1.0), ("sample", 1.0)]
+    roles = {
+        "actor": RoleRequest(num_workers=1, pool="train"),
+        "rollout": RoleRequest(num_workers=1, pool="sample"),
+    }
+    placement = plan_placement(
+        roles, RuntimeConfig(kind="ray", gpus_per_worker=1.0), cpus=2, gpus=2
+    )
+    assert [(bundle.pool, bundle.gpus) for bundle in placement.bundles] == [
+        ("train", 1.0),
+        ("sample", 1.0),
+    ]
     assert "sample[0]: rollout on 1 CPU, 1 GPU" in placement.describe()
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_is_missing() -> None:
     roles = {"actor": RoleRequest(num_workers=3, pool="train")}
-    with pytest.raises(ConfigError, match=r"actor: 3 in pool 'train'\) need 3 CPU and 0 GPU, but the cluster has 2 and 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"actor: 3 in pool 'train'\) need 3 CPU and 0 GPU, but the cluster has 2 and 0",
+    ):
         plan_placement(roles, RuntimeConfig(kind="ray"), cpus=2, gpus=0)

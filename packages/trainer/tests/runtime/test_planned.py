@@ -4,7 +4,12 @@ from temper_trainer.config_loading import load
 from temper_trainer.runtime.planned import planned
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
-TEACHERS = ("algorithm=distill", "teachers.t.engine.model.path=teacher", "teachers.t.num_replicas=2", "teachers.t.backend=vllm")
+TEACHERS = (
+    "algorithm=distill",
+    "teachers.t.engine.model.path=teacher",
+    "teachers.t.num_replicas=2",
+    "teachers.t.backend=vllm",
+)
 CHOSEN_LATER = "chosen when actor and servers are up: CUDA IPC on one GPU, NCCL to others, shared memory on one host of CPUs, else gloo"
 ON_RAY = ("runtime.kind=ray", "runtime.gpus_per_worker=1")
 
@@ -14,21 +19,33 @@ def lines(*overrides: str) -> list[str]:
 
 
 def test_on_ray_every_bundle_is_told_with_what_the_cluster_needs() -> None:
-    servers = ("rollout=vllm", "rollout.pool=rollout", "rollout.num_replicas=2", "rollout.vllm.tensor_parallel_size=2")
-    assert lines(*ON_RAY, *servers, *TEACHERS, "actor.num_workers=2", "teachers.t.num_workers=4") == [
-        "train[0]: actor on 1 CPU, 1 GPU",
-        "train[1]: actor on 1 CPU, 1 GPU",
-        "rollout[0]: rollout on 2 CPU, 2 GPU",
-        "rollout[1]: rollout on 2 CPU, 2 GPU",
-        "teacher/teacher.t.0[0]: teacher.t.0 on 4 CPU, 4 GPU",
-        "teacher/teacher.t.1[0]: teacher.t.1 on 4 CPU, 4 GPU",
-        "the cluster needs 14 CPU and 14 GPU",  # 2 of the actor, 2 x 2 of the rollout, 2 x 4 of the teacher
-        f"weights to the sampler: {CHOSEN_LATER}",
-    ]
+    servers = (
+        "rollout=vllm",
+        "rollout.pool=rollout",
+        "rollout.num_replicas=2",
+        "rollout.vllm.tensor_parallel_size=2",
+    )
+    assert (
+        lines(*ON_RAY, *servers, *TEACHERS, "actor.num_workers=2", "teachers.t.num_workers=4")
+        == [
+            "train[0]: actor on 1 CPU, 1 GPU",
+            "train[1]: actor on 1 CPU, 1 GPU",
+            "rollout[0]: rollout on 2 CPU, 2 GPU",
+            "rollout[1]: rollout on 2 CPU, 2 GPU",
+            "teacher/teacher.t.0[0]: teacher.t.0 on 4 CPU, 4 GPU",
+            "teacher/teacher.t.1[0]: teacher.t.1 on 4 CPU, 4 GPU",
+            "the cluster needs 14 CPU and 14 GPU",  # 2 of the actor, 2 x 2 of the rollout, 2 x 4 of the teacher
+            f"weights to the sampler: {CHOSEN_LATER}",
+        ]
+    )
 
 
 def test_inline_servers_stand_beside_the_process_on_devices_where_they_are_named() -> None:
-    devices = ("runtime.rollout_devices=['1']", "teachers.t.devices=['2','3']", "weight_sync.transport=collective")
+    devices = (
+        "runtime.rollout_devices=['1']",
+        "teachers.t.devices=['2','3']",
+        "weight_sync.transport=collective",
+    )
     assert lines("rollout=vllm", *TEACHERS, *devices) == [
         "this process: actor",
         "rollout replica 0: a server beside it on devices 1",
@@ -40,4 +57,7 @@ def test_inline_servers_stand_beside_the_process_on_devices_where_they_are_named
 
 
 def test_a_task_that_trains_nothing_sends_no_weights_and_starts_no_actor() -> None:
-    assert lines("task=generate", *ON_RAY) == ["train[0]: rollout on 1 CPU, 1 GPU", "the cluster needs 1 CPU and 1 GPU"]
+    assert lines("task=generate", *ON_RAY) == [
+        "train[0]: rollout on 1 CPU, 1 GPU",
+        "the cluster needs 1 CPU and 1 GPU",
+    ]

@@ -51,9 +51,13 @@ def test_guard_ends_what_was_started_under_it_and_nothing_else() -> None:
 
 @pytest.mark.ray
 @pytest.mark.nightly
-@pytest.mark.parametrize("num_lines", [1, 2], ids=["while it starts Ray", "when it has started Ray"])
+@pytest.mark.parametrize(
+    "num_lines", [1, 2], ids=["while it starts Ray", "when it has started Ray"]
+)
 def test_killed_driver_leaves_no_process_of_its_cluster(num_lines: int) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with driver:
         assert driver.stdout is not None
         token = driver.stdout.readline().strip()

@@ -40,25 +40,44 @@ class Worker:
 
 
 def given_by(worker: Worker) -> list[StoredBucket]:
-    return cast("list[StoredBucket]", list(hand_over(cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True).given))
+    return cast(
+        "list[StoredBucket]",
+        list(
+            hand_over(
+                cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True
+            ).given
+        ),
+    )
 
 
 def test_what_is_given_away_is_the_engines_own_memory() -> None:
     buckets = given_by(Worker())
-    assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [["small"], ["large"], ["turned", "one"]]
+    assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [
+        ["small"],
+        ["large"],
+        ["turned", "one"],
+    ]
     assert np.shares_memory(buckets[1].arrays[0], WEIGHTS["large"].view(torch.uint8).numpy())
 
 
 def test_what_arrives_is_what_was_given() -> None:
     arrived = {name: tensor for bucket in given_by(Worker()) for name, tensor in bucket.weights()}
     assert arrived.keys() == WEIGHTS.keys()
-    assert all(arrived[name].equal(tensor) and arrived[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
+    assert all(
+        arrived[name].equal(tensor) and arrived[name].dtype == tensor.dtype
+        for name, tensor in WEIGHTS.items()
+    )
 
 
 def test_a_changed_byte_is_refused() -> None:
     (_, bucket, _) = given_by(Worker())
     (array,) = bucket.arrays
-    damaged = StoredBucket(index=1, entries=bucket.entries, arrays=(array ^ (np.arange(len(array)) == 7),), digests=bucket.digests)
+    damaged = StoredBucket(
+        index=1,
+        entries=bucket.entries,
+        arrays=(array ^ (np.arange(len(array)) == 7),),
+        digests=bucket.digests,
+    )
     with pytest.raises(WeightError, match="large arrived damaged"):
         damaged.weights()
 
@@ -91,11 +110,15 @@ def in_shared_memory(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.ray
 def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
 
     def look(bucket: StoredBucket) -> tuple[list[bool], list[float]]:
         weights = bucket.weights()
-        return [in_shared_memory(tensor) for _, tensor in weights], [float(tensor.float().sum()) for _, tensor in weights]
+        return [in_shared_memory(tensor) for _, tensor in weights], [
+            float(tensor.float().sum()) for _, tensor in weights
+        ]
 
     large = {"first": torch.ones(1 << 18), "second": torch.full((1 << 20,), 2.0)}
     worker = Worker()

@@ -22,13 +22,26 @@ from temper_trainer.teacher.answers import Question, TeacherError
 from temper_trainer.types import Completion, SamplingRequest
 
 VOCABULARY = 23
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-ARCHITECTURE = {"model_type": "qwen2", "vocab_size": VOCABULARY, "max_position_embeddings": 32, **SIZES}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    **SIZES,
+}
 
 
 @pytest.fixture(scope="module")
 def teacher() -> Iterator[EngineTeacher]:
-    config = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), optimizer=None, device="cpu")
+    config = FSDPConfig(
+        model=ModelSpec(architecture=ARCHITECTURE, seed=1), optimizer=None, device="cpu"
+    )
     group = InlineWorkerGroup("teacher.t.0", engine_name="fsdp", config=config)
     group.init()
     made = EngineTeacher("t", replicas=[group], max_tokens=8, vocab_size=VOCABULARY)
@@ -40,24 +53,33 @@ def question(i: int, *tokens: int, temperature: float = 1.0) -> Question:
     return Question(question_id=i, tokens=tokens, first=2, temperature=temperature)
 
 
-def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(teacher: EngineTeacher) -> None:
+def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(
+    teacher: EngineTeacher,
+) -> None:
     (answer,) = teacher.answer([question(7, 3, 1, 4, temperature=0.7)], top_k=4, timeout_s=60.0)
     assert answer.top_ids is not None
     assert answer.top_logprobs is not None
     assert answer.top_logprobs[0].tolist() == sorted(answer.top_logprobs[0].tolist(), reverse=True)
-    given = [question(i, 3, 1, token, temperature=0.7) for i, token in enumerate(answer.top_ids[0].tolist())]
+    given = [
+        question(i, 3, 1, token, temperature=0.7)
+        for i, token in enumerate(answer.top_ids[0].tolist())
+    ]
     found = torch.cat([each.logprobs for each in teacher.answer(given, top_k=0, timeout_s=60.0)])
     torch.testing.assert_close(found, answer.top_logprobs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_all_tokens_together_have_probability_one_and_a_small_vocabulary_is_filled_up(teacher: EngineTeacher) -> None:
+def test_all_tokens_together_have_probability_one_and_a_small_vocabulary_is_filled_up(
+    teacher: EngineTeacher,
+) -> None:
     (answer,) = teacher.answer([question(0, 5, 6, 7, 8)], top_k=VOCABULARY + 2, timeout_s=60.0)
     assert answer.top_logprobs is not None
     assert answer.top_logprobs.exp().sum(-1).tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
     assert answer.top_logprobs[:, -2:].isinf().all()
 
 
-def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(teacher: EngineTeacher) -> None:
+def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(
+    teacher: EngineTeacher,
+) -> None:
     asked = [question(4, 1, 2, 3), question(9, *range(12)), question(2, 1, 2, 9, 9)]
     together = teacher.answer(asked, top_k=0, timeout_s=60.0)
     assert [answer.question_id for answer in together] == [4, 9, 2]
@@ -67,11 +89,15 @@ def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(teach
         torch.testing.assert_close(alone.logprobs, answer.logprobs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_teacher_that_hangs_is_told_after_its_time_and_not_waited_for(teacher: EngineTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_that_hangs_is_told_after_its_time_and_not_waited_for(
+    teacher: EngineTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (group,), awaited = teacher._replicas, threading.Event()
     monkeypatch.setattr(group, "run", lambda *given: awaited.wait(60))
     begin = time.monotonic()
-    with pytest.raises(TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"):
+    with pytest.raises(
+        TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"
+    ):
         teacher.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert time.monotonic() - begin < 30
     awaited.set()
@@ -104,8 +130,12 @@ def test_servers_that_hang_as_a_teacher_are_ended_and_not_started_again() -> Non
 
     server = Hanging()
     spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=41)
-    found = VllmTeacher("t", servers=VllmSampler([server], spec=spec, max_restarts=3), vocab_size=41)
-    with pytest.raises(TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"):
+    found = VllmTeacher(
+        "t", servers=VllmSampler([server], spec=spec, max_restarts=3), vocab_size=41
+    )
+    with pytest.raises(
+        TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"
+    ):
         found.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert server.num_starts == 1
 
@@ -130,7 +160,9 @@ def test_rows_of_a_servers_head_that_stand_for_no_token_are_named_by_nobody() ->
         def close(self) -> None: ...
 
     spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=64)
-    teacher = VllmTeacher("t", servers=VllmSampler([Server()], spec=spec, max_restarts=3), vocab_size=41)
+    teacher = VllmTeacher(
+        "t", servers=VllmSampler([Server()], spec=spec, max_restarts=3), vocab_size=41
+    )
     (answer,) = teacher.answer([question(0, 1, 2)], top_k=2, timeout_s=9.0)
     assert answer.top_ids is not None
     assert answer.top_logprobs is not None

@@ -15,6 +15,14 @@ def test_an_address_where_nobody_answers_is_a_sentence(monkeypatch: pytest.Monke
         raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
 
     monkeypatch.setattr(ray, "init", gives_up)
-    config = load(["experiment=quickstart", "runtime.kind=ray", "runtime.address=127.0.0.1:9"]).config
-    with pytest.raises(ConfigError, match=r"runtime\.address is 127\.0\.0\.1:9, but no Ray cluster answers there"), open_runtime(config):
+    config = load(
+        ["experiment=quickstart", "runtime.kind=ray", "runtime.address=127.0.0.1:9"]
+    ).config
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"runtime\.address is 127\.0\.0\.1:9, but no Ray cluster answers there",
+        ),
+        open_runtime(config),
+    ):
         pass

@@ -21,7 +21,9 @@ def test_processes_verify_their_shares_and_damage_is_named(tmp_path: Path) -> No
         part = transaction.part("actor")
         for i, name in enumerate(names):
             (part / name).write_bytes(bytes([i]) * (1000 + i))
-        step = transaction.commit({"actor": [report_part(part, names)]}, info=ManifestInfo(topology={}, config_hash=""))
+        step = transaction.commit(
+            {"actor": [report_part(part, names)]}, info=ManifestInfo(topology={}, config_hash="")
+        )
     try:
         verify_on_cluster(step, num_ranks=2, runtime=RuntimeConfig(kind="ray"))
         (step / "actor" / "0.bin").write_bytes(b"x" * 1000)

@@ -19,7 +19,12 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
 from temper_trainer.teacher.answers import Question, TeacherAnswer, TeacherError
 from temper_trainer.teacher.balance import share_out
-from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_TOP_LOGPROBS, TEACHER_WEIGHTS, TeacherClient
+from temper_trainer.teacher.client import (
+    TEACHER_LOGPROBS,
+    TEACHER_TOP_LOGPROBS,
+    TEACHER_WEIGHTS,
+    TeacherClient,
+)
 from temper_trainer.teacher.spec import MAX_PICKLED_BYTES, TeacherSpec, teacher_spec
 from temper_trainer.teacher.tokens import TokenMap, compare_tokenizers
 
@@ -35,7 +40,9 @@ class CountingTeacher:
     def num_replicas(self) -> int:
         return 1
 
-    def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+    def answer(
+        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
+    ) -> list[TeacherAnswer]:
         del timeout_s
         self.seen += questions
         return [self._answer(question, top_k=top_k) for question in questions]
@@ -44,12 +51,22 @@ class CountingTeacher:
         tokens = torch.tensor(question.tokens[question.first + self._forgets :])
         named = (tokens[:, None] + torch.arange(1, top_k + 1)) if top_k else None
         logs = None if named is None else torch.full(named.shape, -1.0)
-        return TeacherAnswer(question_id=question.question_id, logprobs=-tokens / 10.0, top_ids=named, top_logprobs=logs)
+        return TeacherAnswer(
+            question_id=question.question_id,
+            logprobs=-tokens / 10.0,
+            top_ids=named,
+            top_logprobs=logs,
+        )
 
     def close(self) -> None: ...
 
 
-SPEC = TeacherSpec(routes=(("m", "maths"), ("c", "code")), weights=(("maths", 1.0), ("code", 0.5)), top_k=2, timeout_s=9.0)
+SPEC = TeacherSpec(
+    routes=(("m", "maths"), ("c", "code")),
+    weights=(("maths", 1.0), ("code", 0.5)),
+    top_k=2,
+    timeout_s=9.0,
+)
 
 
 def two_samples() -> SequenceBatch:
@@ -62,7 +79,9 @@ def two_samples() -> SequenceBatch:
 
 def test_each_sample_is_judged_by_the_teacher_of_its_route() -> None:
     teachers = {"maths": CountingTeacher(), "code": CountingTeacher()}
-    columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).columns(two_samples(), routes=["c", "m"])
+    columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).columns(
+        two_samples(), routes=["c", "m"]
+    )
     assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
     assert columns[LOGPROB_AT_IDS].tolist() == [[0, 0], [3, 4], [4, 5], [0, 0], [6, 7]]
@@ -72,20 +91,26 @@ def test_each_sample_is_judged_by_the_teacher_of_its_route() -> None:
 
 
 def test_a_route_without_a_teacher_is_named() -> None:
-    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()})
+    client = TeacherClient(
+        spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()}
+    )
     with pytest.raises(ConfigError, match=r"route 'poetry', but the teachers' routes are m, c"):
         client.columns(two_samples(), routes=["m", "poetry"])
 
 
 def test_the_only_teacher_teaches_every_route() -> None:
     spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=0, timeout_s=9.0)
-    columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).columns(two_samples(), routes=["", "x"])
+    columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).columns(
+        two_samples(), routes=["", "x"]
+    )
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
     assert TEACHER_TOP_LOGPROBS not in columns
 
 
 def test_a_teacher_that_answers_too_little_is_an_error() -> None:
-    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": CountingTeacher()})
+    client = TeacherClient(
+        spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": CountingTeacher()}
+    )
     with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions of question 0"):
         client.columns(two_samples(), routes=["m", "c"])
 
@@ -101,18 +126,31 @@ def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
             return answer
 
     client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": Spoiled()})
-    with pytest.raises(TeacherError, match="teacher code answered NaN to question 1: look at its weights and precision"):
+    with pytest.raises(
+        TeacherError,
+        match="teacher code answered NaN to question 1: look at its weights and precision",
+    ):
         client.columns(two_samples(), routes=["m", "c"])
 
 
 def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
     paths = {f"teacher_{i}": f"/models/{i}/" + "x" * 500 for i in range(32)}
-    teachers = {name: TeacherConfig(engine=FSDPConfig(model=ModelSpec(path=path))) for name, path in paths.items()}
-    assert len(pickle.dumps(teacher_spec(teachers, DistillationConfig()))) < MAX_PICKLED_BYTES < len(pickle.dumps(teachers))
+    teachers = {
+        name: TeacherConfig(engine=FSDPConfig(model=ModelSpec(path=path)))
+        for name, path in paths.items()
+    }
+    assert (
+        len(pickle.dumps(teacher_spec(teachers, DistillationConfig())))
+        < MAX_PICKLED_BYTES
+        < len(pickle.dumps(teachers))
+    )
 
 
 def test_questions_go_longest_first_to_the_replica_with_the_fewest_tokens() -> None:
-    questions = [Question(question_id=i, tokens=(0,) * n, first=1, temperature=1.0) for i, n in enumerate((3, 9, 4, 2))]
+    questions = [
+        Question(question_id=i, tokens=(0,) * n, first=1, temperature=1.0)
+        for i, n in enumerate((3, 9, 4, 2))
+    ]
     assert share_out(questions, num_replicas=2) == [[1], [2, 0, 3]]
 
 
@@ -124,7 +162,10 @@ def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast
 def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
     ours, theirs = tokenizer_of("a", "b", "c"), tokenizer_of("c", "a", "d")
     assert compare_tokenizers(ours, tokenizer_of("a", "b", "c"), name="t", may_map=False) is None
-    with pytest.raises(ConfigError, match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0",
+    ):
         compare_tokenizers(ours, theirs, name="t", may_map=False)
     found = compare_tokenizers(ours, theirs, name="t", may_map=True)
     assert found is not None
@@ -136,7 +177,10 @@ def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
 
 
 def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
-    ours, theirs = tokenizer_of("a", "b", "<end>", end="<end>"), tokenizer_of("</s>", "b", "a", end="</s>")
+    ours, theirs = (
+        tokenizer_of("a", "b", "<end>", end="<end>"),
+        tokenizer_of("</s>", "b", "a", end="</s>"),
+    )
     found = compare_tokenizers(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
@@ -144,7 +188,10 @@ def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
 
 
 def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> None:
-    ours, theirs = tokenizer_of("a", "<turn>", "</s>", end="<turn>"), tokenizer_of("</s>", "<turn>", "a", end="</s>")
+    ours, theirs = (
+        tokenizer_of("a", "<turn>", "</s>", end="<turn>"),
+        tokenizer_of("</s>", "<turn>", "a", end="</s>"),
+    )
     found = compare_tokenizers(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
@@ -153,7 +200,11 @@ def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> Non
 
 def test_a_step_of_which_no_teacher_can_read_anything_is_an_error() -> None:
     nothing = TokenMap(forward={}, backward=torch.tensor([-1]))
-    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()}, token_maps={"maths": nothing})
+    client = TeacherClient(
+        spec=SPEC,
+        teachers={"maths": CountingTeacher(), "code": CountingTeacher()},
+        token_maps={"maths": nothing},
+    )
     with pytest.raises(TeacherError, match="not one of 2 completions could be translated"):
         client.columns(two_samples(), routes=["m", "m"])
     _, metrics = client.columns(two_samples(), routes=["m", "c"])
@@ -164,11 +215,15 @@ def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
     awaited = threading.Event()
 
     class Hanging(CountingTeacher):
-        def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+        def answer(
+            self, questions: Sequence[Question], *, top_k: int, timeout_s: float
+        ) -> list[TeacherAnswer]:
             awaited.wait(60)
             return super().answer(questions, top_k=top_k, timeout_s=timeout_s)
 
-    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": Hanging()})
+    client = TeacherClient(
+        spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": Hanging()}
+    )
     begin = time.monotonic()
     with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions"):
         client.columns(two_samples(), routes=["m", "c"])

@@ -11,12 +11,18 @@ from temper_trainer.weight_sync.buckets import pack_buckets, unpack_buckets
 
 
 def weights() -> list[NamedWeight]:
-    return [NamedWeight(f"w{i}", torch.full((i + 1, 4), float(i))) for i in range(4)]  # 16, 32, 48 and 64 bytes
+    return [
+        NamedWeight(f"w{i}", torch.full((i + 1, 4), float(i))) for i in range(4)
+    ]  # 16, 32, 48 and 64 bytes
 
 
 def test_what_is_packed_comes_out_again() -> None:
     buckets = list(pack_buckets(weights(), bucket_bytes=50))
-    assert [len(bucket.entries) for bucket in buckets] == [2, 1, 1]  # 16 + 32 fit into 50; 48; 64 alone, though larger
+    assert [len(bucket.entries) for bucket in buckets] == [
+        2,
+        1,
+        1,
+    ]  # 16 + 32 fit into 50; 48; 64 alone, though larger
     assert [bucket.is_last for bucket in buckets] == [False, False, True]
     back = list(unpack_buckets(buckets))
     assert [w.name for w in back] == ["w0", "w1", "w2", "w3"]
@@ -44,7 +50,12 @@ def test_a_changed_byte_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "sentence"), [([0, 2], "bucket 2 came where 1"), ([1, 0, 2], "bucket 1 came where 0"), ([0, 1], "without its last one")]
+    ("order", "sentence"),
+    [
+        ([0, 2], "bucket 2 came where 1"),
+        ([1, 0, 2], "bucket 1 came where 0"),
+        ([0, 1], "without its last one"),
+    ],
 )
 def test_missing_and_misplaced_buckets_are_refused(order: list[int], sentence: str) -> None:
     buckets = list(pack_buckets(weights(), bucket_bytes=50))

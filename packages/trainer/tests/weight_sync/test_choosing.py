@@ -21,7 +21,12 @@ FAR_CPU, FAR_GPU = Place(host="b"), Place(host="b", gpu="GPU-9")
         (GPU_0, [GPU_1, FAR_GPU], "collective", "GPUs of their own (NCCL)"),
         (GPU_0, [GPU_0], "cuda_ipc", "on the GPU of the actor's rank 0"),
         (GPU_0, [GPU_0, GPU_0], "cuda_ipc", "on the GPU of the actor's rank 0"),
-        (GPU_0, [GPU_0, GPU_1], "shared_memory", "some servers share the GPU of the actor's rank 0 and some do not"),
+        (
+            GPU_0,
+            [GPU_0, GPU_1],
+            "shared_memory",
+            "some servers share the GPU of the actor's rank 0 and some do not",
+        ),
         (GPU_0, [GPU_1, GPU_1], "shared_memory", "several workers of servers share a GPU"),
         (CPU, [CPU, CPU], "shared_memory", "on the CPUs of one host"),
         (CPU, [CPU, FAR_CPU], "collective", "on the CPUs of several hosts (gloo)"),
@@ -29,14 +34,23 @@ FAR_CPU, FAR_GPU = Place(host="b"), Place(host="b", gpu="GPU-9")
         (CPU, [GPU_0], "shared_memory", "only one side has a GPU"),
     ],
 )
-def test_the_fastest_way_that_works_is_taken(sender: Place, receivers: list[Place], transport: str, reason: str) -> None:
+def test_the_fastest_way_that_works_is_taken(
+    sender: Place, receivers: list[Place], transport: str, reason: str
+) -> None:
     choice = choose_transport(sender, receivers)
     assert (choice.transport, reason in choice.reason) == (transport, True), choice
 
 
-@pytest.mark.parametrize(("sender", "receivers"), [(GPU_0, [GPU_0, FAR_GPU]), (GPU_0, [FAR_CPU]), (CPU, [FAR_GPU])])
-def test_where_no_way_leads_to_all_servers_it_is_said(sender: Place, receivers: list[Place]) -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync\.transport is auto, but no way leads to all servers: .*on the actor's host"):
+@pytest.mark.parametrize(
+    ("sender", "receivers"), [(GPU_0, [GPU_0, FAR_GPU]), (GPU_0, [FAR_CPU]), (CPU, [FAR_GPU])]
+)
+def test_where_no_way_leads_to_all_servers_it_is_said(
+    sender: Place, receivers: list[Place]
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"weight_sync\.transport is auto, but no way leads to all servers: .*on the actor's host",
+    ):
         choose_transport(sender, receivers)
 
 

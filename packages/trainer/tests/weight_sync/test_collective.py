@@ -31,7 +31,9 @@ class Actor:
 
     def export_weights(self) -> WeightStream:
         """All of them."""
-        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()]))
+        return WeightStream(
+            iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
+        )
 
     def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """On that rank."""
@@ -56,7 +58,9 @@ class Worker:
 
     def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
-        self._channel: Channel = open_channel(spec.plain(), worker_rank=0, device=torch.device("cpu"))
+        self._channel: Channel = open_channel(
+            spec.plain(), worker_rank=0, device=torch.device("cpu")
+        )
 
     def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
         """Every bucket."""
@@ -82,7 +86,12 @@ class Worker:
         self.version = version
 
     def load_while(
-        self, receive: Callable[["Worker"], "Future[object]"], send: Callable[[], object], *, version: int, reload: object
+        self,
+        receive: Callable[["Worker"], "Future[object]"],
+        send: Callable[[], object],
+        *,
+        version: int,
+        reload: object,
     ) -> None:
         """Both at once."""
         self.reload = cast('Callable[[Worker], "Future[object]"]', reload)
@@ -91,7 +100,9 @@ class Worker:
         answer.result()
 
 
-def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64, max_share: float | None = None) -> CollectiveTransport:
+def transport_between(
+    actor: Actor, worker: Worker, *, bucket_bytes: int = 64, max_share: float | None = None
+) -> CollectiveTransport:
     return CollectiveTransport(
         actor=actor,
         sampler=cast("VllmSampler", worker),
@@ -105,7 +116,9 @@ def transport_between(actor: Actor, worker: Worker, *, bucket_bytes: int = 64, m
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
-def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_bucket(bucket_bytes: int) -> None:
+def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_bucket(
+    bucket_bytes: int,
+) -> None:
     # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed afterwards.
     worker = Worker()
     transport = transport_between(Actor(), worker, bucket_bytes=bucket_bytes)
@@ -117,7 +130,9 @@ def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_buc
     transport.close()
 
 
-def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part_in_the_next_set() -> None:
+def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part_in_the_next_set() -> (
+    None
+):
     actor, worker = Actor(), Worker()
     transport = transport_between(actor, worker)
     transport.send(1)
@@ -151,7 +166,16 @@ def test_a_channel_stops_listening_when_it_is_closed() -> None:
 
 
 def test_neither_token_nor_nonce_of_a_channel_is_shown_in_its_spec() -> None:
-    spec = ChannelSpec(backend="gloo", address="a", port=1, size=2, buffer_bytes=1, with_digest=False, token="T0K3N", nonce="N0NC3")
+    spec = ChannelSpec(
+        backend="gloo",
+        address="a",
+        port=1,
+        size=2,
+        buffer_bytes=1,
+        with_digest=False,
+        token="T0K3N",
+        nonce="N0NC3",
+    )
     assert "T0K3N" not in repr(spec)
     assert "N0NC3" not in repr(spec)
 
@@ -177,11 +201,15 @@ def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -
     sent = transport.send(3)
     # A place and a value of "wide", in 64 bytes each; "last" is one element, whose place would double it.
     assert (sent.num_bytes, sent.share) == (3 * 64, pytest.approx(2 / 1005))
-    assert [tensor.tolist() for held in worker.held for tensor in held] == [tensor.tolist() for tensor in actor.weights.values()]
+    assert [tensor.tolist() for held in worker.held for tensor in held] == [
+        tensor.tolist() for tensor in actor.weights.values()
+    ]
     transport.close()
 
 
-def test_a_server_that_holds_other_weights_is_sent_the_whole_set(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     actor, worker = Actor(), Worker()
     transport = transport_between(actor, worker, max_share=0.25)
     transport.send(1)

@@ -53,7 +53,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def weights() -> dict[str, Tensor]:
-    return {"small": torch.ones(256), "wide": torch.rand(1024, WIDE // 4096), "last": torch.ones(BUCKET // 8)}
+    return {
+        "small": torch.ones(256),
+        "wide": torch.rand(1024, WIDE // 4096),
+        "last": torch.ones(BUCKET // 8),
+    }
 
 
 def transposed() -> dict[str, Tensor]:

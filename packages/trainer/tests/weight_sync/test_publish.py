@@ -16,11 +16,17 @@ def export() -> list[WeightBucket]:
 
 
 def sampler(logprob: float = -1.0) -> ScriptedSampler:
-    return ScriptedSampler(lambda request: [request.prompt_tokens[-1]], end_token_id=1, logprob=logprob)
+    return ScriptedSampler(
+        lambda request: [request.prompt_tokens[-1]], end_token_id=1, logprob=logprob
+    )
 
 
 def publisher_of(receiver: ScriptedSampler, *, version: int = 0) -> Publisher:
-    return Publisher(transport=StreamTransport(export=export, sampler=receiver), sampler=receiver, version=version)
+    return Publisher(
+        transport=StreamTransport(export=export, sampler=receiver),
+        sampler=receiver,
+        version=version,
+    )
 
 
 def test_every_publish_has_the_next_number() -> None:
@@ -59,7 +65,9 @@ def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
 def test_canary_that_differs_names_the_versions_that_the_sampler_runs_on() -> None:
     receiver = sampler()
     transport = StreamTransport(export=export, sampler=receiver)
-    publisher = Publisher(transport=transport, sampler=receiver, software="vLLM 0.33.0 (tested: 0.26 to 0.32)")
+    publisher = Publisher(
+        transport=transport, sampler=receiver, software="vLLM 0.33.0 (tested: 0.26 to 0.32)"
+    )
     canary = Canary(tokens=(3, 4), engine_logprobs=lambda: [-2.0], tolerance=0.05)
     with pytest.raises(WeightError, match=r"runs on vLLM 0\.33\.0 \(tested: 0\.26 to 0\.32\)"):
         publisher.publish(canary)

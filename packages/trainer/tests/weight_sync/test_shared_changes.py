@@ -11,7 +11,12 @@ from torch import Tensor
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.changes import ChangeManifest, apply_changes, check_result, open_change_parcel
+from temper_trainer.rollout.changes import (
+    ChangeManifest,
+    apply_changes,
+    check_result,
+    open_change_parcel,
+)
 from temper_trainer.rollout.parcels import Parcel, named_weights, open_parcel
 from temper_trainer.weight_sync.shared_changes import write_changes
 from temper_trainer.weight_sync.shared_memory import write_set
@@ -26,7 +31,10 @@ class Rank:
     def __init__(self, *, is_first: bool = True) -> None:
         self.is_first = is_first
         self.num_gathered = 0
-        self.weights = {name: torch.randn(size) for name, size in {"a": 100, "b": 50, "c": 250, "d": 100}.items()}
+        self.weights = {
+            name: torch.randn(size)
+            for name, size in {"a": 100, "b": 50, "c": 250, "d": 100}.items()
+        }
 
     def export_weights(self) -> WeightStream:
         return WeightStream(self._gather())
@@ -39,7 +47,9 @@ class Rank:
     def train(self, *names: str) -> None:
         """One step."""
         for name in names:
-            self.weights[name] = self.weights[name] + torch.nn.functional.one_hot(torch.tensor(7), len(self.weights[name]))
+            self.weights[name] = self.weights[name] + torch.nn.functional.one_hot(
+                torch.tensor(7), len(self.weights[name])
+            )
 
 
 def read(base: list[Parcel], manifest: ChangeManifest) -> dict[str, Tensor]:
@@ -49,12 +59,19 @@ def read(base: list[Parcel], manifest: ChangeManifest) -> dict[str, Tensor]:
         weights = list(named_weights(open_parcel(parcel), parcel))
         held = [weight.tensor for weight in weights]
         apply_changes(held, open_change_parcel(changes), parcel.entries, changes.counts)
-        check_result(held, changes.result_digest, version=manifest.version, base_version=manifest.base_version)
+        check_result(
+            held,
+            changes.result_digest,
+            version=manifest.version,
+            base_version=manifest.base_version,
+        )
         found |= {weight.name: weight.tensor.clone() for weight in weights}
     return found
 
 
-def changes_of(rank: Rank, base: list[Parcel], loaded: ChangeManifest, folder: Path, *, version: int) -> ChangeManifest:
+def changes_of(
+    rank: Rank, base: list[Parcel], loaded: ChangeManifest, folder: Path, *, version: int
+) -> ChangeManifest:
     return write_changes(rank, base, loaded, version, str(folder), BUCKET_BYTES, True, 0.25)
 
 
@@ -63,13 +80,18 @@ def assert_read(found: dict[str, Tensor], rank: Rank) -> None:
     assert all(found[name].equal(tensor) for name, tensor in rank.weights.items())
 
 
-def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_brought_up_to_date(tmp_path: Path) -> None:
+def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_brought_up_to_date(
+    tmp_path: Path,
+) -> None:
     rank = Rank()
     base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     assert [len(parcel.entries) for parcel in base] == [2, 1, 1]
     rank.train("a", "c")
     second = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
-    assert (second.base_version, [parcel.counts for parcel in second.parcels]) == (1, [(1, 0), (1,), (0,)])
+    assert (second.base_version, [parcel.counts for parcel in second.parcels]) == (
+        1,
+        [(1, 0), (1,), (0,)],
+    )
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == ["00000", "00001"]
     assert_read(read(base, second), rank)
     then = {name: tensor.clone() for name, tensor in rank.weights.items()}
@@ -77,7 +99,10 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
     third = changes_of(rank, base, second, tmp_path / "3", version=3)
     # A server that is started again before the third set is loaded reads the second one from files that have it already.
     assert all(read(base, second)[name].equal(tensor) for name, tensor in then.items())
-    assert (third.base_version, [parcel.counts for parcel in third.parcels]) == (2, [(0, 0), (1,), (1,)])
+    assert (third.base_version, [parcel.counts for parcel in third.parcels]) == (
+        2,
+        [(0, 0), (1,), (1,)],
+    )
     assert_read(read(base, third), rank)
 
 
@@ -103,7 +128,9 @@ def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["shapes", "room"])
-def test_a_fault_is_said_after_every_rank_has_gathered_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_fault_is_said_after_every_rank_has_gathered_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     rank, other = Rank(), Rank(is_first=False)
     base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")

@@ -38,7 +38,9 @@ def test_a_set_is_cut_into_buckets(tmp_path: Path) -> None:
     assert all(len(open_parcel(parcel)) == parcel.num_bytes for parcel in parcels)
 
 
-def test_full_memory_is_said_after_every_rank_has_gathered_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_is_said_after_every_rank_has_gathered_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room, reserve = [1], os.posix_fallocate
 
     def reserve_once(file: int, start: int, length: int) -> None:
@@ -49,7 +51,10 @@ def test_full_memory_is_said_after_every_rank_has_gathered_everything(tmp_path: 
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_once)
     first, other = Rank(is_first=True), Rank(is_first=False)
-    with pytest.raises(WeightError, match=r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared memory more room"):
+    with pytest.raises(
+        WeightError,
+        match=r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared memory more room",
+    ):
         write_set(first, str(tmp_path / "set"), 32, False)
     write_set(other, str(tmp_path / "set"), 32, False)
     assert first.num_gathered == other.num_gathered == len(NAMES)

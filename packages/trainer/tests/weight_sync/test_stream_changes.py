@@ -17,7 +17,11 @@ from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.changes import StaleBaseError
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.weight_sync.buckets import export_buckets
-from temper_trainer.weight_sync.stream_changes import StreamChangeTransport, export_changes, keep_set
+from temper_trainer.weight_sync.stream_changes import (
+    StreamChangeTransport,
+    export_changes,
+    keep_set,
+)
 from temper_trainer.weight_sync.transport import StreamTransport
 
 BUCKET_BYTES = 3000
@@ -34,7 +38,9 @@ class Actor:
 
     def export_weights(self) -> WeightStream:
         """All of them."""
-        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()]))
+        return WeightStream(
+            iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
+        )
 
     def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """On that rank."""
@@ -60,7 +66,12 @@ def actor(pair: Pair, request: pytest.FixtureRequest) -> Actor:
 
 
 def sampler_of(pair: Pair) -> HfSampler:
-    return HfSampler(model=ModelSpec(path=str(pair.directory)), tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
+    return HfSampler(
+        model=ModelSpec(path=str(pair.directory)),
+        tokenizer=make_tokenizer(),
+        config=RolloutConfig(),
+        device="cpu",
+    )
 
 
 def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
@@ -69,20 +80,28 @@ def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
 
 
 def transport_to(sampler: HfSampler, actor: Actor) -> StreamChangeTransport:
-    whole = StreamTransport(export=lambda: actor.run(export_buckets, [(BUCKET_BYTES,)])[0], sampler=sampler)
-    return StreamChangeTransport(whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_share=0.25)
+    whole = StreamTransport(
+        export=lambda: actor.run(export_buckets, [(BUCKET_BYTES,)])[0], sampler=sampler
+    )
+    return StreamChangeTransport(
+        whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_share=0.25
+    )
 
 
 def whole(actor: Actor, pair: Pair) -> dict[str, Tensor]:
     """What a sampler has that got the actor's weights as one whole set."""
     fresh = sampler_of(pair)
-    fresh.load_weights((NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1)
+    fresh.load_weights(
+        (NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1
+    )
     return weights_of(fresh)
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert all(found[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected)
+    assert all(
+        found[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected
+    )
 
 
 @pytest.mark.bitwise
@@ -97,13 +116,17 @@ def test_after_changes_the_sampler_has_the_bits_of_a_whole_set(pair: Pair, actor
         sizes.append(sent.num_bytes)
         assert sampler.weight_version == version
         assert_same_bits(weights_of(sampler), whole(actor, pair))
-    assert shares[0] == shares[3] == 1.0, "the first set, and one of which nearly everything changed"
+    assert shares[0] == shares[3] == 1.0, (
+        "the first set, and one of which nearly everything changed"
+    )
     assert (shares[2], sizes[2]) == (0.0, 0)
     assert 0 < shares[1] < 0.3  # 2 %, and the small tensors whole
     assert sizes[1] < sizes[0] / 2
 
 
-def test_a_sampler_that_was_started_again_gets_the_whole_set(pair: Pair, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_that_was_started_again_gets_the_whole_set(
+    pair: Pair, actor: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
     sampler = sampler_of(pair)
     transport = transport_to(sampler, actor)
     transport.send(1)
@@ -112,7 +135,10 @@ def test_a_sampler_that_was_started_again_gets_the_whole_set(pair: Pair, actor: 
     restarted = transport_to(again, actor)
     restarted._key, restarted._base_version = transport._key, 1
     sent = restarted.send(2)
-    assert "changes of weights 1 came, but the sampler holds weights 0. The whole set is sent." in caplog.text
+    assert (
+        "changes of weights 1 came, but the sampler holds weights 0. The whole set is sent."
+        in caplog.text
+    )
     assert sent.share == 1.0
     assert_same_bits(weights_of(again), whole(actor, pair))
     actor.train(2, share=0.02)
@@ -132,17 +158,25 @@ def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor)
     assert_same_bits(weights_of(sampler), whole(actor, pair))
 
 
-def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(pair: Pair, actor: Actor) -> None:
+def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
+    pair: Pair, actor: Actor
+) -> None:
     sampler = sampler_of(pair)
-    sampler.load_weights((NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1)
+    sampler.load_weights(
+        (NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1
+    )
     before = weights_of(sampler)
     keep_set(actor, "key", BUCKET_BYTES, 1)
     actor.train(1, share=0.02)
     first, *rest = export_changes(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
-    with pytest.raises(StaleBaseError, match="changes of weights 7 came, but the sampler holds weights 1"):
+    with pytest.raises(
+        StaleBaseError, match="changes of weights 7 came, but the sampler holds weights 1"
+    ):
         sampler.load_changes([first, *rest], base_version=7, version=8)
     damaged = replace(rest[-1], data=rest[-1].data.flip(0))
-    renamed = replace(first, entries=tuple(replace(entry, name=f"other.{entry.name}") for entry in first.entries))
+    renamed = replace(
+        first, entries=tuple(replace(entry, name=f"other.{entry.name}") for entry in first.entries)
+    )
     for buckets, complaint in (
         ([first, *rest[:-1], damaged], "arrived damaged"),
         ([first, *rest[:-1]], "not all in order"),
@@ -168,7 +202,11 @@ def test_other_ranks_take_part_in_both_gatherings() -> None:
         is_first = False
 
         def export_weights(self) -> WeightStream:
-            return WeightStream(NamedWeight(name, tensor) for name, tensor in self.weights.items() if gathered.append(name) is None)
+            return WeightStream(
+                NamedWeight(name, tensor)
+                for name, tensor in self.weights.items()
+                if gathered.append(name) is None
+            )
 
     other = Other({"a": torch.zeros(3), "b": torch.zeros(3)})
     keep_set(other, "key", BUCKET_BYTES, 1)

@@ -13,8 +13,20 @@ from temper_engine_api.checkpoint.layout import (
     step_directory,
     step_entries,
 )
-from temper_engine_api.checkpoint.manifest import Manifest, ManifestInfo, config_hash, package_versions, verify
-from temper_engine_api.checkpoint.parts import FileRecord, PartReport, read_json, report_part, write_json
+from temper_engine_api.checkpoint.manifest import (
+    Manifest,
+    ManifestInfo,
+    config_hash,
+    package_versions,
+    verify,
+)
+from temper_engine_api.checkpoint.parts import (
+    FileRecord,
+    PartReport,
+    read_json,
+    report_part,
+    write_json,
+)
 from temper_engine_api.checkpoint.remote import download, upload
 from temper_engine_api.checkpoint.transaction import Transaction, begin
 

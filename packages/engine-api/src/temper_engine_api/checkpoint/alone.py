@@ -93,7 +93,9 @@ def save_alone(
         CheckpointError: the step exists, a rank can't see local_path, or writing failed; earlier steps are untouched.
     """
     if max_to_keep is not None and max_to_keep < 1:
-        raise ConfigError(f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all.")
+        raise ConfigError(
+            f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
+        )
     rank = engine.topology.global_rank
     transaction = _on_rank_zero(lambda: begin(local_path, step), rank=rank, gather=gather)
     with ExitStack() as undo:
@@ -101,7 +103,9 @@ def save_alone(
             undo.enter_context(transaction)
         _check_seen(transaction.staging / MARKER_NAME, gather)
         reports = _write(engine, transaction, gather)
-        final = _on_rank_zero(lambda: _commit(engine, transaction, reports), rank=rank, gather=gather)
+        final = _on_rank_zero(
+            lambda: _commit(engine, transaction, reports), rank=rank, gather=gather
+        )
     if remote_url is not None:
         _on_rank_zero(lambda: upload(final, remote_url), rank=rank, gather=gather)
     if max_to_keep is not None:
@@ -132,10 +136,14 @@ def load_alone(
         CheckpointError: a rank can't see the directory, or it holds no engine's part.
     """
     if delete_download and remote_url is None:
-        raise ConfigError("del_local_after_load has no effect without hdfs_path: only a downloaded copy is ever deleted.")
+        raise ConfigError(
+            "del_local_after_load has no effect without hdfs_path: only a downloaded copy is ever deleted."
+        )
     rank = engine.topology.global_rank
     directory = _on_rank_zero(
-        lambda: find_step(local_path) if remote_url is None else download(remote_url, local_path), rank=rank, gather=gather
+        lambda: find_step(local_path) if remote_url is None else download(remote_url, local_path),
+        rank=rank,
+        gather=gather,
     )
     with ExitStack() as undo:
         if delete_download and rank == 0:
@@ -163,10 +171,18 @@ def _check_seen(path: Path, gather: Gather) -> None:
 
 def _write(engine: Participant, transaction: Transaction, gather: Gather) -> list[PartReport]:
     outcomes = gather(_attempt(lambda: engine.write_part(str(transaction.part(ENGINE_PART)))))
-    failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    failed = [
+        f"rank {rank}: {outcome.error}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error is not None
+    ]
     if failed:
-        gather(None)  # every rank has stopped writing before rank 0 looks at the disk and removes the staging directory
-        raise _on_rank_zero(lambda: transaction.failure(failed[0]), rank=engine.topology.global_rank, gather=gather)
+        gather(
+            None
+        )  # every rank has stopped writing before rank 0 looks at the disk and removes the staging directory
+        raise _on_rank_zero(
+            lambda: transaction.failure(failed[0]), rank=engine.topology.global_rank, gather=gather
+        )
     return [outcome.value for outcome in outcomes if outcome.value is not None]
 
 
@@ -220,5 +236,7 @@ def _reason(error: BaseException) -> str:
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
-        return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in list(error.failures.values())[:1])
+        return "; ".join(
+            f"{type(cause).__name__}: {cause}" for cause, _ in list(error.failures.values())[:1]
+        )
     return f"{type(error).__name__}: {error}"

@@ -42,7 +42,9 @@ class StagedEngine:
 
     def read_part(self, directory: str) -> None:
         """A copy is never read into."""
-        raise EngineStateError(f"{directory} can't be read into the copy of an engine that is being saved.")
+        raise EngineStateError(
+            f"{directory} can't be read into the copy of an engine that is being saved."
+        )
 
 
 class BackgroundSave(Generic[ResultT]):

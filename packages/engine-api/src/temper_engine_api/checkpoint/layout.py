@@ -63,7 +63,9 @@ def complete_steps(root: str | Path) -> list[int]:
     if not Path(root).is_dir():
         return []
     named = ((STEP_NAME.fullmatch(path.name), path) for path in Path(root).iterdir())
-    return sorted(int(match[1]) for match, path in named if match and (path / MANIFEST_NAME).is_file())
+    return sorted(
+        int(match[1]) for match, path in named if match and (path / MANIFEST_NAME).is_file()
+    )
 
 
 def step_entries(root: str | Path) -> dict[int, Path]:
@@ -98,7 +100,9 @@ def leftovers(root: str | Path) -> list[Path]:
     """Directories of saves that have not been committed: running now, or of a run that died."""
     if not Path(root).is_dir():
         return []
-    return sorted(path for path in Path(root).iterdir() if _PARTIAL.fullmatch(path.name) and path.is_dir())
+    return sorted(
+        path for path in Path(root).iterdir() if _PARTIAL.fullmatch(path.name) and path.is_dir()
+    )
 
 
 def find_step(path: str | Path) -> Path:
@@ -115,7 +119,9 @@ def find_step(path: str | Path) -> Path:
     if last is not None and not STEP_NAME.fullmatch(path.name):
         return step_directory(path, last)
     if not path.is_dir():
-        raise IncompleteCheckpointError(f"{path} does not exist: give a step directory or a folder of them.")
+        raise IncompleteCheckpointError(
+            f"{path} does not exist: give a step directory or a folder of them."
+        )
     present = sorted(entry.name for entry in path.iterdir())
     raise IncompleteCheckpointError(
         f"{path} holds no complete step (a directory step_NNNNNNNN with {MANIFEST_NAME}); it holds {present[:8] or 'nothing'}."
@@ -151,7 +157,9 @@ def prune(
         ConfigError: If max_to_keep is below 1.
     """
     if max_to_keep < 1:
-        raise ConfigError(f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all.")
+        raise ConfigError(
+            f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
+        )
     for left in [*leftovers(root), *_set_aside_partials(root)]:
         if _owner_of(left) == (run_id or ""):
             logger.info("deleting %s, which was never committed", left)
@@ -196,9 +204,13 @@ def reading(directory: str | Path) -> Iterator[None]:
             is_free = _lock(file, fcntl.LOCK_SH) is not False
             # Deleted between open and lock: the lock is on a file that no longer has this name.
             if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise CheckpointError(f"{directory} is being deleted by its run: load another step.")
+                raise CheckpointError(
+                    f"{directory} is being deleted by its run: load another step."
+                )
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise IncompleteCheckpointError(f"{directory} has no {MANIFEST_NAME}: load another step directory.") from error
+            raise IncompleteCheckpointError(
+                f"{directory} has no {MANIFEST_NAME}: load another step directory."
+            ) from error
         except OSError as error:
             raise unreadable(path, error) from error
         yield
@@ -257,7 +269,9 @@ def _remove(root: str | Path, step: int, manifest: Manifest) -> bool:
     """Delete a step unless it is being read or holds other files; return whether it was deleted."""
     directory = step_directory(root, step)
     ours = {record.path for record in manifest.files} | {MANIFEST_NAME, MARKER_NAME}
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+    present = {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()
+    }
     if present - ours:
         logger.warning("%s is kept: %s is not ours to delete", directory, min(present - ours))
         return False
@@ -273,5 +287,7 @@ def _remove(root: str | Path, step: int, manifest: Manifest) -> bool:
 def _folder(path: str | Path) -> Path:
     # As a path it would be a folder of that name below the working directory.
     if "://" in str(path):
-        raise ConfigError(f"{path} is a URL, but a folder of this machine is wanted here: give one, and the URL as hdfs_path.")
+        raise ConfigError(
+            f"{path} is a URL, but a folder of this machine is wanted here: give one, and the URL as hdfs_path."
+        )
     return Path(path)

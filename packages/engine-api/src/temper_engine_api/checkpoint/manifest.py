@@ -13,7 +13,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from temper_engine_api.checkpoint.parts import FileRecord, fault_of
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from temper_engine_api.topology import Topology
 
 MANIFEST_NAME = "manifest.json"
@@ -24,10 +28,16 @@ MAX_READ_THREADS = 8
 """Threads that compute checksums at once, in one process."""
 
 
-def package_versions(also: Iterable[str] = ("torch", "transformers", "megatron-core")) -> dict[str, str]:
+def package_versions(
+    also: Iterable[str] = ("torch", "transformers", "megatron-core"),
+) -> dict[str, str]:
     """Versions of every installed distribution of Temper, and of these others where they are installed."""
     wanted = set(also)
-    return {name: version for name, version in _installed() if name.startswith("temper-") or name in wanted}
+    return {
+        name: version
+        for name, version in _installed()
+        if name.startswith("temper-") or name in wanted
+    }
 
 
 @cache
@@ -124,11 +134,17 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
         )
         paths = [Path(record.path) for record in manifest.files]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{source} is damaged ({error}): load another step directory.") from error
+        raise DamagedCheckpointError(
+            f"{source} is damaged ({error}): load another step directory."
+        ) from error
     if any(path.is_absolute() or ".." in path.parts for path in paths):
-        raise DamagedCheckpointError(f"{source} names a file outside its directory: load another step directory.")
+        raise DamagedCheckpointError(
+            f"{source} names a file outside its directory: load another step directory."
+        )
     if not is_intact:
-        raise DamagedCheckpointError(f"{source} does not match its own checksum: load another step directory.")
+        raise DamagedCheckpointError(
+            f"{source} does not match its own checksum: load another step directory."
+        )
     return manifest
 
 
@@ -203,7 +219,14 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 def topology_sizes(topology: Topology) -> dict[str, int]:
     """Sizes of the axes by name, as a manifest holds them."""
-    axes = {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "cp": topology.cp, "ep": topology.ep, "sp": topology.sp}
+    axes = {
+        "dp": topology.dp,
+        "tp": topology.tp,
+        "pp": topology.pp,
+        "cp": topology.cp,
+        "ep": topology.ep,
+        "sp": topology.sp,
+    }
     return {"world_size": topology.world_size, **{name: axis.size for name, axis in axes.items()}}
 
 
@@ -221,4 +244,6 @@ def _plain(value: object) -> object:
         return [_plain(entry) for entry in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise TypeError(f"a configuration holds mappings, sequences and scalars, not a {type(value).__name__}.")
+    raise TypeError(
+        f"a configuration holds mappings, sequences and scalars, not a {type(value).__name__}."
+    )

@@ -45,7 +45,9 @@ def _record(directory: Path, path: str) -> FileRecord:
     with open(directory / path, "rb+") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-        return FileRecord(path=Path(path).as_posix(), num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+        return FileRecord(
+            path=Path(path).as_posix(), num_bytes=os.fstat(file.fileno()).st_size, sha256=digest
+        )
 
 
 def fault_of(directory: Path, record: FileRecord, *, with_content: bool) -> str | None:
@@ -98,7 +100,11 @@ def read_json(directory: str | Path, name: str) -> dict[str, object]:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise DamagedCheckpointError(f"{path} is not JSON ({error}): load a step that is whole.") from error
+        raise DamagedCheckpointError(
+            f"{path} is not JSON ({error}): load a step that is whole."
+        ) from error
     if not isinstance(content, dict):
-        raise DamagedCheckpointError(f"{path} should hold a JSON object, but holds {str(content)[:80]}: load a step that is whole.")
+        raise DamagedCheckpointError(
+            f"{path} should hold a JSON object, but holds {str(content)[:80]}: load a step that is whole."
+        )
     return content

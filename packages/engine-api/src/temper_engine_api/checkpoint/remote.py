@@ -8,7 +8,11 @@ from temper_engine_api.checkpoint.layout import STEP_NAME
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from temper_engine_api.checkpoint.parts import fault_of
 from temper_engine_api.checkpoint.transaction import begin
-from temper_engine_api.errors import CheckpointError, DamagedCheckpointError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 
 
 class FileSystem(Protocol):
@@ -57,17 +61,27 @@ def upload(directory: Path, url: str) -> str:
     target = f"{base}/{directory.name}"
     copy = f"{url.rstrip('/')}/{directory.name}"
     if files.exists(f"{target}/{MANIFEST_NAME}"):
-        raise CheckpointError(f"{copy} already exists and is never overwritten: save to another URL. {directory} is whole.")
-    present = {path.removeprefix(f"{target}/") for path in files.find(target)} if files.exists(target) else set()
+        raise CheckpointError(
+            f"{copy} already exists and is never overwritten: save to another URL. {directory} is whole."
+        )
+    present = (
+        {path.removeprefix(f"{target}/") for path in files.find(target)}
+        if files.exists(target)
+        else set()
+    )
     foreign = present - {record.path for record in manifest.files}
     if foreign:
-        raise CheckpointError(f"{copy} holds {min(foreign)}, which is not of this step: save to another URL.")
+        raise CheckpointError(
+            f"{copy} holds {min(foreign)}, which is not of this step: save to another URL."
+        )
     for record in manifest.files:
         goal = f"{target}/{record.path}"
         files.makedirs(goal.rpartition("/")[0], exist_ok=True)
         files.put_file(str(directory / record.path), goal)
         if files.size(goal) != record.num_bytes:
-            raise CheckpointError(f"{copy}/{record.path} arrived with {files.size(goal)} bytes instead of {record.num_bytes}.")
+            raise CheckpointError(
+                f"{copy}/{record.path} arrived with {files.size(goal)} bytes instead of {record.num_bytes}."
+            )
     files.put_file(str(directory / MANIFEST_NAME), f"{target}/{MANIFEST_NAME}")
     return copy
 
@@ -89,7 +103,9 @@ def download(url: str, root: str | Path) -> Path:
     """
     files, base = _open(url)
     source = _find_step(files, base, url)
-    manifest = parse_manifest(files.cat_file(f"{source}/{MANIFEST_NAME}"), source=f"{url}: {MANIFEST_NAME}")
+    manifest = parse_manifest(
+        files.cat_file(f"{source}/{MANIFEST_NAME}"), source=f"{url}: {MANIFEST_NAME}"
+    )
     with begin(root, manifest.step) as transaction:
         for record in manifest.files:
             goal = transaction.staging / record.path
@@ -97,7 +113,9 @@ def download(url: str, root: str | Path) -> Path:
             try:
                 files.get_file(f"{source}/{record.path}", str(goal))
             except FileNotFoundError as error:
-                raise DamagedCheckpointError(f"{record.path} of {url} is missing: load another step.") from error
+                raise DamagedCheckpointError(
+                    f"{record.path} of {url} is missing: load another step."
+                ) from error
             fault = fault_of(transaction.staging, record, with_content=True)
             if fault is not None:
                 raise DamagedCheckpointError(f"{record.path} of {url} {fault}: load another step.")
@@ -107,19 +125,29 @@ def download(url: str, root: str | Path) -> Path:
 def _find_step(files: FileSystem, base: str, url: str) -> str:
     if files.exists(f"{base}/{MANIFEST_NAME}"):
         return base
-    entries = [path.rstrip("/") for path in files.ls(base, detail=False)] if files.exists(base) else []
-    steps = {int(match[1]): path for path in entries if (match := STEP_NAME.fullmatch(path.rpartition("/")[2]))}
+    entries = (
+        [path.rstrip("/") for path in files.ls(base, detail=False)] if files.exists(base) else []
+    )
+    steps = {
+        int(match[1]): path
+        for path in entries
+        if (match := STEP_NAME.fullmatch(path.rpartition("/")[2]))
+    }
     for step in sorted(steps, reverse=True):
         if files.exists(f"{steps[step]}/{MANIFEST_NAME}"):
             return steps[step]
-    raise IncompleteCheckpointError(f"{url} holds no committed step: there is no {MANIFEST_NAME} in it or in a step below it.")
+    raise IncompleteCheckpointError(
+        f"{url} holds no committed step: there is no {MANIFEST_NAME} in it or in a step below it."
+    )
 
 
 def _open(url: str) -> tuple[FileSystem, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise CheckpointError(f"{url} is read and written through fsspec: pip install fsspec.") from error
+        raise CheckpointError(
+            f"{url} is read and written through fsspec: pip install fsspec."
+        ) from error
     try:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:

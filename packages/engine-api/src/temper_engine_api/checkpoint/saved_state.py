@@ -42,7 +42,10 @@ class SavedState:
 
     def entries(self) -> list[WeightEntry]:
         """The weights, for a check before the first one is read."""
-        return [WeightEntry(name=name, shape=shape, dtype=torch.float32) for name, shape in self.weights.items()]
+        return [
+            WeightEntry(name=name, shape=shape, dtype=torch.float32)
+            for name, shape in self.weights.items()
+        ]
 
     def iterate_weights(self) -> Iterator[NamedWeight]:
         """One at a time, float32."""
@@ -83,17 +86,29 @@ def holds_files(directory: str | Path) -> bool:
 def open_dcp(directory: str) -> SavedState:
     """The state in ``dcp/``; no communication: every rank that asks reads whole tensors from the disk."""
     reader = StateReader(Path(directory, DCP_FOLDER))
-    saved = {name: m for name, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    weights = {name.partition(".")[2]: tuple(m.size) for name, m in saved.items() if name.startswith("parameter.")}
+    saved = {
+        name: m
+        for name, m in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(m, TensorStorageMetadata)
+    }
+    weights = {
+        name.partition(".")[2]: tuple(m.size)
+        for name, m in saved.items()
+        if name.startswith("parameter.")
+    }
 
     def read(kind: str, name: str) -> Tensor:
         key = f"{'parameter' if kind == 'weight' else kind}.{name}"
         tensor = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
         with warnings.catch_warnings():
             # Reading alone is the intent, with or without a process group.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled", category=UserWarning
+            )
             load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
-    has_moments = all(f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT))
+    has_moments = all(
+        f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT)
+    )
     return SavedState(directory=directory, weights=weights, has_moments=has_moments, read=read)

@@ -18,7 +18,10 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata")),
-        *((_METADATA, name) for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")),
+        *(
+            (_METADATA, name)
+            for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")
+        ),
         (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),  # looks a name up in a table
@@ -30,7 +33,8 @@ _ALLOWED = frozenset(
 )
 """What the metadata of tensors is made of. Not BytesStorageMetadata: torch unpickles such entries."""
 _DTYPES = frozenset(
-    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32"} | {"int16", "int8", "uint8", "bool"}
+    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32"}
+    | {"int16", "int8", "uint8", "bool"}
 )
 
 
@@ -47,10 +51,21 @@ class StateReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file, path).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path} can't be read ({error}): copy the checkpoint again.") from error
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+        ) as error:
+            raise CheckpointError(
+                f"{path} can't be read ({error}): copy the checkpoint again."
+            ) from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
+            raise CheckpointError(
+                f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint."
+            )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -41,7 +41,12 @@ class Transaction:
     def __enter__(self) -> "Transaction":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Abort what is not committed; an OSError (a full disk) becomes a CheckpointError that says what the disk has to say."""
         try:
             if isinstance(error, OSError):
@@ -70,7 +75,9 @@ class Transaction:
         """
         version = 1 if info.run_id is None else 2
         files = _collect(reports)
-        return self.publish(Manifest(step=self.step, info=info, files=files, schema_version=version))
+        return self.publish(
+            Manifest(step=self.step, info=info, files=files, schema_version=version)
+        )
 
     def publish(self, manifest: Manifest) -> Path:
         """Commit with a manifest that is already made; otherwise like ``commit``."""
@@ -84,7 +91,9 @@ class Transaction:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            raise CheckpointError(f"{self.final} was committed by another run meanwhile; this one is discarded.") from error
+            raise CheckpointError(
+                f"{self.final} was committed by another run meanwhile; this one is discarded."
+            ) from error
         (self.final / MARKER_NAME).unlink()
         sync_directory(self.final.parent)
         logger.info("saved step %d to %s", self.step, self.final)
@@ -98,7 +107,11 @@ class Transaction:
         """The error for a save that failed, with what the disk has to say; to be called before ``abort``."""
         root = self.final.parent
         last = last_complete_step(root)
-        needed = "" if last is None else f"; step {last} takes {_size(_bytes_below(step_directory(root, last)))}"
+        needed = (
+            ""
+            if last is None
+            else f"; step {last} takes {_size(_bytes_below(step_directory(root, last)))}"
+        )
         return CheckpointError(
             f"step {self.step} could not be saved: {reason}. {_size(_bytes_below(self.staging))} of it were written and "
             f"{_size(shutil.disk_usage(root).free)} are free at {root}{needed}. Make room there or save elsewhere; "
@@ -113,7 +126,11 @@ class Transaction:
                     f"{record.path} {fault}, so step {self.step} is not committed: does every participant write to the same file system?"
                 )
         known = {record.path for record in files} | {MARKER_NAME}
-        present = {path.relative_to(self.staging).as_posix() for path in self.staging.rglob("*") if not path.is_dir()}
+        present = {
+            path.relative_to(self.staging).as_posix()
+            for path in self.staging.rglob("*")
+            if not path.is_dir()
+        }
         if present - known:
             raise CheckpointError(
                 f"no participant reported {min(present - known)}, so step {self.step} is not committed: "
@@ -134,7 +151,9 @@ def begin(root: str | Path, step: int, *, run_id: str | None = None) -> Transact
     """
     final = step_directory(root, step)
     if final.exists():
-        raise CheckpointError(f"{final} already exists and is never overwritten: save to another folder or remove it first.")
+        raise CheckpointError(
+            f"{final} already exists and is never overwritten: save to another folder or remove it first."
+        )
     for partial in leftovers(root):
         logger.warning("%s was never committed: its run died, or is still saving", partial)
     staging = partial_directory(root, step)
@@ -166,9 +185,13 @@ def sync_directory(directory: Path) -> None:
 def _collect(reports: Mapping[str, Sequence[PartReport]]) -> tuple[FileRecord, ...]:
     by_path: dict[str, FileRecord] = {}
     for part, of_ranks in reports.items():
-        for record in (replace(r, path=f"{part}/{r.path}") for report in of_ranks for r in report.files):
+        for record in (
+            replace(r, path=f"{part}/{r.path}") for report in of_ranks for r in report.files
+        ):
             if by_path.setdefault(record.path, record) != record:
-                raise CheckpointError(f"two ranks wrote {record.path} with different content: give each rank its own files.")
+                raise CheckpointError(
+                    f"two ranks wrote {record.path} with different content: give each rank its own files."
+                )
     return tuple(by_path[path] for path in sorted(by_path))
 
 

@@ -19,7 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = sys.argv[1:] if arguments is None else arguments
     # pytest wants to rewrite the asserts of every module of an entry point; this one and its package are already imported.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    return int(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", *quiet, "--pyargs", KIT, *chosen]))
+    return int(
+        pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", *quiet, "--pyargs", KIT, *chosen])
+    )
 
 
 if __name__ == "__main__":

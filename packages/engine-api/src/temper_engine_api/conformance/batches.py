@@ -33,7 +33,10 @@ def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
     draw = torch.Generator().manual_seed(seed)
     tokens, masks = [], []
     for b in range(num_sequences):
-        prompt, response = 2 + (3 * b + seed) % 4, _RESPONSE_LENGTHS[(b + seed) % len(_RESPONSE_LENGTHS)]
+        prompt, response = (
+            2 + (3 * b + seed) % 4,
+            _RESPONSE_LENGTHS[(b + seed) % len(_RESPONSE_LENGTHS)],
+        )
         tokens.append(torch.randint(VOCABULARY, (prompt + response,), generator=draw))
         mask = torch.rand(prompt + response, generator=draw) > 0.15
         mask[:prompt] = False
@@ -49,7 +52,9 @@ def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
     )
 
 
-def with_training_columns(batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0) -> SequenceBatch:
+def with_training_columns(
+    batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
+) -> SequenceBatch:
     """The batch with every column that a probe reads, near enough to the policy that clips bite on some tokens and not on others.
 
     Args:
@@ -73,17 +78,26 @@ def with_training_columns(batch: SequenceBatch, *, logprobs: Tensor, values: Ten
         "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
         "returns": near_values + noise(tokens),
         LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_GIVEN_IDS), generator=draw),
-        "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_GIVEN_IDS + 1), dim=-1)[:, :NUM_GIVEN_IDS],
+        "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_GIVEN_IDS + 1), dim=-1)[
+            :, :NUM_GIVEN_IDS
+        ],
     }
     first_of_pair = torch.arange(sequences) % 2 == 0
-    return batch.with_columns(columns, {"is_chosen": first_of_pair, "sequence_advantages": noise(sequences) + 0.5 * first_of_pair})
+    return batch.with_columns(
+        columns,
+        {"is_chosen": first_of_pair, "sequence_advantages": noise(sequences) + 0.5 * first_of_pair},
+    )
 
 
 def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
     """Moved away from where a clip begins, further than bf16 rounds: there a loss has two slopes, and rounding would choose."""
     for boundary in boundaries:
         distance = noise - boundary
-        noise = torch.where(distance.abs() < _CLEARANCE, boundary + torch.where(distance < 0, -_CLEARANCE, _CLEARANCE), noise)
+        noise = torch.where(
+            distance.abs() < _CLEARANCE,
+            boundary + torch.where(distance < 0, -_CLEARANCE, _CLEARANCE),
+            noise,
+        )
     return noise
 
 

@@ -17,14 +17,18 @@ def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
     return [update_once(engine, [share_of(engine, batch, split=WHOLE)]) for batch in batches]
 
 
-def train_and_save(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int) -> str:
+def train_and_save(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int
+) -> str:
     """The committed directory, as every rank is told."""
     engine = rank.engine(recipe)
     train(engine, batches)
     return engine.save_checkpoint(str(folder), global_step=step)
 
 
-def load_and_train(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path) -> list[Update]:
+def load_and_train(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+) -> list[Update]:
     """In an engine that has already trained something else, all of which must be forgotten."""
     engine = rank.engine(recipe)
     train(engine, batches[:1])

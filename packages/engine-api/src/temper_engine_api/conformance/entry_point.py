@@ -17,7 +17,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[st
     Raises:
         UsageError: the kit's extra is not installed.
     """
-    if any(KIT in argument.replace(os.sep, ".") for argument in args if not argument.startswith("-")):
+    if any(
+        KIT in argument.replace(os.sep, ".") for argument in args if not argument.startswith("-")
+    ):
         if sentence := missing_extra():
             raise pytest.UsageError(sentence)
         early_config.pluginmanager.import_plugin(PLUGIN)

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
 
 
 def by_names_in_files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

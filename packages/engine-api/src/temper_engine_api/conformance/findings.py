@@ -62,7 +62,9 @@ class Findings:
 
     def count(self, group: str, layout: str, outcome: Outcome) -> int:
         """Laws of a group in a layout with this outcome."""
-        return sum(f.group == group and f.layout == layout and f.outcome is outcome for f in self.found)
+        return sum(
+            f.group == group and f.layout == layout and f.outcome is outcome for f in self.found
+        )
 
     def of_outcome(self, outcome: Outcome) -> list[Finding]:
         """All with this outcome."""
@@ -72,12 +74,19 @@ class Findings:
     def missing_groups(self) -> list[str]:
         """Mandatory groups of which no law ran in some layout."""
         ran = Counter((finding.group, finding.layout) for finding in self.found)
-        return [name for name, group in GROUPS.items() if group.is_mandatory and not all(ran[name, n] for n in self.layouts)]
+        return [
+            name
+            for name, group in GROUPS.items()
+            if group.is_mandatory and not all(ran[name, n] for n in self.layouts)
+        ]
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        broken, expected = len(self.of_outcome(Outcome.BROKEN)), len(self.of_outcome(Outcome.EXPECTED))
+        broken, expected = (
+            len(self.of_outcome(Outcome.BROKEN)),
+            len(self.of_outcome(Outcome.EXPECTED)),
+        )
         if broken:
             return f"does not conform: {broken} of {len(self.found)} laws are broken"
         if self.num_deselected or self.missing_groups:
@@ -85,7 +94,9 @@ class Findings:
             return f"a partial run, from which nothing follows: left out were {left_out}"
         if expected:
             return f"conforms but for {expected} expected failures among {len(self.found)} laws"
-        return f"conforms: {len(self.found)} laws hold" + ("" if self.compute == "fp32" else f" in {self.compute}")
+        return f"conforms: {len(self.found)} laws hold" + (
+            "" if self.compute == "fp32" else f" in {self.compute}"
+        )
 
 
 def versions_of(module: str) -> dict[str, str]:
@@ -93,8 +104,12 @@ def versions_of(module: str) -> dict[str, str]:
     found = {"Python": platform.python_version()}
     package = module.partition(".")[0]
     # Of what is installed in place nobody knows which modules it owns; its entry point says.
-    points = [point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package]
-    owners = packages_distributions().get(package, []) or [point.dist.name for point in points if point.dist is not None]
+    points = [
+        point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package
+    ]
+    owners = packages_distributions().get(package, []) or [
+        point.dist.name for point in points if point.dist is not None
+    ]
     for name in dict.fromkeys(["temper-engine-api", *owners, *_FOUNDATIONS]):
         try:
             found[name] = version(name)
@@ -107,7 +122,12 @@ def joined(runs: Iterable[Findings]) -> list[Findings]:
     """Runs of one engine with the same versions, in layouts of their own, as one."""
     together: list[Findings] = []
     for run in runs:
-        same = [other for other in together if (other.engine, other.compute, other.versions) == (run.engine, run.compute, run.versions)]
+        same = [
+            other
+            for other in together
+            if (other.engine, other.compute, other.versions)
+            == (run.engine, run.compute, run.versions)
+        ]
         if same and not set(same[0].layouts) & set(run.layouts):
             same[0].layouts += run.layouts
             same[0].found += run.found
@@ -131,7 +151,11 @@ def from_json(text: str) -> Findings:
     """
     try:
         fields = json.loads(text)
-        found = [Finding(**{**row, "outcome": Outcome(row["outcome"])}) for row in fields.pop("found")]
+        found = [
+            Finding(**{**row, "outcome": Outcome(row["outcome"])}) for row in fields.pop("found")
+        ]
         return Findings(found=found, layouts=tuple(fields.pop("layouts")), **fields)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected the findings of a run, as --findings writes them, but {error!r}") from error
+        raise ValueError(
+            f"expected the findings of a run, as --findings writes them, but {error!r}"
+        ) from error

@@ -58,7 +58,9 @@ class Fleet:
         self._rendezvous: dict[str, str] = {}
         self._in_group = 0
 
-    def run(self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]) -> list[T]:
+    def run(
+        self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]
+    ) -> list[T]:
         """Run a job on as many of the first ranks as the layout has.
 
         Args:
@@ -109,7 +111,11 @@ class Fleet:
             ours, theirs = context.Pipe()
             # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once. Ranks hash differently,
             # as they do elsewhere, so that a collective inside a loop over a set always meets the wrong one.
-            with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONHASHSEED=str(index + 1)):
+            with _environment(
+                OMP_NUM_THREADS="1",
+                CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                PYTHONHASHSEED=str(index + 1),
+            ):
                 process = context.Process(
                     target=serve,
                     args=(theirs,),
@@ -121,16 +127,24 @@ class Fleet:
             theirs.close()
             self._members.append((process, ours))
 
-    def _ask(self, request: Request | Leave, name: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
+    def _ask(
+        self, request: Request | Leave, name: str, members: Sequence[tuple[BaseProcess, Connection]]
+    ) -> list[Reply]:
         __tracebackhide__ = True
         message = pickle.dumps(request)
         for index, (process, connection) in enumerate(members):
             try:
                 connection.send_bytes(message)
             except BrokenPipeError:
-                self._give_up(f"rank {index} was already dead (exit code {process.exitcode}) before {name} began.")
+                self._give_up(
+                    f"rank {index} was already dead (exit code {process.exitcode}) before {name} began."
+                )
         replies = self._collect(name, members)
-        troubles = [f"rank {i} raised in {name}:\n{r.trouble}" for i, r in enumerate(replies) if r.trouble is not None]
+        troubles = [
+            f"rank {i} raised in {name}:\n{r.trouble}"
+            for i, r in enumerate(replies)
+            if r.trouble is not None
+        ]
         if troubles:
             self._rendezvous.clear()
             raise RankFailureError("\n".join(troubles))
@@ -147,14 +161,18 @@ class Fleet:
         """One process group at a time: asking for another layout leaves the one before, and closes its engines."""
         if layout.name not in self._rendezvous:
             self._num_groups += 1
-            self._rendezvous = {layout.name: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")}
+            self._rendezvous = {
+                layout.name: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")
+            }
         return self._rendezvous[layout.name]
 
     def _collect(self, job: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + self.job_timeout_s
         while len(replies) < len(members):
-            open_ends = {connection: i for i, (_, connection) in enumerate(members) if i not in replies}
+            open_ends = {
+                connection: i for i, (_, connection) in enumerate(members) if i not in replies
+            }
             ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._explain_silence(job, members, replies)
@@ -176,11 +194,21 @@ class Fleet:
             self._give_up(f"rank {index} died in {job} with exit code {process.exitcode}.")
         return reply
 
-    def _explain_silence(self, job: str, members: Sequence[tuple[BaseProcess, Connection]], replies: dict[int, Reply]) -> None:
-        lines = [f"rank {i} raised in {job}:\n{r.trouble}" for i, r in replies.items() if r.trouble is not None]
+    def _explain_silence(
+        self, job: str, members: Sequence[tuple[BaseProcess, Connection]], replies: dict[int, Reply]
+    ) -> None:
+        lines = [
+            f"rank {i} raised in {job}:\n{r.trouble}"
+            for i, r in replies.items()
+            if r.trouble is not None
+        ]
         for index in sorted(set(range(len(members))) - set(replies)):
-            after = "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
-            lines.append(f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}")
+            after = (
+                "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
+            )
+            lines.append(
+                f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}"
+            )
         self._give_up("\n".join(lines))
 
     def _stack_of(self, index: int) -> str:

@@ -21,8 +21,13 @@ GROUPS = {
     "batch": Group(about="plans are executed, order and samples are kept"),
     "checkpoint": Group(about="resume, damage, retention, other world sizes"),
     "weights": Group(about="export and load under Hugging Face names, the portable state"),
-    "adapter": Group(about="low-rank adapters: trained, switched off, merged, exchanged with PEFT", is_mandatory=False),
-    "expert_adapter": Group(about="low-rank adapters inside experts, exchanged with PEFT", is_mandatory=False),
+    "adapter": Group(
+        about="low-rank adapters: trained, switched off, merged, exchanged with PEFT",
+        is_mandatory=False,
+    ),
+    "expert_adapter": Group(
+        about="low-rank adapters inside experts, exchanged with PEFT", is_mandatory=False
+    ),
     "state_machine": Group(about="calls in an order without meaning are refused"),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),
     "residency": Group(about="moving and offloading change no number", is_mandatory=False),

@@ -74,7 +74,9 @@ class Update:
         return {name: state.master for name, state in self.state.items()}
 
 
-def share_of(engine: BaseEngine, batch: SequenceBatch, *, split: Split, objective: Objective | None = None) -> PackedBatch:
+def share_of(
+    engine: BaseEngine, batch: SequenceBatch, *, split: Split, objective: Objective | None = None
+) -> PackedBatch:
     """This rank's share of a mini-batch that every rank holds whole, cut as asked within what the engine's layout allows."""
     if objective is not None:
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
@@ -86,10 +88,17 @@ def share_of(engine: BaseEngine, batch: SequenceBatch, *, split: Split, objectiv
         batch.lengths.tolist(),
         atom_ids=batch.atom_ids.tolist(),
         dp_size=engine.topology.dp.size,
-        max_tokens=longest_atom + constraints.token_multiple if split.is_dynamic else UNLIMITED_TOKENS,
-        constraints=replace(constraints, min_micro_batches=max(constraints.min_micro_batches, split.min_micro_batches)),
+        max_tokens=longest_atom + constraints.token_multiple
+        if split.is_dynamic
+        else UNLIMITED_TOKENS,
+        constraints=replace(
+            constraints,
+            min_micro_batches=max(constraints.min_micro_batches, split.min_micro_batches),
+        ),
     )
-    return pack_rank(batch, plan=plan, rank=engine.topology.dp.rank, denominators=count_denominators(batch))
+    return pack_rank(
+        batch, plan=plan, rank=engine.topology.dp.rank, denominators=count_denominators(batch)
+    )
 
 
 def update_once(
@@ -104,7 +113,10 @@ def update_once(
     with engine.train_mode():
         for number, share in enumerate(shares, start=1):
             result = engine.forward_backward_batch(
-                share, forward_only=False, outputs=outputs, final=is_final_sent and number == len(shares)
+                share,
+                forward_only=False,
+                outputs=outputs,
+                final=is_final_sent and number == len(shares),
             )
     grad_norm = engine.optimizer_step()
     assert engine.last_update is not None
@@ -133,7 +145,12 @@ def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
 
 def _on_host(entry: TrainingState) -> TrainingState:
     """An engine may give its state where it computes; expected numbers are on the CPU."""
-    return replace(entry, master=entry.master.cpu(), first_moment=entry.first_moment.cpu(), second_moment=entry.second_moment.cpu())
+    return replace(
+        entry,
+        master=entry.master.cpu(),
+        first_moment=entry.first_moment.cpu(),
+        second_moment=entry.second_moment.cpu(),
+    )
 
 
 def merged(updates: Collection[Update]) -> dict[str, float]:
@@ -154,23 +171,42 @@ def measure_update(
     """One update of a recipe that leaves weights alone; by default it reads gradients."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(objective)
-    return update_once(engine, [share_of(engine, batch, split=split, objective=objective)], outputs=outputs)
+    return update_once(
+        engine, [share_of(engine, batch, split=split, objective=objective)], outputs=outputs
+    )
 
 
 def measure_updates(
-    rank: Rank, *, recipe: Recipe, objective: Objective, batches: Collection[SequenceBatch], split: Split = WHOLE
+    rank: Rank,
+    *,
+    recipe: Recipe,
+    objective: Objective,
+    batches: Collection[SequenceBatch],
+    split: Split = WHOLE,
 ) -> list[Update]:
     """Several updates of a new engine, one per mini-batch."""
     engine = rank.engine(recipe)
     engine.set_loss_fn(objective)
-    return [update_once(engine, [share_of(engine, batch, split=split, objective=objective)]) for batch in batches]
+    return [
+        update_once(engine, [share_of(engine, batch, split=split, objective=objective)])
+        for batch in batches
+    ]
 
 
-def measure_outputs(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, queries: Collection[Query], split: Split = WHOLE) -> Outputs:
+def measure_outputs(
+    rank: Rank,
+    *,
+    recipe: Recipe,
+    batch: SequenceBatch,
+    queries: Collection[Query],
+    split: Split = WHOLE,
+) -> Outputs:
     """A forward pass in ``eval_mode``: the outputs of all ranks in the order of the batch, on every rank."""
     engine = rank.kept_engine(recipe)
     with engine.eval_mode():
-        result = engine.forward_backward_batch(share_of(engine, batch, split=split), forward_only=True, outputs=queries)
+        result = engine.forward_backward_batch(
+            share_of(engine, batch, split=split), forward_only=True, outputs=queries
+        )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 

@@ -12,7 +12,12 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from temper_engine_api.specs import ModelType, Scalar
 
@@ -57,16 +62,30 @@ QWEN2_TIED = TinyModel(
     # In the batches as an input: its embedding then has the gradient of an output alone.
     architecture={"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": PADDING},
 )
-QWEN2_UNTIED = TinyModel(name="qwen2-untied", architecture={"model_type": "qwen2", "tie_word_embeddings": False})
+QWEN2_UNTIED = TinyModel(
+    name="qwen2-untied", architecture={"model_type": "qwen2", "tie_word_embeddings": False}
+)
 QWEN2_GROUPED = TinyModel(
     name="qwen2-grouped",
     architecture={"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
 )
-LLAMA = TinyModel(name="llama", architecture={"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 2})
-QWEN3 = TinyModel(name="qwen3", architecture={"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 2})
-PEAKED = TinyModel(name="qwen2-peaked", architecture={"model_type": "qwen2", "tie_word_embeddings": False}, head_scale=20.0)
+LLAMA = TinyModel(
+    name="llama",
+    architecture={"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 2},
+)
+QWEN3 = TinyModel(
+    name="qwen3",
+    architecture={"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 2},
+)
+PEAKED = TinyModel(
+    name="qwen2-peaked",
+    architecture={"model_type": "qwen2", "tie_word_embeddings": False},
+    head_scale=20.0,
+)
 VALUE = TinyModel(name="value", architecture=QWEN2_GROUPED.architecture, model_type="value_model")
-REWARD = TinyModel(name="reward", architecture=QWEN2_GROUPED.architecture, model_type="reward_model")
+REWARD = TinyModel(
+    name="reward", architecture=QWEN2_GROUPED.architecture, model_type="reward_model"
+)
 OTHER_SHAPES = tuple(
     TinyModel(name=f"qwen2-{name}", architecture={**QWEN2_GROUPED.architecture, **change})
     for name, change in {

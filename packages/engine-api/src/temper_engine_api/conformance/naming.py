@@ -23,7 +23,9 @@ def engine_named(name: str) -> type[BaseEngine]:
     try:
         found = vars(import_module(module)).get(attribute)
     except ModuleNotFoundError as error:
-        raise EngineNotFoundError(f"--engine {name!r} names a module that can't be imported: {error}.") from error
+        raise EngineNotFoundError(
+            f"--engine {name!r} names a module that can't be imported: {error}."
+        ) from error
     if not isinstance(found, type) or not issubclass(found, BaseEngine):
         raise EngineNotFoundError(
             f"--engine {name!r} names {found!r}, expected a class that derives from temper_engine_api.engine.BaseEngine."
@@ -40,4 +42,6 @@ def layouts_of(name: str) -> tuple[Layout, ...]:
     module, separator, _ = name.partition(":")
     if not separator:
         return conformance_layouts(name)
-    return check_layouts(vars(import_module(module)).get(MODULE_TABLE, ()), source=f"{MODULE_TABLE} of {module}")
+    return check_layouts(
+        vars(import_module(module)).get(MODULE_TABLE, ()), source=f"{MODULE_TABLE} of {module}"
+    )

@@ -12,19 +12,35 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.expert_names import by_names_in_files, names_in_files
-from temper_engine_api.conformance.oracle_adapter import CONFIG_FILE, WEIGHTS_FILE, OracleAdapter, save_adapter
+from temper_engine_api.conformance.oracle_adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    OracleAdapter,
+    save_adapter,
+)
 from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
 from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete, check_saved
+from temper_engine_api.weights import (
+    NamedWeight,
+    TrainingState,
+    WeightEntry,
+    check_complete,
+    check_saved,
+)
 
 STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
 
@@ -47,7 +63,9 @@ class OracleEngine(BaseEngine):
 
     def _build(self) -> Topology:
         self.model = load_model(self.config)
-        self.adapter = OracleAdapter(self.model, self.config.lora) if self.config.lora.is_on else None
+        self.adapter = (
+            OracleAdapter(self.model, self.config.lora) if self.config.lora.is_on else None
+        )
         self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.update_counts = dict.fromkeys(self.parameters(), 0)
@@ -55,7 +73,11 @@ class OracleEngine(BaseEngine):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained: by Hugging Face name, a tied head once, under the name of the embedding; an adapter's by their PEFT names."""
-        return dict(self.model.named_parameters()) if self.adapter is None else self.adapter.parameters()
+        return (
+            dict(self.model.named_parameters())
+            if self.adapter is None
+            else self.adapter.parameters()
+        )
 
     def _run_schedule(
         self,
@@ -78,10 +100,15 @@ class OracleEngine(BaseEngine):
                 results.append(answers.detach())
         return results
 
-    def _answer(self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool) -> Answers:
+    def _answer(
+        self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool
+    ) -> Answers:
         """One sequence after the other, each alone."""
         with self._autocast():
-            parts = [answers_of_sequence(self.model, micro.select([b]), queries=queries) for b in range(micro.num_sequences)]
+            parts = [
+                answers_of_sequence(self.model, micro.select([b]), queries=queries)
+                for b in range(micro.num_sequences)
+            ]
         return join_answers(parts, mask=micro.loss_mask if only_trained else None)
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -94,7 +121,10 @@ class OracleEngine(BaseEngine):
 
     def gradients(self) -> dict[str, Tensor]:
         """What backward has added up so far, zeros where nothing arrived."""
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.parameters().items()}
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.parameters().items()
+        }
 
     def _apply_gradients(self, *, lr: float) -> float:
         assert self.config.optimizer is not None
@@ -106,10 +136,20 @@ class OracleEngine(BaseEngine):
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         with torch.no_grad():
             for name, parameter in self.parameters().items():
-                self._adamw(name, parameter, gradients[name] * scale, lr=lr, spec=self.config.optimizer)
+                self._adamw(
+                    name, parameter, gradients[name] * scale, lr=lr, spec=self.config.optimizer
+                )
         return norm
 
-    def _adamw(self, name: str, parameter: nn.Parameter, gradient: Tensor, *, lr: float, spec: OptimizerSpec) -> None:
+    def _adamw(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        *,
+        lr: float,
+        spec: OptimizerSpec,
+    ) -> None:
         """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are decayed only where the spec says so."""
         beta1, beta2 = spec.betas
         self.update_counts[name] += 1
@@ -143,9 +183,14 @@ class OracleEngine(BaseEngine):
             yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        targets = _by_file(self.parameters() if self.adapter is None else self.adapter.base_parameters())
+        targets = _by_file(
+            self.parameters() if self.adapter is None else self.adapter.base_parameters()
+        )
         arrived = list(stream)
-        check_complete([_entry(name, p) for name, p in targets.items()], [_entry(name, tensor) for name, tensor in arrived])
+        check_complete(
+            [_entry(name, p) for name, p in targets.items()],
+            [_entry(name, tensor) for name, tensor in arrived],
+        )
         with torch.no_grad():
             for name, tensor in arrived:
                 targets[name].copy_(tensor)
@@ -166,7 +211,9 @@ class OracleEngine(BaseEngine):
         return [_entry(name, parameter) for name, parameter in self.parameters().items()]
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        masters, firsts, seconds = (_by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments))
+        masters, firsts, seconds = (
+            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+        )
         counts = self._counts_by_file()
         for name, master in masters.items():
             yield TrainingState(
@@ -178,19 +225,30 @@ class OracleEngine(BaseEngine):
             )
 
     def _counts_by_file(self) -> dict[str, int]:
-        return {name: self.update_counts[owner] for owner, p in self.parameters().items() for name in names_in_files(owner, p)}
+        return {
+            name: self.update_counts[owner]
+            for owner, p in self.parameters().items()
+            for name in names_in_files(owner, p)
+        }
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         arrived = list(stream)
-        masters, firsts, seconds = (_by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments))
-        check_complete([_entry(name, p) for name, p in masters.items()], [_entry(state.name, state.master) for state in arrived])
+        masters, firsts, seconds = (
+            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+        )
+        check_complete(
+            [_entry(name, p) for name, p in masters.items()],
+            [_entry(state.name, state.master) for state in arrived],
+        )
         counts = {state.name: state.update_count for state in arrived}
         with torch.no_grad():
             for state in arrived:
                 masters[state.name].copy_(state.master)
                 firsts[state.name].copy_(state.first_moment)
                 seconds[state.name].copy_(state.second_moment)
-        self.update_counts = {owner: counts[names_in_files(owner, p)[0]] for owner, p in self.parameters().items()}
+        self.update_counts = {
+            owner: counts[names_in_files(owner, p)[0]] for owner, p in self.parameters().items()
+        }
 
     def _write_state(self, directory: str) -> list[str]:
         state = {
@@ -218,7 +276,11 @@ class OracleEngine(BaseEngine):
 
     def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
         """Refuse another model's before anything changes."""
-        check_saved(self._entries(), [_entry(name, tensor) for name, tensor in masters.items()], directory=directory)
+        check_saved(
+            self._entries(),
+            [_entry(name, tensor) for name, tensor in masters.items()],
+            directory=directory,
+        )
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         return value
@@ -226,7 +288,9 @@ class OracleEngine(BaseEngine):
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
         return [item]
 
-    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
         """Its device is the CPU: there is nowhere else to go."""
 
     def close(self) -> None:
@@ -243,13 +307,23 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     """
     spec = config.model
     if spec.trust_remote_code:
-        raise ConfigError("model.trust_remote_code is True, but the oracle runs no foreign code: set it to False.")
-    auto = AutoModelForCausalLM if spec.model_type == "language_model" else AutoModelForTokenClassification
+        raise ConfigError(
+            "model.trust_remote_code is True, but the oracle runs no foreign code: set it to False."
+        )
+    auto = (
+        AutoModelForCausalLM
+        if spec.model_type == "language_model"
+        else AutoModelForTokenClassification
+    )
     head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
     torch.manual_seed(spec.seed)
     if spec.path is not None:
         model: PreTrainedModel = auto.from_pretrained(
-            spec.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **head
+            spec.path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            **head,
         )
     else:
         settings = dict(spec.architecture)

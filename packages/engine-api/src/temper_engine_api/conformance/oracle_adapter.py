@@ -37,7 +37,9 @@ class TinyAdapter:
     """Of its values: one with which no token of a mixture stands so nearly between two experts that rounding sends it to the other."""
 
 
-def write_adapter(adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, seed: int = 0) -> Path:
+def write_adapter(
+    adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, seed: int = 0
+) -> Path:
     """Write its two files below a folder, once; a pure function of adapter and seed.
 
     Returns:
@@ -47,7 +49,12 @@ def write_adapter(adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, 
     if not (target / CONFIG_FILE).exists():
         is_language_model = adapter.model.model_type == "language_model"
         task = TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS
-        fields: dict[str, object] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **adapter.fields}
+        fields: dict[str, object] = {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": "all-linear",
+            **adapter.fields,
+        }
         model = get_peft_model(base, LoraConfig(task_type=task, **fields))
         _fill(model, generator=torch.Generator().manual_seed(100 + seed))
         model.save_pretrained(str(target))
@@ -60,7 +67,11 @@ def _fill(model: nn.Module, *, generator: torch.Generator) -> None:
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator)
             # Factors about as large as a trained adapter's; what has a value of its own (magnitudes, whole modules) moves around it.
-            parameter.copy_(0.15 * noise if ".lora_A." in name or ".lora_B." in name else parameter + 0.1 * noise)
+            parameter.copy_(
+                0.15 * noise
+                if ".lora_A." in name or ".lora_B." in name
+                else parameter + 0.1 * noise
+            )
 
 
 class OracleAdapter:
@@ -68,10 +79,20 @@ class OracleAdapter:
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
         names = [name for name, _ in model.named_parameters()]
-        unknown = [asked for asked in spec.target_parameters if not any(f".{name}".endswith(f".{asked}") for name in names)]
+        unknown = [
+            asked
+            for asked in spec.target_parameters
+            if not any(f".{name}".endswith(f".{asked}") for name in names)
+        ]
         if unknown:
-            raise ConfigError(f"lora.target_parameters names {unknown[0]}, which the model does not have.")
-        self.peft = _continued(model, spec) if spec.path is not None else get_peft_model(model, _config(spec))
+            raise ConfigError(
+                f"lora.target_parameters names {unknown[0]}, which the model does not have."
+            )
+        self.peft = (
+            _continued(model, spec)
+            if spec.path is not None
+            else get_peft_model(model, _config(spec))
+        )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters, by their name in a PEFT file."""
@@ -99,7 +120,9 @@ class OracleAdapter:
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         """Both files' content."""
-        tensors = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        tensors = {
+            name: parameter.detach().clone() for name, parameter in self.parameters().items()
+        }
         return described(self.peft.peft_config["default"]), tensors
 
     def load(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
@@ -107,8 +130,12 @@ class OracleAdapter:
         ours, trained = described(self.peft.peft_config["default"]), self.parameters()
         for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             if config.get(key, ours[key]) != ours[key]:
-                raise ConfigError(f"the adapter to load has {key} {config[key]}, expected {ours[key]}.")
-        check_complete([_entry(n, t) for n, t in trained.items()], [_entry(n, t) for n, t in tensors.items()])
+                raise ConfigError(
+                    f"the adapter to load has {key} {config[key]}, expected {ours[key]}."
+                )
+        check_complete(
+            [_entry(n, t) for n, t in trained.items()], [_entry(n, t) for n, t in tensors.items()]
+        )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 trained[name].copy_(tensor)
@@ -116,7 +143,10 @@ class OracleAdapter:
 
 def described(config: LoraConfig) -> dict[str, object]:
     """What adapter_config.json holds."""
-    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    fields = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     plain: dict[str, object] = json.loads(json.dumps(fields, default=str))
     return plain
 
@@ -127,11 +157,17 @@ def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     return config, load_file(folder / WEIGHTS_FILE)
 
 
-def save_adapter(config: Mapping[str, object], tensors: Mapping[str, Tensor], *, folder: Path) -> Path:
+def save_adapter(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], *, folder: Path
+) -> Path:
     """Both files, as given."""
     folder.mkdir()
     (folder / CONFIG_FILE).write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / WEIGHTS_FILE,
+        {"format": "pt"},
+    )
     return folder
 
 
@@ -141,7 +177,9 @@ def _config(spec: LoraSpec) -> LoraConfig:
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
-        target_modules=spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules),
+        target_modules=spec.target_modules
+        if isinstance(spec.target_modules, str)
+        else list(spec.target_modules),
         exclude_modules=spec.exclude_modules or None,
         target_parameters=list(spec.target_parameters) or None,
         modules_to_save=list(spec.modules_to_save) or None,
@@ -154,7 +192,9 @@ def _continued(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
     assert spec.path is not None
     config = LoraConfig.from_pretrained(spec.path)
     if config.target_parameters and spec.dropout:
-        raise ConfigError(f"lora.dropout is {spec.dropout}, and PEFT has none on tensors of experts.")
+        raise ConfigError(
+            f"lora.dropout is {spec.dropout}, and PEFT has none on tensors of experts."
+        )
     config.lora_dropout = spec.dropout
     return PeftModel.from_pretrained(model, spec.path, config=config, is_trainable=True)
 

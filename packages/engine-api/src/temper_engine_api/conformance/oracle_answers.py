@@ -15,7 +15,9 @@ HEAD_QUERIES = frozenset({Query.VALUE, Query.SCORE})
 """Answered by a value or reward head; all others by the language-model head."""
 
 
-def answers_of_sequence(model: nn.Module, sequence: SequenceBatch, *, queries: frozenset[Query]) -> dict[Query, Tensor]:
+def answers_of_sequence(
+    model: nn.Module, sequence: SequenceBatch, *, queries: frozenset[Query]
+) -> dict[Query, Tensor]:
     """Answers for a batch of exactly one sequence; entry 0 of a per-token answer is 0, because nothing predicts the first token."""
     answers: dict[Query, Tensor] = {}
     if queries & HEAD_QUERIES:
@@ -38,7 +40,9 @@ def join_answers(parts: Sequence[dict[Query, Tensor]], *, mask: Tensor | None) -
     return Answers(columns=columns)
 
 
-def _language_answers(logits: Tensor, sequence: SequenceBatch, *, with_ids: bool) -> dict[Query, Tensor]:
+def _language_answers(
+    logits: Tensor, sequence: SequenceBatch, *, with_ids: bool
+) -> dict[Query, Tensor]:
     """From tempered logits [L, V]: row t - 1 speaks of token t."""
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)

@@ -13,7 +13,12 @@ from temper_engine_api.conformance.groups import GROUPS
 from temper_engine_api.conformance.naming import engine_named
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.report import render, summary_of
-from temper_engine_api.conformance.settings import ExpectedFailure, Settings, add_options, read_settings
+from temper_engine_api.conformance.settings import (
+    ExpectedFailure,
+    Settings,
+    add_options,
+    read_settings,
+)
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import computing_in
 from temper_engine_api.layout import Layout
@@ -39,24 +44,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without an engine before anything is collected."""
-    config.addinivalue_line("markers", "claims(*capabilities): a law for engines that claim all of these")
-    config.addinivalue_line("markers", "disclaims(*capabilities): a law for engines that claim none of these")
-    config.addinivalue_line("markers", "bitwise: compares two results bit for bit; worth repeating, also under load")
-    config.addinivalue_line("markers", "mixtures: a law about mixtures of experts, for an engine's defaults and layouts with experts")
+    config.addinivalue_line(
+        "markers", "claims(*capabilities): a law for engines that claim all of these"
+    )
+    config.addinivalue_line(
+        "markers", "disclaims(*capabilities): a law for engines that claim none of these"
+    )
+    config.addinivalue_line(
+        "markers", "bitwise: compares two results bit for bit; worth repeating, also under load"
+    )
+    config.addinivalue_line(
+        "markers",
+        "mixtures: a law about mixtures of experts, for an engine's defaults and layouts with experts",
+    )
     if config.option.help:
         return
     settings = read_settings(config)
     module = engine_named(settings.engine).__module__
     config.stash[SETTINGS] = settings
     names = tuple(layout.name for layout in settings.layouts)
-    config.stash[FINDINGS] = Findings(engine=settings.engine, layouts=names, versions=versions_of(module), compute=settings.compute)
+    config.stash[FINDINGS] = Findings(
+        engine=settings.engine,
+        layouts=names,
+        versions=versions_of(module),
+        compute=settings.compute,
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every law runs in every layout."""
     if "layout" in metafunc.fixturenames:
         layouts = metafunc.config.stash[SETTINGS].layouts
-        metafunc.parametrize("layout", layouts, ids=[layout.name for layout in layouts], scope="session")
+        metafunc.parametrize(
+            "layout", layouts, ids=[layout.name for layout in layouts], scope="session"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,15 +87,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What is not claimed is not skipped: its refusal is a law of its own, which only such engines are held to.
     """
     settings = config.stash[SETTINGS]
-    laws = [item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT]
+    laws = [
+        item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT
+    ]
     for law in laws:
-        law.user_properties += [("group", law.path.stem.removeprefix("test_")), ("layout", _layout_of(law).name)]
+        law.user_properties += [
+            ("group", law.path.stem.removeprefix("test_")),
+            ("layout", _layout_of(law).name),
+        ]
     unclaimed = {law for law in laws if not _capabilities_of(law, "claims") <= settings.claims}
     config.stash[FINDINGS].unclaimed += [law.name for law in laws if law in unclaimed]
     needless = {law for law in laws if _capabilities_of(law, "disclaims") & settings.claims}
     _expect_failures(settings.expected, laws)
-    needless |= {law for law in laws if law.get_closest_marker("mixtures") and not _may_have_experts(_layout_of(law))}
-    left_out = [law for law in laws if law not in unclaimed | needless and _property(law, "group") not in settings.groups]
+    needless |= {
+        law
+        for law in laws
+        if law.get_closest_marker("mixtures") and not _may_have_experts(_layout_of(law))
+    }
+    left_out = [
+        law
+        for law in laws
+        if law not in unclaimed | needless and _property(law, "group") not in settings.groups
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item not in unclaimed | needless | set(left_out)]
@@ -89,7 +123,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note what was found; laws don't skip, so a skip in a mandatory group is a failure."""
     report = yield
     group = _property(item, "group")
@@ -104,7 +140,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the matrix, and write the report where asked."""
     findings, settings = config.stash[FINDINGS], config.stash[SETTINGS]
     terminalreporter.section("conformance")
@@ -120,7 +158,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     """The rank processes."""
     lender = _lender(request.config)
     if lender is not None:
@@ -128,7 +168,12 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     settings = request.config.stash[SETTINGS]
     most = max(layout.world_size for layout in settings.layouts)
-    own = Fleet(most, folder=tmp_path_factory.mktemp("fleet"), device=settings.device, compute=settings.compute)
+    own = Fleet(
+        most,
+        folder=tmp_path_factory.mktemp("fleet"),
+        device=settings.device,
+        compute=settings.compute,
+    )
     yield own
     own.close()
 
@@ -137,7 +182,11 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The oracle, the tiny models and the batches."""
     lender = _lender(request.config)
-    return lender.reference if lender is not None else Reference(folder=tmp_path_factory.mktemp("models"))
+    return (
+        lender.reference
+        if lender is not None
+        else Reference(folder=tmp_path_factory.mktemp("models"))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +249,9 @@ def _expect_failures(expected: tuple[ExpectedFailure, ...], laws: list[pytest.Fu
             and (not entry.layouts or _layout_of(law).name in entry.layouts)
         ]
         if not matching:
-            raise pytest.UsageError(f"--expected-failures names {entry.law!r}, which no collected law matches.")
+            raise pytest.UsageError(
+                f"--expected-failures names {entry.law!r}, which no collected law matches."
+            )
         for law in matching:
             law.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
 
@@ -215,5 +266,7 @@ def _finding(item: pytest.Item, report: pytest.TestReport, *, is_expected: bool)
         group=str(_property(item, "group")),
         layout=str(_property(item, "layout")),
         outcome=outcome,
-        detail=report.wasxfail if is_expected and not failed else " ".join((errors or detail[-1:])[:1])[:300],
+        detail=report.wasxfail
+        if is_expected and not failed
+        else " ".join((errors or detail[-1:])[:1])[:300],
     )

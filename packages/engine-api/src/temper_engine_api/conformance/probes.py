@@ -52,7 +52,9 @@ class TokenProbe(Objective):
     @property
     @override
     def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB, Query.ENTROPY} if self.entropy_coefficient else {Query.LOGPROB})
+        return frozenset(
+            {Query.LOGPROB, Query.ENTROPY} if self.entropy_coefficient else {Query.LOGPROB}
+        )
 
     @property
     @override
@@ -96,12 +98,16 @@ class SequenceProbe(Objective):
 
     @override
     def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        log_ratio = torch.where(batch.loss_mask, answers[Query.LOGPROB] - batch.columns["old_logprobs"], 0.0)
+        log_ratio = torch.where(
+            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["old_logprobs"], 0.0
+        )
         trained = sequence_sum(batch.loss_mask.float(), batch).clamp(min=1.0)
         ratio = torch.exp(sequence_sum(log_ratio, batch) / trained)
         advantages = batch.sequence_columns["sequence_advantages"]
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        return LossTerms(loss=-torch.minimum(ratio * advantages, clipped * advantages), level="sequence")
+        return LossTerms(
+            loss=-torch.minimum(ratio * advantages, clipped * advantages), level="sequence"
+        )
 
 
 @register_objective("probe_pair")
@@ -131,10 +137,14 @@ class PairProbe(Objective):
 
     @override
     def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        log_ratio = torch.where(batch.loss_mask, answers[Query.LOGPROB] - batch.columns["ref_logprobs"], 0.0)
+        log_ratio = torch.where(
+            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["ref_logprobs"], 0.0
+        )
         sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
         atoms, pair_of = torch.unique(batch.atom_ids, return_inverse=True)
-        margin = log_ratio.new_zeros(atoms.shape[0]).index_add(0, pair_of, sign * sequence_sum(log_ratio, batch))
+        margin = log_ratio.new_zeros(atoms.shape[0]).index_add(
+            0, pair_of, sign * sequence_sum(log_ratio, batch)
+        )
         loss = -torch.nn.functional.logsigmoid(self.beta * margin)
         return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
 
@@ -197,7 +207,10 @@ class BatchStatisticProbe(Objective):
 
     @override
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        logprobs, advantages = batch.columns["old_logprobs"].double(), batch.columns["advantages"].double()
+        logprobs, advantages = (
+            batch.columns["old_logprobs"].double(),
+            batch.columns["advantages"].double(),
+        )
         mask = batch.loss_mask
         if not bool(mask.any()):
             return {"is_kept": torch.ones(batch.num_tokens)}
@@ -242,7 +255,9 @@ class ValueProbe(Objective):
         values, old_values = answers[Query.VALUE], batch.columns["old_values"]
         clipped = torch.clamp(values, old_values - self.clip, old_values + self.clip)
         returns = batch.columns["returns"]
-        return LossTerms(loss=0.5 * torch.maximum((values - returns).square(), (clipped - returns).square()))
+        return LossTerms(
+            loss=0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+        )
 
 
 PROBES: tuple[Objective, ...] = (

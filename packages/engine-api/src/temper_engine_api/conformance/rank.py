@@ -77,7 +77,9 @@ class Recipe:
             deterministic=True,
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         )
-        return engine_class.config_class(**({item.name: getattr(base, item.name) for item in fields(base)} | dict(layout_fields)))
+        return engine_class.config_class(
+            **({item.name: getattr(base, item.name) for item in fields(base)} | dict(layout_fields))
+        )
 
 
 class Rank:
@@ -121,7 +123,12 @@ class Rank:
 
     def unbuilt_engine(self, recipe: Recipe) -> BaseEngine:
         """Constructed, ``init_model`` not called; never closed."""
-        config = recipe.config_for(self.engine_class, device=self._device, layout_fields=self.layout.fields, compute=self._compute)
+        config = recipe.config_for(
+            self.engine_class,
+            device=self._device,
+            layout_fields=self.layout.fields,
+            compute=self._compute,
+        )
         return self.engine_class(config)
 
     def close_passing(self) -> None:

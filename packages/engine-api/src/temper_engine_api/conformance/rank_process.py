@@ -137,7 +137,11 @@ class _Station:
             return
         self.leave()
         # As torchrun sets them.
-        os.environ |= {"RANK": str(self._index), "LOCAL_RANK": str(self._index), "WORLD_SIZE": str(request.layout.world_size)}
+        os.environ |= {
+            "RANK": str(self._index),
+            "LOCAL_RANK": str(self._index),
+            "WORLD_SIZE": str(request.layout.world_size),
+        }
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         if request.device == "cuda":
             torch.cuda.set_device(self._index)
@@ -156,7 +160,11 @@ class _Station:
             # Modules stay as long as the process: a full collection, such as an engine makes when it is closed, need not look at them.
             gc.freeze()
             self._ranks[request.engine] = Rank(
-                engine, index=self._index, layout=request.layout, device=request.device, compute=request.compute
+                engine,
+                index=self._index,
+                layout=request.layout,
+                device=request.device,
+                compute=request.compute,
             )
         return self._ranks[request.engine]
 

@@ -12,7 +12,9 @@ def summary_of(findings: Findings) -> Iterator[str]:
     width = max(14, *(len(name) + 2 for name in findings.layouts))
     yield "group".ljust(15) + "".join(name.rjust(width) for name in findings.layouts)
     for group in GROUPS:
-        yield group.ljust(15) + "".join(_cell(findings, group, name).rjust(width) for name in findings.layouts)
+        yield group.ljust(15) + "".join(
+            _cell(findings, group, name).rjust(width) for name in findings.layouts
+        )
     if findings.unclaimed:
         yield f"not claimed, so refused instead: {len(findings.unclaimed)} laws"
     yield f"{findings.engine} {findings.verdict}"
@@ -22,7 +24,10 @@ def render(runs: Sequence[Findings]) -> str:
     """The report of one run, or of several side by side, as markdown."""
     engines = " and ".join(f"`{run.engine}`" for run in runs)
     lines = [f"# Conformance of {engines}", ""]
-    lines += [f"It {run.verdict}." if len(runs) == 1 else f"* `{run.engine}` {run.verdict}." for run in runs]
+    lines += [
+        f"It {run.verdict}." if len(runs) == 1 else f"* `{run.engine}` {run.verdict}."
+        for run in runs
+    ]
     lines += ["", *_version_table(runs), "", *_matrix(runs)]
     for run in runs:
         lines += _lists(run, of="" if len(runs) == 1 else f" of `{run.engine}`")
@@ -30,7 +35,9 @@ def render(runs: Sequence[Findings]) -> str:
 
 
 def _version_table(runs: Sequence[Findings]) -> Iterator[str]:
-    yield "| |" + "".join(f" version{'' if len(runs) == 1 else f' ({run.engine})'} |" for run in runs)
+    yield "| |" + "".join(
+        f" version{'' if len(runs) == 1 else f' ({run.engine})'} |" for run in runs
+    )
     yield "|---" * (1 + len(runs)) + "|"
     for name in dict.fromkeys(name for run in runs for name in run.versions):
         yield f"| {name} |" + "".join(f" {run.versions.get(name, '-')} |" for run in runs)
@@ -47,10 +54,17 @@ def _matrix(runs: Sequence[Findings]) -> Iterator[str]:
 
 
 def _lists(findings: Findings, *, of: str) -> Iterator[str]:
-    yield from _list_of(f"Broken{of}", [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.BROKEN)])
-    yield from _list_of(f"Expected failures{of}", [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.EXPECTED)])
+    yield from _list_of(
+        f"Broken{of}", [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.BROKEN)]
+    )
+    yield from _list_of(
+        f"Expected failures{of}",
+        [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.EXPECTED)],
+    )
     yield from _list_of(f"Not claimed{of}", [f"`{law}`" for law in findings.unclaimed])
-    yield from _list_of(f"Laws{of}", [f"{law}: {count}" for law, count in _instances(findings).items()])
+    yield from _list_of(
+        f"Laws{of}", [f"{law}: {count}" for law, count in _instances(findings).items()]
+    )
 
 
 def _instances(findings: Findings) -> dict[str, str]:
@@ -65,7 +79,11 @@ def _cell(findings: Findings, group: str, layout: str) -> str:
     if not any(counts.values()):
         return "-"
     total = sum(counts.values())
-    notes = [f"{counts[o]} {word}" for o, word in ((Outcome.BROKEN, "broken"), (Outcome.EXPECTED, "expected")) if counts[o]]
+    notes = [
+        f"{counts[o]} {word}"
+        for o, word in ((Outcome.BROKEN, "broken"), (Outcome.EXPECTED, "expected"))
+        if counts[o]
+    ]
     return f"{counts[Outcome.HELD]}/{total}" + (f" ({', '.join(notes)})" if notes else "")
 
 

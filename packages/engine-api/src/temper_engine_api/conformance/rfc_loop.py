@@ -13,7 +13,14 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.measure import state_of
 from temper_engine_api.conformance.rank import Rank, Recipe
-from temper_engine_api.engine import Context, PostprocessFn, Predictions, PreprocessFn, RawBatch, RfcLoss
+from temper_engine_api.engine import (
+    Context,
+    PostprocessFn,
+    Predictions,
+    PreprocessFn,
+    RawBatch,
+    RfcLoss,
+)
 from temper_engine_api.objective import Objective
 from temper_engine_api.padding import to_padded
 from temper_engine_api.topology import Axis
@@ -59,7 +66,9 @@ def _counted(ctx: Context) -> Context:
     return {**ctx, "calls": calls + 1}
 
 
-def mean_cost(data: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+def mean_cost(
+    data: SequenceBatch, predictions: Predictions, ctx: Context
+) -> tuple[Tensor, Context]:
     """The mean over this call's trained tokens: each rank's own."""
     return predictions["cost"][data.loss_mask].mean(), ctx
 
@@ -71,10 +80,15 @@ class MeanOfRankMeans:
     num_ranks: int
     """n."""
 
-    def __call__(self, data: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+    def __call__(
+        self, data: SequenceBatch, predictions: Predictions, ctx: Context
+    ) -> tuple[Tensor, Context]:
         """The mean of the ranks' means."""
         row = data.sequence_index % self.num_ranks
-        means = [predictions["cost"][data.loss_mask & (row == rank)].mean() for rank in range(self.num_ranks)]
+        means = [
+            predictions["cost"][data.loss_mask & (row == rank)].mean()
+            for rank in range(self.num_ranks)
+        ]
         return torch.stack(means).mean(), ctx
 
 
@@ -90,7 +104,9 @@ def rfc_loop(
     """The loop; every data-parallel rank takes every n-th row, as a padded mapping."""
     engine = rank.engine(recipe)
     dp = engine.topology.dp
-    train_loader = [to_padded(batch.select(range(dp.rank, batch.num_sequences, dp.size))) for batch in batches]
+    train_loader = [
+        to_padded(batch.select(range(dp.rank, batch.num_sequences, dp.size))) for batch in batches
+    ]
     hooks = _Hooks(preprocess_fn=preprocess_fn, postprocess_fn=postprocess_fn)
     ctx: Context = {"calls": 0}
     losses, grad_norms, rates, seen = [], [], [], []
@@ -108,7 +124,9 @@ def rfc_loop(
         rates.append(current_lr)
         seen.append(preds)
     with engine.eval_mode():
-        evaluated, ctx = engine.forward_backward_step(train_loader[-1], ctx, forward_only=True, **hooks)
+        evaluated, ctx = engine.forward_backward_step(
+            train_loader[-1], ctx, forward_only=True, **hooks
+        )
 
     assert ctx is not None
     return LoopResult(

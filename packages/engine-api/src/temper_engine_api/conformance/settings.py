@@ -57,16 +57,39 @@ class Settings:
 def add_options(parser: pytest.Parser) -> None:
     """The command line of the kit."""
     group = parser.getgroup("temper conformance", "conformance of a Temper engine")
-    group.addoption("--engine", help="entry point of the group temper.engines, or module:Class; required")
-    group.addoption("--world-sizes", help="numbers of ranks in the engine's plain layout, for example 1,2,4; 1 where no layout is named")
-    group.addoption("--layouts", help="layouts that the engine offers by name, comma-separated, or all")
-    group.addoption("--groups", help="run only the laws of these groups, comma-separated: a partial run")
-    group.addoption("--report", help="write the report to this markdown file as well")
-    group.addoption("--findings", help="write what was found to this JSON file, for a report that sets several runs side by side")
-    group.addoption("--expected-failures", help="TOML file of [[expected]] tables: law, reason, layouts, parameters")
-    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the engine computes; default cpu")
     group.addoption(
-        "--compute", choices=("fp32", "bf16"), default="fp32", help="in what it computes; default fp32, and wider tolerances with bf16"
+        "--engine", help="entry point of the group temper.engines, or module:Class; required"
+    )
+    group.addoption(
+        "--world-sizes",
+        help="numbers of ranks in the engine's plain layout, for example 1,2,4; 1 where no layout is named",
+    )
+    group.addoption(
+        "--layouts", help="layouts that the engine offers by name, comma-separated, or all"
+    )
+    group.addoption(
+        "--groups", help="run only the laws of these groups, comma-separated: a partial run"
+    )
+    group.addoption("--report", help="write the report to this markdown file as well")
+    group.addoption(
+        "--findings",
+        help="write what was found to this JSON file, for a report that sets several runs side by side",
+    )
+    group.addoption(
+        "--expected-failures",
+        help="TOML file of [[expected]] tables: law, reason, layouts, parameters",
+    )
+    group.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the engine computes; default cpu",
+    )
+    group.addoption(
+        "--compute",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="in what it computes; default fp32, and wider tolerances with bf16",
     )
 
 
@@ -78,7 +101,9 @@ def read_settings(config: pytest.Config) -> Settings:
     """
     name = config.getoption("--engine")
     if not name:
-        raise pytest.UsageError("the conformance kit needs --engine NAME: an entry point of the group temper.engines, or module:Class.")
+        raise pytest.UsageError(
+            "the conformance kit needs --engine NAME: an entry point of the group temper.engines, or module:Class."
+        )
     try:
         engine, offered = engine_named(name), layouts_of(name)
     except EngineNotFoundError as error:
@@ -86,7 +111,9 @@ def read_settings(config: pytest.Config) -> Settings:
     sizes, named = config.getoption("--world-sizes"), config.getoption("--layouts")
     plain = _plain_layouts(sizes or ("" if named else "1"), name, engine)
     layouts = dict.fromkeys([*plain, *_named_layouts(named, name, engine, offered)])
-    report, findings, expected = (config.getoption(f"--{option}") for option in ("report", "findings", "expected-failures"))
+    report, findings, expected = (
+        config.getoption(f"--{option}") for option in ("report", "findings", "expected-failures")
+    )
     return Settings(
         engine=name,
         claims=engine.capabilities,
@@ -103,33 +130,51 @@ def read_settings(config: pytest.Config) -> Settings:
 def _plain_layouts(text: str, name: str, engine: type[BaseEngine]) -> list[Layout]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise pytest.UsageError(f"--world-sizes is {text!r}, expected positive numbers such as 1,2,4.")
+        raise pytest.UsageError(
+            f"--world-sizes is {text!r}, expected positive numbers such as 1,2,4."
+        )
     sizes = sorted({int(part) for part in parts})
     if sizes and max(sizes) > 1 and Capability.DATA_PARALLEL not in engine.capabilities:
-        raise pytest.UsageError(f"--world-sizes {text}: engine {name!r} does not claim data_parallel, so only 1 is possible.")
+        raise pytest.UsageError(
+            f"--world-sizes {text}: engine {name!r} does not claim data_parallel, so only 1 is possible."
+        )
     return [plain_layout(size) for size in sizes]
 
 
-def _named_layouts(text: str | None, name: str, engine: type[BaseEngine], offered: tuple[Layout, ...]) -> list[Layout]:
+def _named_layouts(
+    text: str | None, name: str, engine: type[BaseEngine], offered: tuple[Layout, ...]
+) -> list[Layout]:
     known = {layout.name: layout for layout in offered}
-    wanted = [] if not text else list(known) if text == "all" else [part.strip() for part in text.split(",")]
+    wanted = (
+        []
+        if not text
+        else list(known)
+        if text == "all"
+        else [part.strip() for part in text.split(",")]
+    )
     if text and not known:
         raise pytest.UsageError(
             f"--layouts {text}: engine {name!r} offers no layouts; see the entry-point group temper.conformance_layouts."
         )
     if unknown := set(wanted) - known.keys():
-        raise pytest.UsageError(f"--layouts names {', '.join(sorted(unknown))}, but engine {name!r} offers {', '.join(known)}.")
+        raise pytest.UsageError(
+            f"--layouts names {', '.join(sorted(unknown))}, but engine {name!r} offers {', '.join(known)}."
+        )
     settings = {field.name for field in fields(engine.config_class)}
     for layout in (known[each] for each in wanted):
         if foreign := layout.fields.keys() - settings:
-            raise pytest.UsageError(f"layout {layout.name} sets {sorted(foreign)}, which {engine.config_class.__name__} does not have.")
+            raise pytest.UsageError(
+                f"layout {layout.name} sets {sorted(foreign)}, which {engine.config_class.__name__} does not have."
+            )
     return [known[each] for each in wanted]
 
 
 def _groups(text: str | None) -> frozenset[str]:
     wanted = frozenset(part.strip() for part in text.split(",")) if text else frozenset(GROUPS)
     if unknown := wanted - GROUPS.keys():
-        raise pytest.UsageError(f"--groups names {', '.join(sorted(unknown))}, but the groups are {', '.join(GROUPS)}.")
+        raise pytest.UsageError(
+            f"--groups names {', '.join(sorted(unknown))}, but the groups are {', '.join(GROUPS)}."
+        )
     return wanted
 
 
@@ -149,4 +194,6 @@ def _expected_failure(row: Mapping[str, object]) -> ExpectedFailure:
     layouts = given.pop("layouts", [])
     if not isinstance(layouts, list) or not str(given.get("reason", "")).strip():
         raise TypeError(f"{row}: a reason is needed, and layouts is a list")
-    return ExpectedFailure(layouts=tuple(map(str, layouts)), **{name: str(value) for name, value in given.items()})
+    return ExpectedFailure(
+        layouts=tuple(map(str, layouts)), **{name: str(value) for name, value in given.items()}
+    )

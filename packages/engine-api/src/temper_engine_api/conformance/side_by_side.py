@@ -13,7 +13,9 @@ from temper_engine_api.conformance.report import render
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the report; 2 where a file holds no findings, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m temper_engine_api.conformance.side_by_side", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m temper_engine_api.conformance.side_by_side", description=__doc__
+    )
     parser.add_argument("findings", nargs="+", type=Path, help="what --findings wrote")
     parser.add_argument("--report", required=True, type=Path, help="markdown file to write")
     chosen = parser.parse_args(arguments)

@@ -7,7 +7,14 @@ from typing_extensions import override
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    Aggregation,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 
 WITNESS_PREFIX = "saw "
 """Of the metrics that say which micro-batches an objective saw."""

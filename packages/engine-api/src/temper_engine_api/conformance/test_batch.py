@@ -22,7 +22,12 @@ from temper_engine_api.conformance.rank import Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.simple_objectives import WITNESS_PREFIX, PlanWitness, witness_of
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, assert_all_close, assert_close
+from temper_engine_api.conformance.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    assert_all_close,
+    assert_close,
+)
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Query
 
@@ -30,7 +35,11 @@ from temper_engine_api.objective import Query
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_plan_is_executed_unchanged(subject: Subject, reference: Reference, split: Split) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    pairs = [pair for pair in subject.run(witnessed_and_planned, recipe=recipe, batch=batch, split=split) if pair is not None]
+    pairs = [
+        pair
+        for pair in subject.run(witnessed_and_planned, recipe=recipe, batch=batch, split=split)
+        if pair is not None
+    ]
     assert pairs
     for seen, planned in pairs:
         assert seen == planned
@@ -48,7 +57,9 @@ def witnessed_and_planned(
         return None
     planned = Counter(witness_of(micro.sample_ids) for micro in share.micro_batches())
     # An engine may add metrics of its own.
-    witnessed = {name: value_of(metric) for name, metric in seen.items() if name.startswith(WITNESS_PREFIX)}
+    witnessed = {
+        name: value_of(metric) for name, metric in seen.items() if name.startswith(WITNESS_PREFIX)
+    }
     return witnessed, {name: float(count) for name, count in planned.items()}
 
 
@@ -56,22 +67,32 @@ def value_of(metric: Metric) -> float:
     return float(metric.value)
 
 
-def test_every_sample_is_on_one_rank_and_counts_are_equal(subject: Subject, reference: Reference) -> None:
+def test_every_sample_is_on_one_rank_and_counts_are_equal(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    shares = [share for share in subject.run(shares_of, recipe=recipe, batch=batch, max_tokens=24) if share is not None]
+    shares = [
+        share
+        for share in subject.run(shares_of, recipe=recipe, batch=batch, max_tokens=24)
+        if share is not None
+    ]
     assert len({share.num_micro_batches for share in shares}) == 1
     ids = torch.cat([share.sample_ids[~share.is_dummy] for share in shares])
     assert sorted(ids.tolist()) == batch.sample_ids.tolist()
     for share in shares:
         assert all(micro.num_tokens <= 24 for micro in share.micro_batches())
-        assert all(len(set(micro.atom_ids.tolist())) * 2 == micro.num_sequences for micro in _real(share))
+        assert all(
+            len(set(micro.atom_ids.tolist())) * 2 == micro.num_sequences for micro in _real(share)
+        )
 
 
 def _real(share: PackedBatch) -> list[SequenceBatch]:
     return [micro for micro in share.micro_batches() if not bool(micro.is_dummy.any())]
 
 
-def shares_of(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, max_tokens: int) -> PackedBatch | None:
+def shares_of(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, max_tokens: int
+) -> PackedBatch | None:
     """By the engine's own ``shard_data``; of one rank of each replica."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
@@ -81,14 +102,20 @@ def shares_of(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, max_tokens: i
 
 def test_unshard_of_shard_is_the_batch(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    ids = batch.sample_ids[torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))]
-    for whole, in_given_order in subject.run(sharded_and_back, recipe=recipe, batch=batch, order=ids):
+    ids = batch.sample_ids[
+        torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
+    ]
+    for whole, in_given_order in subject.run(
+        sharded_and_back, recipe=recipe, batch=batch, order=ids
+    ):
         assert_same_batch(whole, batch)
         places = [batch.sample_ids.tolist().index(sample) for sample in ids.tolist()]
         assert_same_batch(in_given_order, batch.select(places))
 
 
-def sharded_and_back(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, order: Tensor) -> tuple[SequenceBatch, SequenceBatch]:
+def sharded_and_back(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, order: Tensor
+) -> tuple[SequenceBatch, SequenceBatch]:
     """In ascending and in a given order."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
@@ -98,11 +125,24 @@ def sharded_and_back(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, order:
 
 def assert_same_batch(actual: SequenceBatch, expected: SequenceBatch) -> None:
     """Every tensor, bit for bit."""
-    for name in ("tokens", "sequence_starts", "loss_mask", "sample_ids", "group_ids", "atom_ids", "temperature"):
+    for name in (
+        "tokens",
+        "sequence_starts",
+        "loss_mask",
+        "sample_ids",
+        "group_ids",
+        "atom_ids",
+        "temperature",
+    ):
         assert torch.equal(vars_of(actual)[name], vars_of(expected)[name]), f"{name} differs"
     assert actual.columns.keys() == expected.columns.keys()
-    assert all(torch.equal(actual.columns[name], column) for name, column in expected.columns.items())
-    assert all(torch.equal(actual.sequence_columns[name], c) for name, c in expected.sequence_columns.items())
+    assert all(
+        torch.equal(actual.columns[name], column) for name, column in expected.columns.items()
+    )
+    assert all(
+        torch.equal(actual.sequence_columns[name], c)
+        for name, c in expected.sequence_columns.items()
+    )
 
 
 def vars_of(batch: SequenceBatch) -> dict[str, Tensor]:
@@ -122,7 +162,9 @@ def test_output_order_is_restored(subject: Subject, reference: Reference, split:
     recipe = reference.recipe(QWEN2_GROUPED)
     batch = reference.batch().select([6, 0, 3, 7, 1, 5, 2, 4])
     expected = reference.outputs(recipe, batch, Query.LOGPROB)
-    for outputs in subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split):
+    for outputs in subject.run(
+        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split
+    ):
         assert outputs.sample_ids.tolist() == batch.sample_ids.tolist()
         assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
 
@@ -163,7 +205,9 @@ def test_the_order_of_samples_does_not_matter(subject: Subject, reference: Refer
     assert_all_close(gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-def gradients_by_shard_data(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> dict[str, Tensor]:
+def gradients_by_shard_data(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> dict[str, Tensor]:
     """With the engine's own plan, and its own call of ``prepare``."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(BatchStatisticProbe())
@@ -183,23 +227,37 @@ def test_dummies_do_not_count(subject: Subject, reference: Reference) -> None:
     assert_close(totals[1], totals[0], GRADIENT, what="sum of ratios")
 
 
-def mean_ratio_and_weight(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split) -> tuple[float, float]:
+def mean_ratio_and_weight(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split
+) -> tuple[float, float]:
     """The weighted sum and the weight of a metric of the objective, of this rank."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
     metrics = update_once(engine, [share_of(engine, batch, split=split)]).metrics
-    return (float(metrics["ratio"].value), float(metrics["ratio"].weight)) if engine.topology.returns_outputs else (0.0, 0.0)
+    return (
+        (float(metrics["ratio"].value), float(metrics["ratio"].weight))
+        if engine.topology.returns_outputs
+        else (0.0, 0.0)
+    )
 
 
-def test_evaluating_an_objective_gives_the_training_loss(subject: Subject, reference: Reference) -> None:
+def test_evaluating_an_objective_gives_the_training_loss(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    pairs = [pair for pair in subject.run(trained_and_evaluated_loss, recipe=recipe, batch=batch) if pair is not None]
+    pairs = [
+        pair
+        for pair in subject.run(trained_and_evaluated_loss, recipe=recipe, batch=batch)
+        if pair is not None
+    ]
     assert pairs
     for trained, evaluated in pairs:
         assert_close(evaluated, trained, LOGPROB, what="loss", at_least=1.0)
 
 
-def trained_and_evaluated_loss(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[float, float] | None:
+def trained_and_evaluated_loss(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[float, float] | None:
     """Of this rank's share; None where its metrics don't count."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
@@ -207,4 +265,8 @@ def trained_and_evaluated_loss(rank: Rank, *, recipe: Recipe, batch: SequenceBat
     trained = update_once(engine, [share]).metrics
     with engine.eval_mode():
         evaluated = engine.forward_backward_batch(share, forward_only=True).metrics
-    return (value_of(trained["loss"]), value_of(evaluated["loss"])) if engine.topology.returns_outputs else None
+    return (
+        (value_of(trained["loss"]), value_of(evaluated["loss"]))
+        if engine.topology.returns_outputs
+        else None
+    )

@@ -21,7 +21,9 @@ from temper_engine_api.topology import Topology
 CONFIGURED: dict[Capability, Callable[[Reference], Recipe]] = {
     Capability.VALUE_MODEL: lambda reference: reference.recipe(VALUE),
     Capability.REWARD_MODEL: lambda reference: reference.recipe(REWARD),
-    Capability.ADAPTER: lambda reference: reference.recipe(QWEN2_GROUPED, lora=reference.fresh_adapter(rank=2)),
+    Capability.ADAPTER: lambda reference: reference.recipe(
+        QWEN2_GROUPED, lora=reference.fresh_adapter(rank=2)
+    ),
     Capability.OFFLOAD: lambda reference: reference.recipe(
         QWEN2_GROUPED, residency=ResidencySpec(offload_parameters=True, offload_optimizer=True)
     ),
@@ -29,7 +31,9 @@ CONFIGURED: dict[Capability, Callable[[Reference], Recipe]] = {
         QWEN2_GROUPED, optimizer=OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9})
     ),
     Capability.FP16: lambda reference: reference.recipe(QWEN2_GROUPED, compute="fp16"),
-    Capability.OTHER_DTYPES: lambda reference: reference.recipe(QWEN2_GROUPED, compute="bf16", parameters="bf16"),
+    Capability.OTHER_DTYPES: lambda reference: reference.recipe(
+        QWEN2_GROUPED, compute="bf16", parameters="bf16"
+    ),
 }
 """What a configuration can ask for."""
 
@@ -39,12 +43,16 @@ def test_an_engine_claims_what_the_kit_stands_on(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("capability", CONFIGURED, ids=lambda capability: capability.value)
-def test_what_is_configured_works_or_is_refused_by_name(subject: Subject, reference: Reference, capability: Capability) -> None:
+def test_what_is_configured_works_or_is_refused_by_name(
+    subject: Subject, reference: Reference, capability: Capability
+) -> None:
     sentences = subject.run(refusal_of_init, recipe=CONFIGURED[capability](reference))
     if capability in subject.claims:
         # A layout may rule out what the engine can do elsewhere, if it says by the name of its own setting which of the two to leave.
         assert len(set(sentences)) == 1, "ranks disagree"
-        assert not sentences[0] or any(name in sentences[0] for name in subject.layout.fields), sentences[0]
+        assert not sentences[0] or any(name in sentences[0] for name in subject.layout.fields), (
+            sentences[0]
+        )
     else:
         assert all(repr(capability.value) in sentence for sentence in sentences)
 
@@ -91,17 +99,27 @@ def ask_given_ids(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> None:
     """Of an engine that does not claim to answer."""
     engine = rank.kept_engine(recipe)
     with engine.eval_mode(), pytest.raises(CapabilityError, match="logprob_at"):
-        engine.forward_backward_batch(share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB_AT])
+        engine.forward_backward_batch(
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB_AT]
+        )
 
 
 def test_topologies_fit_together(subject: Subject, reference: Reference) -> None:
     topologies = subject.run(topology_of, recipe=reference.recipe(QWEN2_GROUPED))
     assert [topology.global_rank for topology in topologies] == list(range(subject.world_size))
     for topology in topologies:
-        sizes = topology.dp.size * topology.tp.size * topology.pp.size * topology.cp.size * topology.sp.size
+        sizes = (
+            topology.dp.size
+            * topology.tp.size
+            * topology.pp.size
+            * topology.cp.size
+            * topology.sp.size
+        )
         assert topology.world_size == subject.world_size == sizes
     replicas = [topology.dp.rank for topology in topologies if topology.returns_outputs]
-    assert sorted(replicas) == list(range(topologies[0].dp.size)), "not one rank of each replica returns outputs"
+    assert sorted(replicas) == list(range(topologies[0].dp.size)), (
+        "not one rank of each replica returns outputs"
+    )
 
 
 def topology_of(rank: Rank, *, recipe: Recipe) -> Topology:
@@ -111,16 +129,22 @@ def topology_of(rank: Rank, *, recipe: Recipe) -> Topology:
 
 def test_only_ranks_that_return_outputs_do(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    for returns_outputs, has_outputs in subject.run(outputs_claimed_and_given, recipe=recipe, batch=batch):
+    for returns_outputs, has_outputs in subject.run(
+        outputs_claimed_and_given, recipe=recipe, batch=batch
+    ):
         assert returns_outputs == has_outputs
 
 
-def outputs_claimed_and_given(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[bool, bool]:
+def outputs_claimed_and_given(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[bool, bool]:
     """By the topology, and by a forward pass."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
     with engine.eval_mode():
-        result = engine.forward_backward_batch(share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB])
+        result = engine.forward_backward_batch(
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+        )
     return engine.topology.returns_outputs, result.outputs is not None
 
 

@@ -9,14 +9,25 @@ from safetensors.torch import save_file
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train_and_save
-from temper_engine_api.conformance.measure import SPLITS, WHOLE, measure_outputs, measure_update, merged
+from temper_engine_api.conformance.measure import (
+    SPLITS,
+    WHOLE,
+    measure_outputs,
+    measure_update,
+    merged,
+)
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle_adapter import TinyAdapter, read_adapter, save_adapter
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.test_adapter import Trained, kept_adapter, train_and_tell, train_whole
+from temper_engine_api.conformance.test_adapter import (
+    Trained,
+    kept_adapter,
+    train_and_tell,
+    train_whole,
+)
 from temper_engine_api.conformance.tolerances import (
     GRADIENT,
     LOGPROB,
@@ -31,29 +42,55 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
-pytestmark = [pytest.mark.claims(Capability.ADAPTER, Capability.ADAPTER_ON_EXPERTS), pytest.mark.mixtures]
+pytestmark = [
+    pytest.mark.claims(Capability.ADAPTER, Capability.ADAPTER_ON_EXPERTS),
+    pytest.mark.mixtures,
+]
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 INSIDE = TinyAdapter(
-    name="inside", model=QWEN2_GROUPED, fields={"target_modules": ["q_proj", "o_proj"], "target_parameters": list(BOTH), "use_rslora": True}
+    name="inside",
+    model=QWEN2_GROUPED,
+    fields={
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": list(BOTH),
+        "use_rslora": True,
+    },
 )
 FIRST = TinyAdapter(
-    name="first-matrices", model=QWEN2_GROUPED, fields={"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"]}
+    name="first-matrices",
+    model=QWEN2_GROUPED,
+    fields={"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"]},
 )
 ADAPTERS = (INSIDE, FIRST)
 every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 
 
 @every_adapter
-def test_gradient_equals_the_oracle_with_the_same_adapter(subject: Subject, reference: Reference, adapter: TinyAdapter) -> None:
+def test_gradient_equals_the_oracle_with_the_same_adapter(
+    subject: Subject, reference: Reference, adapter: TinyAdapter
+) -> None:
     # In bf16 a router sends some tokens to another expert than in float32, and a good part of that expert's gradient with them.
-    recipe, batch = replace(reference.adapter_recipe(adapter), compute="fp32"), reference.batch(model=adapter.model)
+    recipe, batch = (
+        replace(reference.adapter_recipe(adapter), compute="fp32"),
+        reference.batch(model=adapter.model),
+    )
     expected = reference.update(recipe, TokenProbe(), batch)
-    assert any(".experts." in name for name in expected.gradients), "the oracle's adapter is not on experts"
+    assert any(".experts." in name for name in expected.gradients), (
+        "the oracle's adapter is not on experts"
+    )
     for split in (WHOLE, SPLITS[1]):
-        updates = subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split)
+        updates = subject.run(
+            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split
+        )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
-        assert_close(merged(updates)["loss"], merged([expected])["loss"], LOSS, what="loss", at_least=LOSS_TERMS)
+        assert_close(
+            merged(updates)["loss"],
+            merged([expected])["loss"],
+            LOSS,
+            what="loss",
+            at_least=LOSS_TERMS,
+        )
         assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
@@ -66,7 +103,9 @@ def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference)
 
 
 @every_adapter
-def test_a_continued_adapter_comes_out_again_bit_for_bit(subject: Subject, reference: Reference, adapter: TinyAdapter) -> None:
+def test_a_continued_adapter_comes_out_again_bit_for_bit(
+    subject: Subject, reference: Reference, adapter: TinyAdapter
+) -> None:
     recipe = reference.adapter_recipe(adapter)
     config, on_disk = read_adapter(Path(str(recipe.lora.path)))
     for described, tensors in subject.run(kept_adapter, recipe=recipe):
@@ -82,22 +121,36 @@ def seen() -> dict[str, Trained]:
 
 @pytest.fixture
 def trained(
-    request: pytest.FixtureRequest, subject: Subject, reference: Reference, adapter: TinyAdapter, seen: dict[str, Trained]
+    request: pytest.FixtureRequest,
+    subject: Subject,
+    reference: Reference,
+    adapter: TinyAdapter,
+    seen: dict[str, Trained],
 ) -> Trained:
     """One engine serves three laws; their parameters, which name it, are the same."""
     key = request.node.callspec.id
     if key not in seen:
-        recipe, batch = reference.adapter_recipe(adapter, optimizer=TRAINS), reference.batch(model=adapter.model)
+        recipe, batch = (
+            reference.adapter_recipe(adapter, optimizer=TRAINS),
+            reference.batch(model=adapter.model),
+        )
         seen[key] = subject.run(train_and_tell, recipe=recipe, batches=[batch])[0]
     return seen[key]
 
 
 @every_adapter
-def test_adapter_loads_in_peft_with_same_logits(trained: Trained, reference: Reference, adapter: TinyAdapter, tmp_path: Path) -> None:
+def test_adapter_loads_in_peft_with_same_logits(
+    trained: Trained, reference: Reference, adapter: TinyAdapter, tmp_path: Path
+) -> None:
     # The oracle loads the directory with PeftModel.from_pretrained.
-    recipe, batch = reference.adapter_recipe(adapter, optimizer=TRAINS), reference.batch(model=adapter.model)
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
     folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
-    expected = reference.outputs(replace(recipe, lora=LoraSpec(path=str(folder))), batch, Query.LOGPROB)
+    expected = reference.outputs(
+        replace(recipe, lora=LoraSpec(path=str(folder))), batch, Query.LOGPROB
+    )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
 
@@ -105,22 +158,38 @@ def test_adapter_loads_in_peft_with_same_logits(trained: Trained, reference: Ref
 def test_merged_weights_give_same_logits_in_transformers(
     trained: Trained, reference: Reference, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    recipe, batch = reference.adapter_recipe(adapter, optimizer=TRAINS), reference.batch(model=adapter.model)
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
     shutil.copy(Path(recipe.model_path) / "config.json", tmp_path)
-    save_file({name: tensor.contiguous() for name, tensor in trained.weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
-    expected = reference.outputs(replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, Query.LOGPROB)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in trained.weights.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    expected = reference.outputs(
+        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, Query.LOGPROB
+    )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
-def test_disabled_adapter_is_the_base(trained: Trained, reference: Reference, adapter: TinyAdapter) -> None:
-    recipe, batch = reference.adapter_recipe(adapter, optimizer=TRAINS), reference.batch(model=adapter.model)
+def test_disabled_adapter_is_the_base(
+    trained: Trained, reference: Reference, adapter: TinyAdapter
+) -> None:
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
     base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, Query.LOGPROB)
     assert_close(trained.disabled_after, base, LOGPROB, what="log-probs")
     assert trained.logprobs_again.equal(trained.logprobs)
 
 
-def test_an_adapter_checkpoint_resumes_bitwise(subject: Subject, reference: Reference, tmp_path: Path) -> None:
+def test_an_adapter_checkpoint_resumes_bitwise(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
     recipe = reference.adapter_recipe(INSIDE, optimizer=TRAINS, schedule=schedule)
     batches = [reference.batch(seed=seed) for seed in range(3)]
@@ -131,11 +200,18 @@ def test_an_adapter_checkpoint_resumes_bitwise(subject: Subject, reference: Refe
     assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
 
 
-def test_what_peft_does_not_have_on_experts_is_refused(subject: Subject, reference: Reference) -> None:
+def test_what_peft_does_not_have_on_experts_is_refused(
+    subject: Subject, reference: Reference
+) -> None:
     recipe = reference.adapter_recipe(INSIDE, dropout=0.5)
-    unknown = replace(recipe, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=("mlp.experts.sideways_proj",)))
+    unknown = replace(
+        recipe, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=("mlp.experts.sideways_proj",))
+    )
     assert all("lora.dropout is 0.5" in told for told in subject.run(refusal_of, recipe=recipe))
-    assert all("names mlp.experts.sideways_proj" in told for told in subject.run(refusal_of, recipe=unknown))
+    assert all(
+        "names mlp.experts.sideways_proj" in told
+        for told in subject.run(refusal_of, recipe=unknown)
+    )
 
 
 def refusal_of(rank: Rank, *, recipe: Recipe) -> str:

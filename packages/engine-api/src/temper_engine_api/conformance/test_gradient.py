@@ -7,78 +7,152 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.batches import MASKED_SEQUENCE
-from temper_engine_api.conformance.measure import SPLITS, WHOLE, Split, Update, measure_update, merged, share_of, update_once
+from temper_engine_api.conformance.measure import (
+    SPLITS,
+    WHOLE,
+    Split,
+    Update,
+    measure_update,
+    merged,
+    share_of,
+    update_once,
+)
 from temper_engine_api.conformance.models import LANGUAGE_MODELS, QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.probe_parameters import every_probe
-from temper_engine_api.conformance.probes import BatchStatisticProbe, PairProbe, SequenceProbe, TokenProbe
+from temper_engine_api.conformance.probes import (
+    BatchStatisticProbe,
+    PairProbe,
+    SequenceProbe,
+    TokenProbe,
+)
 from temper_engine_api.conformance.rank import Rank, Recipe
 from temper_engine_api.conformance.reference import Reference, model_for
 from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import GRADIENT, LOSS, LOSS_TERMS, assert_all_close, assert_close
+from temper_engine_api.conformance.tolerances import (
+    GRADIENT,
+    LOSS,
+    LOSS_TERMS,
+    assert_all_close,
+    assert_close,
+)
 from temper_engine_api.objective import Aggregation, AggregationMode, Objective, Query
 
 AGGREGATIONS = tuple(
-    Aggregation(mode=mode, horizon=20 if mode is AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM else None)
+    Aggregation(
+        mode=mode, horizon=20 if mode is AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM else None
+    )
     for mode in AggregationMode
     if mode is not AggregationMode.GROUP_MEAN
 )
 
 
 def check_against_oracle(
-    subject: Subject, reference: Reference, *, objective: Objective, batch: SequenceBatch, split: Split, model: TinyModel
+    subject: Subject,
+    reference: Reference,
+    *,
+    objective: Objective,
+    batch: SequenceBatch,
+    split: Split,
+    model: TinyModel,
 ) -> list[Update]:
     recipe = reference.recipe(model)
     expected = reference.update(recipe, objective, batch)
-    updates = subject.run(measure_update, recipe=recipe, objective=objective, batch=batch, split=split)
+    updates = subject.run(
+        measure_update, recipe=recipe, objective=objective, batch=batch, split=split
+    )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
-    assert_close(merged(updates)["loss"], merged([expected])["loss"], LOSS, what="loss", at_least=LOSS_TERMS)
+    assert_close(
+        merged(updates)["loss"], merged([expected])["loss"], LOSS, what="loss", at_least=LOSS_TERMS
+    )
     return updates
 
 
 @every_probe
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
-def test_gradient_is_independent_of_micro_batch_split(subject: Subject, reference: Reference, probe: Objective, split: Split) -> None:
-    check_against_oracle(subject, reference, objective=probe, batch=reference.batch(), split=split, model=model_for(probe))
+def test_gradient_is_independent_of_micro_batch_split(
+    subject: Subject, reference: Reference, probe: Objective, split: Split
+) -> None:
+    check_against_oracle(
+        subject,
+        reference,
+        objective=probe,
+        batch=reference.batch(),
+        split=split,
+        model=model_for(probe),
+    )
 
 
 @every_probe
-def test_gradient_is_independent_of_data_parallel_size(subject: Subject, reference: Reference, probe: Objective) -> None:
+def test_gradient_is_independent_of_data_parallel_size(
+    subject: Subject, reference: Reference, probe: Objective
+) -> None:
     # Three pairs over two or four ranks: unequal numbers of sequences, and of tokens all the more.
     batch = reference.batch(num_sequences=6, seed=3)
-    check_against_oracle(subject, reference, objective=probe, batch=batch, split=WHOLE, model=model_for(probe))
+    check_against_oracle(
+        subject, reference, objective=probe, batch=batch, split=WHOLE, model=model_for(probe)
+    )
 
 
 @every_probe
-def test_two_calls_then_step_equal_one_call(subject: Subject, reference: Reference, probe: Objective) -> None:
+def test_two_calls_then_step_equal_one_call(
+    subject: Subject, reference: Reference, probe: Objective
+) -> None:
     recipe, batch = reference.recipe(model_for(probe)), reference.batch()
     expected = reference.update(recipe, probe, batch)
     for is_final_sent in (True, False):
-        updates = subject.run(update_in_two_calls, recipe=recipe, objective=probe, batch=batch, is_final_sent=is_final_sent)
-        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient of two calls")
+        updates = subject.run(
+            update_in_two_calls,
+            recipe=recipe,
+            objective=probe,
+            batch=batch,
+            is_final_sent=is_final_sent,
+        )
+        assert_all_close(
+            updates[0].gradients, expected.gradients, GRADIENT, what="gradient of two calls"
+        )
 
 
-def update_in_two_calls(rank: Rank, *, recipe: Recipe, objective: Objective, batch: SequenceBatch, is_final_sent: bool) -> Update:
+def update_in_two_calls(
+    rank: Rank, *, recipe: Recipe, objective: Objective, batch: SequenceBatch, is_final_sent: bool
+) -> Update:
     """The first two pairs, then the others, both with the denominators of the whole; the last call final or not."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(objective)
     whole = batch.with_columns(objective.prepare(batch, seed=7))
     denominators = share_of(engine, whole, split=WHOLE).denominators
     halves = [whole.select(range(4)), whole.select(range(4, batch.num_sequences))]
-    shares = [replace(share_of(engine, half, split=WHOLE), denominators=denominators) for half in halves]
+    shares = [
+        replace(share_of(engine, half, split=WHOLE), denominators=denominators) for half in halves
+    ]
     return update_once(engine, shares, is_final_sent=is_final_sent)
 
 
 @pytest.mark.parametrize("model", LANGUAGE_MODELS, ids=lambda model: model.name)
-def test_gradient_equals_the_oracle_for_every_model(subject: Subject, reference: Reference, model: TinyModel) -> None:
+def test_gradient_equals_the_oracle_for_every_model(
+    subject: Subject, reference: Reference, model: TinyModel
+) -> None:
     batch = reference.batch(model=model)
-    check_against_oracle(subject, reference, objective=TokenProbe(), batch=batch, split=WHOLE, model=model)
+    check_against_oracle(
+        subject, reference, objective=TokenProbe(), batch=batch, split=WHOLE, model=model
+    )
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.mode.value)
-def test_gradient_equals_the_oracle_for_every_aggregation(subject: Subject, reference: Reference, aggregation: Aggregation) -> None:
+@pytest.mark.parametrize(
+    "aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.mode.value
+)
+def test_gradient_equals_the_oracle_for_every_aggregation(
+    subject: Subject, reference: Reference, aggregation: Aggregation
+) -> None:
     probe = TokenProbe(aggregation=aggregation)
-    check_against_oracle(subject, reference, objective=probe, batch=reference.batch(), split=SPLITS[1], model=QWEN2_GROUPED)
+    check_against_oracle(
+        subject,
+        reference,
+        objective=probe,
+        batch=reference.batch(),
+        split=SPLITS[1],
+        model=QWEN2_GROUPED,
+    )
 
 
 def test_an_entropy_bonus_has_a_gradient(subject: Subject, reference: Reference) -> None:
@@ -92,12 +166,16 @@ def test_an_entropy_bonus_has_a_gradient(subject: Subject, reference: Reference)
     )
 
 
-def test_sft_loss_is_the_mean_over_all_trained_tokens(subject: Subject, reference: Reference) -> None:
+def test_sft_loss_is_the_mean_over_all_trained_tokens(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
     expected = -logprobs[batch.loss_mask].double().mean()
     for split in SPLITS:
-        updates = subject.run(measure_update, recipe=recipe, objective=LikelihoodProbe(), batch=batch, split=split)
+        updates = subject.run(
+            measure_update, recipe=recipe, objective=LikelihoodProbe(), batch=batch, split=split
+        )
         assert_close(merged(updates)["loss"], expected, LOSS, what="loss", at_least=LOSS_TERMS)
 
 
@@ -117,40 +195,72 @@ def test_first_response_token_contributes(subject: Subject, reference: Reference
 def test_nothing_leaks_from_masked_positions(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     assert not bool(batch.loss_mask[batch.sequence_index == MASKED_SEQUENCE].any())
-    poisoned = {name: torch.where(batch.loss_mask, batch.columns[name], float("nan")) for name in ("old_logprobs", "advantages")}
+    poisoned = {
+        name: torch.where(batch.loss_mask, batch.columns[name], float("nan"))
+        for name in ("old_logprobs", "advantages")
+    }
     expected = reference.update(recipe, TokenProbe(), batch)
-    updates = subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch.with_columns(poisoned), split=SPLITS[1])
+    updates = subject.run(
+        measure_update,
+        recipe=recipe,
+        objective=TokenProbe(),
+        batch=batch.with_columns(poisoned),
+        split=SPLITS[1],
+    )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-@pytest.mark.parametrize("probe", [TokenProbe(), SequenceProbe(), PairProbe(), BatchStatisticProbe()], ids=lambda probe: probe.name)
-def test_ranks_without_samples_add_nothing(subject: Subject, reference: Reference, probe: Objective) -> None:
+@pytest.mark.parametrize(
+    "probe",
+    [TokenProbe(), SequenceProbe(), PairProbe(), BatchStatisticProbe()],
+    ids=lambda probe: probe.name,
+)
+def test_ranks_without_samples_add_nothing(
+    subject: Subject, reference: Reference, probe: Objective
+) -> None:
     # One atom: at two ranks or more all but one hold only dummies.
     batch = reference.batch(num_sequences=2, seed=1)
-    check_against_oracle(subject, reference, objective=probe, batch=batch, split=WHOLE, model=QWEN2_GROUPED)
+    check_against_oracle(
+        subject, reference, objective=probe, batch=batch, split=WHOLE, model=QWEN2_GROUPED
+    )
 
 
-def test_gradient_norm_is_that_of_the_whole_gradient(subject: Subject, reference: Reference) -> None:
+def test_gradient_norm_is_that_of_the_whole_gradient(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.update(recipe, TokenProbe(), batch)
     norm = torch.cat([g.flatten().double() for g in expected.gradients.values()]).norm()
     for split in SPLITS:
-        updates = subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split)
+        updates = subject.run(
+            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split
+        )
         for update in updates:
             assert_close(update.grad_norm, norm, LOSS, what="gradient norm")
 
 
-def test_metrics_do_not_scale_with_ranks_or_micro_batches(subject: Subject, reference: Reference) -> None:
+def test_metrics_do_not_scale_with_ranks_or_micro_batches(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
     ratio = (logprobs - batch.columns["old_logprobs"]).exp()[batch.loss_mask].double().mean()
     for split in SPLITS:
-        updates = subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split)
+        updates = subject.run(
+            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split
+        )
         assert_close(merged(updates)["ratio"], ratio, LOSS, what="mean ratio")
 
 
 @pytest.mark.bitwise
 def test_the_same_update_twice_gives_the_same_bits(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    first, second = (subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1])[0] for _ in range(2))
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+    first, second = (
+        subject.run(
+            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1]
+        )[0]
+        for _ in range(2)
+    )
+    assert all(
+        torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients
+    )

@@ -48,36 +48,55 @@ every_query = pytest.mark.parametrize(
 
 @every_query
 @pytest.mark.parametrize("model", LANGUAGE_MODELS, ids=lambda model: model.name)
-def test_answers_equal_the_oracle(subject: Subject, reference: Reference, model: TinyModel, query: Query) -> None:
+def test_answers_equal_the_oracle(
+    subject: Subject, reference: Reference, model: TinyModel, query: Query
+) -> None:
     recipe, batch = reference.recipe(model), reference.batch()
     outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[query])[0]
-    assert_close(outputs.columns[query], reference.outputs(recipe, batch, query), LOGPROB, what=query.value)
+    assert_close(
+        outputs.columns[query], reference.outputs(recipe, batch, query), LOGPROB, what=query.value
+    )
 
 
 @pytest.mark.parametrize("query", LANGUAGE_QUERIES, ids=lambda query: query.value)
-def test_peaked_distributions_equal_the_oracle(subject: Subject, reference: Reference, query: Query) -> None:
+def test_peaked_distributions_equal_the_oracle(
+    subject: Subject, reference: Reference, query: Query
+) -> None:
     # Most mass on one token of a prime vocabulary: what is lost beside the block size of a kernel shows.
     recipe, batch = reference.recipe(PEAKED), reference.batch()
     outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[query])[0]
-    assert_close(outputs.columns[query], reference.outputs(recipe, batch, query), PEAKED_LOGPROB, what=query.value)
+    assert_close(
+        outputs.columns[query],
+        reference.outputs(recipe, batch, query),
+        PEAKED_LOGPROB,
+        what=query.value,
+    )
 
 
 def test_packed_equals_alone(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     packed = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
     for b in range(0, batch.num_sequences, 3):
-        alone = subject.run(measure_outputs, recipe=recipe, batch=batch.select([b]), queries=[Query.LOGPROB])[0]
+        alone = subject.run(
+            measure_outputs, recipe=recipe, batch=batch.select([b]), queries=[Query.LOGPROB]
+        )[0]
         first, last = batch.sequence_starts[b : b + 2].tolist()
         inside = packed.columns[Query.LOGPROB][first:last]
-        assert_close(inside, alone.columns[Query.LOGPROB], LOGPROB, what=f"log-probs of sequence {b}")
+        assert_close(
+            inside, alone.columns[Query.LOGPROB], LOGPROB, what=f"log-probs of sequence {b}"
+        )
 
 
 def test_answers_are_independent_of_the_split(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.outputs(recipe, batch, Query.LOGPROB)
     for split in SPLITS:
-        outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split)[0]
-        assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what=f"log-probs, split {split.name}")
+        outputs = subject.run(
+            measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split
+        )[0]
+        assert_close(
+            outputs.columns[Query.LOGPROB], expected, LOGPROB, what=f"log-probs, split {split.name}"
+        )
 
 
 def test_given_position_ids_are_used(subject: Subject, reference: Reference) -> None:
@@ -87,25 +106,40 @@ def test_given_position_ids_are_used(subject: Subject, reference: Reference) -> 
     expected = reference.outputs(recipe, strided, Query.LOGPROB)
     assert float((expected - reference.outputs(recipe, batch, Query.LOGPROB)).abs().max()) > 0.1
     for split in (WHOLE, DYNAMIC):
-        outputs = subject.run(measure_outputs, recipe=recipe, batch=strided, queries=[Query.LOGPROB], split=split)[0]
+        outputs = subject.run(
+            measure_outputs, recipe=recipe, batch=strided, queries=[Query.LOGPROB], split=split
+        )[0]
         assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
-def test_temperature_scales_logits_before_log_softmax(subject: Subject, reference: Reference) -> None:
+def test_temperature_scales_logits_before_log_softmax(
+    subject: Subject, reference: Reference
+) -> None:
     # log p at temperature 2 is not half of log p at 1, and each sequence has its own temperature.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     for temperature in (torch.tensor([0.5, 1.0, 2.0, 4.0] * 2), torch.tensor([1, 2, 3, 4] * 2)):
         tempered = replace(batch, temperature=temperature)
-        outputs = subject.run(measure_outputs, recipe=recipe, batch=tempered, queries=LANGUAGE_QUERIES)[0]
+        outputs = subject.run(
+            measure_outputs, recipe=recipe, batch=tempered, queries=LANGUAGE_QUERIES
+        )[0]
         for query in LANGUAGE_QUERIES:
             expected = reference.outputs(recipe, tempered, query)
-            assert_close(outputs.columns[query], expected, LOGPROB, what=f"{query.value} at {temperature.tolist()}")
+            assert_close(
+                outputs.columns[query],
+                expected,
+                LOGPROB,
+                what=f"{query.value} at {temperature.tolist()}",
+            )
 
 
-def test_asking_for_entropy_does_not_change_log_probs(subject: Subject, reference: Reference) -> None:
+def test_asking_for_entropy_does_not_change_log_probs(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     alone, together = (
-        subject.run(measure_outputs, recipe=recipe, batch=batch, queries=queries)[0].columns[Query.LOGPROB]
+        subject.run(measure_outputs, recipe=recipe, batch=batch, queries=queries)[0].columns[
+            Query.LOGPROB
+        ]
         for queries in ([Query.LOGPROB], LANGUAGE_QUERIES)
     )
     assert_close(together, alone, EXACT, what="log-probs")
@@ -127,20 +161,28 @@ def outputs_twice(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
-def test_on_policy_ratio_is_exactly_one(subject: Subject, reference: Reference, split: Split) -> None:
+def test_on_policy_ratio_is_exactly_one(
+    subject: Subject, reference: Reference, split: Split
+) -> None:
     # The old log-probs are computed with the plan of the update, so training must meet the same bits again.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    for deviation in subject.run(largest_deviation_from_old, recipe=recipe, batch=batch, split=split):
+    for deviation in subject.run(
+        largest_deviation_from_old, recipe=recipe, batch=batch, split=split
+    ):
         assert deviation <= SAME_PLAN[subject.fleet.device].allowed
 
 
-def largest_deviation_from_old(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split) -> float:
+def largest_deviation_from_old(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, split: Split
+) -> float:
     """Between log-probs of ``eval_mode`` and those that training sees, at trained positions, with one plan."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
     share = share_of(engine, batch, split=split)
     with engine.eval_mode():
-        old = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB]).outputs
+        old = engine.forward_backward_batch(
+            share, forward_only=True, outputs=[Query.LOGPROB]
+        ).outputs
     seen = update_once(engine, [share], outputs=[Query.LOGPROB]).outputs
     if old is None or seen is None:
         return 0.0
@@ -155,15 +197,25 @@ def _mask_without_dummies(share: SequenceBatch) -> torch.Tensor:
 
 def test_positions_that_nothing_trains_hold_zero(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    updates = subject.run(measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, outputs=[Query.LOGPROB, Query.ENTROPY])
+    updates = subject.run(
+        measure_update,
+        recipe=recipe,
+        objective=TokenProbe(),
+        batch=batch,
+        outputs=[Query.LOGPROB, Query.ENTROPY],
+    )
     parts = [update.outputs for update in updates if update.outputs is not None]
     for query in (Query.LOGPROB, Query.ENTROPY):
         column = torch.cat([part.columns[query] for part in parts])
         nonzero = int((column != 0).sum())
-        assert nonzero == int(batch.loss_mask.sum()), f"{nonzero} entries of {query.value} are not 0"
+        assert nonzero == int(batch.loss_mask.sum()), (
+            f"{nonzero} entries of {query.value} are not 0"
+        )
 
 
-def test_the_first_token_of_a_sequence_has_no_answer(subject: Subject, reference: Reference) -> None:
+def test_the_first_token_of_a_sequence_has_no_answer(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)[0]
     for query in LANGUAGE_QUERIES:
@@ -184,7 +236,9 @@ def test_one_token_sequences_are_answered(subject: Subject, reference: Reference
         columns={},
         sequence_columns={},
     )
-    outputs: Outputs = subject.run(measure_outputs, recipe=recipe, batch=single, queries=[Query.LOGPROB])[0]
+    outputs: Outputs = subject.run(
+        measure_outputs, recipe=recipe, batch=single, queries=[Query.LOGPROB]
+    )[0]
     assert outputs.columns[Query.LOGPROB].tolist() == [0.0, 0.0]
 
 
@@ -195,5 +249,7 @@ def test_answers_are_float32_under_bf16_compute(subject: Subject, reference: Ref
     for query in LANGUAGE_QUERIES:
         column = outputs.columns[query]
         assert column.dtype == torch.float32
-        assert not torch.equal(column, column.bfloat16().float()), f"{query.value} was rounded to bf16"
+        assert not torch.equal(column, column.bfloat16().float()), (
+            f"{query.value} was rounded to bf16"
+        )
         assert_close(column, reference.outputs(exact, batch, query), BF16, what=query.value)

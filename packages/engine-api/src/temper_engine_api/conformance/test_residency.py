@@ -22,7 +22,12 @@ from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.conformance.rfc_loop import mean_cost, postprocess_fn, preprocess_fn, rfc_loop
+from temper_engine_api.conformance.rfc_loop import (
+    mean_cost,
+    postprocess_fn,
+    preprocess_fn,
+    rfc_loop,
+)
 from temper_engine_api.conformance.subject import Subject
 from temper_engine_api.conformance.tolerances import assert_all_equal, assert_same_state
 from temper_engine_api.objective import Query
@@ -46,17 +51,27 @@ every_offload = pytest.mark.parametrize(
 
 @pytest.mark.bitwise
 @every_offload
-def test_offloading_changes_no_number(subject: Subject, reference: Reference, residency: ResidencySpec) -> None:
+def test_offloading_changes_no_number(
+    subject: Subject, reference: Reference, residency: ResidencySpec
+) -> None:
     batches = [reference.batch(seed=seed) for seed in range(2)]
-    stays = subject.run(everyday, recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), batches=batches)
-    leaves = subject.run(everyday, recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=residency), batches=batches)
+    stays = subject.run(
+        everyday, recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), batches=batches
+    )
+    leaves = subject.run(
+        everyday,
+        recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=residency),
+        batches=batches,
+    )
     for (update, weights), (want, want_weights) in zip(leaves, stays, strict=True):
         assert_same_state(update.state, want.state)
         assert update.grad_norm == want.grad_norm
         assert_all_equal(weights, want_weights, what="weights")
 
 
-def everyday(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> tuple[Update, dict[str, torch.Tensor]]:
+def everyday(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]
+) -> tuple[Update, dict[str, torch.Tensor]]:
     """Evaluate, train in two calls with a pause between them, export."""
     engine = rank.engine(recipe)
     engine.set_loss_fn(TokenProbe())
@@ -95,11 +110,15 @@ def test_rfc_loop_runs_with_everything_offloaded(subject: Subject, reference: Re
 def test_residency_is_restored_when_a_body_raises(subject: Subject, reference: Reference) -> None:
     offloaded = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=EVERYTHING)
     batch = reference.batch()
-    for interrupted, calm in subject.run(update_with_and_without_interruption, recipe=offloaded, batch=batch):
+    for interrupted, calm in subject.run(
+        update_with_and_without_interruption, recipe=offloaded, batch=batch
+    ):
         assert_same_state(interrupted.state, calm.state)
 
 
-def update_with_and_without_interruption(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[Update, Update]:
+def update_with_and_without_interruption(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[Update, Update]:
     """The first engine was interrupted in both modes before its update."""
     interrupted, calm = rank.engine(recipe), rank.engine(recipe)
     for engine in (interrupted, calm):
@@ -113,14 +132,20 @@ def update_with_and_without_interruption(rank: Rank, *, recipe: Recipe, batch: S
 
 
 @pytest.mark.claims(Capability.OFFLOAD)
-def test_saving_offloaded_state_leaves_training_as_it_was(subject: Subject, reference: Reference, tmp_path: Path) -> None:
+def test_saving_offloaded_state_leaves_training_as_it_was(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=EVERYTHING)
-    for saved, loaded, continued, resumed in subject.run(save_offloaded, recipe=recipe, batch=reference.batch(), folder=tmp_path):
+    for saved, loaded, continued, resumed in subject.run(
+        save_offloaded, recipe=recipe, batch=reference.batch(), folder=tmp_path
+    ):
         assert_same_state(loaded, saved)
         assert_same_state(resumed, continued)
 
 
-def save_offloaded(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, folder: Path) -> tuple[dict[str, TrainingState], ...]:
+def save_offloaded(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, folder: Path
+) -> tuple[dict[str, TrainingState], ...]:
     """State when saved and when loaded, then after one more update in either engine."""
     first, second = rank.engine(recipe), rank.engine(recipe)
     for engine in (first, second):
@@ -130,7 +155,12 @@ def save_offloaded(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, folder: 
     first.save_checkpoint(str(folder), global_step=1)
     second.load_checkpoint(str(folder))
     loaded = state_of(second)
-    return saved, loaded, dict(update_once(first, [share]).state), dict(update_once(second, [share]).state)
+    return (
+        saved,
+        loaded,
+        dict(update_once(first, [share]).state),
+        dict(update_once(second, [share]).state),
+    )
 
 
 @pytest.mark.bitwise
@@ -141,7 +171,9 @@ def test_moving_by_hand_changes_no_number(subject: Subject, reference: Reference
         assert moved.grad_norm == still.grad_norm
 
 
-def update_after_moves(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[Update, Update]:
+def update_after_moves(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[Update, Update]:
     """Two updates each; the first engine is moved away and back between them, and once more without being brought back."""
     moved, still = rank.engine(recipe), rank.engine(recipe)
     for engine in (moved, still):

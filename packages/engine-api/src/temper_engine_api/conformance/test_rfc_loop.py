@@ -60,7 +60,9 @@ def test_rfc_loop_with_an_objective(subject: Subject, reference: Reference) -> N
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
     batches = [reference.batch(seed=seed) for seed in range(3)]
     results = subject.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe())
-    assert_same_loop(results, reference.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe()))
+    assert_same_loop(
+        results, reference.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe())
+    )
 
 
 def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
@@ -71,11 +73,16 @@ def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
         for norm, want in zip(result.grad_norms, expected.grad_norms, strict=True):
             assert_close(norm, want, UPDATE, what="gradient norm")
         assert result.rates == expected.rates
-    masters = [{name: entry.master for name, entry in each.state.items()} for each in (results[0], expected)]
+    masters = [
+        {name: entry.master for name, entry in each.state.items()}
+        for each in (results[0], expected)
+    ]
     assert_all_close(masters[0], masters[1], UPDATE, what="weights")
 
 
-def test_rfc_predictions_are_detached_columns_of_the_call(subject: Subject, reference: Reference) -> None:
+def test_rfc_predictions_are_detached_columns_of_the_call(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
     results = subject.run(rfc_loop, recipe=recipe, batches=[batch], loss_fn=TokenProbe())
@@ -85,7 +92,9 @@ def test_rfc_predictions_are_detached_columns_of_the_call(subject: Subject, refe
         if result.seen is None or result.evaluated is None:
             continue
         assert not result.seen.requires_grad
-        assert_close(result.evaluated, mine.columns["expected"], LOGPROB, what="predictions, forward only")
+        assert_close(
+            result.evaluated, mine.columns["expected"], LOGPROB, what="predictions, forward only"
+        )
         trained = torch.where(mine.loss_mask, mine.columns["expected"], 0.0)
         assert_close(result.seen, trained, LOGPROB, what="predictions in training")
 
@@ -93,11 +102,18 @@ def test_rfc_predictions_are_detached_columns_of_the_call(subject: Subject, refe
 def test_two_rfc_calls_add_up(subject: Subject, reference: Reference) -> None:
     # Calls before a step add up: the same call twice doubles the gradient.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    once, twice = (subject.run(gradients_of_rfc_calls, recipe=recipe, batch=batch, num_calls=n)[0] for n in (1, 2))
-    assert_all_close(twice, {name: 2 * gradient for name, gradient in once.items()}, GRADIENT, what="gradient")
+    once, twice = (
+        subject.run(gradients_of_rfc_calls, recipe=recipe, batch=batch, num_calls=n)[0]
+        for n in (1, 2)
+    )
+    assert_all_close(
+        twice, {name: 2 * gradient for name, gradient in once.items()}, GRADIENT, what="gradient"
+    )
 
 
-def gradients_of_rfc_calls(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, num_calls: int) -> dict[str, torch.Tensor]:
+def gradients_of_rfc_calls(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, num_calls: int
+) -> dict[str, torch.Tensor]:
     """Of a callable, called so many times before the step."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(mean_cost)

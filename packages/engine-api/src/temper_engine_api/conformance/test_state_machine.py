@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.measure import WHOLE, Interrupted, Update, interrupted_training, measure_update, share_of, update_once
+from temper_engine_api.conformance.measure import (
+    WHOLE,
+    Interrupted,
+    Update,
+    interrupted_training,
+    measure_update,
+    share_of,
+    update_once,
+)
 from temper_engine_api.conformance.models import QWEN2_GROUPED
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
@@ -86,7 +94,9 @@ def step_after_zeroing(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> N
         engine.optimizer_step()
 
 
-def test_an_engine_without_optimizer_evaluates_and_refuses_to_train(subject: Subject, reference: Reference) -> None:
+def test_an_engine_without_optimizer_evaluates_and_refuses_to_train(
+    subject: Subject, reference: Reference
+) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED, optimizer=None), reference.batch()
     expected = reference.outputs(reference.recipe(QWEN2_GROUPED), batch, Query.LOGPROB)
     for column in subject.run(evaluate_frozen, recipe=recipe, batch=batch):
@@ -105,7 +115,9 @@ def evaluate_frozen(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> torc
     assert engine.current_lr == 0.0
     with engine.eval_mode():
         result = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
-    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[Query.LOGPROB]
+    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
+        Query.LOGPROB
+    ]
 
 
 def test_modes_end_when_their_body_raises(subject: Subject, reference: Reference) -> None:
@@ -115,7 +127,9 @@ def test_modes_end_when_their_body_raises(subject: Subject, reference: Reference
     assert_all_close(gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-def update_after_interruptions(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> dict[str, torch.Tensor]:
+def update_after_interruptions(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> dict[str, torch.Tensor]:
     """Bodies that raise before and after a backward pass, then one that does not."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())

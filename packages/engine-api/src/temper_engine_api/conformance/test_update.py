@@ -26,7 +26,13 @@ from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import READ_GRADIENTS, TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import LOSS, UPDATE, assert_all_close, assert_close, assert_same_state
+from temper_engine_api.conformance.tolerances import (
+    LOSS,
+    UPDATE,
+    assert_all_close,
+    assert_close,
+    assert_same_state,
+)
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.schedule import learning_rate
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
@@ -42,31 +48,54 @@ FALLING = ScheduleSpec(kind="linear", total_steps=10)
 def test_three_updates_equal_adamw_by_hand(subject: Subject, reference: Reference) -> None:
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
     batches = [reference.batch(seed=seed) for seed in range(3)]
-    expected = reference.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches)
-    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=TWO)[0]
+    expected = reference.run(
+        measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches
+    )
+    updates = subject.run(
+        measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=TWO
+    )[0]
     for update, want in zip(updates, expected, strict=True):
         assert_close(update.grad_norm, want.grad_norm, UPDATE, what="gradient norm")
         assert_all_close(update.masters, want.masters, UPDATE, what="weights after the update")
-        assert {state.update_count for state in update.state.values()} == {state.update_count for state in want.state.values()}
+        assert {state.update_count for state in update.state.values()} == {
+            state.update_count for state in want.state.values()
+        }
 
 
 def test_weight_decay_spares_vectors(subject: Subject, reference: Reference) -> None:
     # With betas 0 and an enormous eps the gradient's share of the update vanishes: what is left is the decay, 1 - lr wd = 0.99 exactly
     # for matrices, and nothing for norms and biases.
-    decays = OptimizerSpec(lr=0.1, betas=(0.0, 0.0), eps=1e30, weight_decay=0.1, clip_grad_norm=None)
+    decays = OptimizerSpec(
+        lr=0.1, betas=(0.0, 0.0), eps=1e30, weight_decay=0.1, clip_grad_norm=None
+    )
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=decays)
-    before = reference.update(reference.recipe(QWEN2_GROUPED), TokenProbe(), reference.batch()).masters
-    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=[reference.batch()])
+    before = reference.update(
+        reference.recipe(QWEN2_GROUPED), TokenProbe(), reference.batch()
+    ).masters
+    updates = subject.run(
+        measure_updates, recipe=recipe, objective=TokenProbe(), batches=[reference.batch()]
+    )
     for name, weight in updates[0][0].masters.items():
         factor = 0.99 if weight.ndim >= 2 else 1.0
         assert_close(weight, factor * before[name], LOSS, what=name)
 
 
 def test_weight_decay_reaches_vectors_where_asked(subject: Subject, reference: Reference) -> None:
-    decays = OptimizerSpec(lr=0.1, betas=(0.0, 0.0), eps=1e30, weight_decay=0.1, decays_vectors=True, clip_grad_norm=None)
+    decays = OptimizerSpec(
+        lr=0.1,
+        betas=(0.0, 0.0),
+        eps=1e30,
+        weight_decay=0.1,
+        decays_vectors=True,
+        clip_grad_norm=None,
+    )
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=decays)
-    before = reference.update(reference.recipe(QWEN2_GROUPED), TokenProbe(), reference.batch()).masters
-    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=[reference.batch()])
+    before = reference.update(
+        reference.recipe(QWEN2_GROUPED), TokenProbe(), reference.batch()
+    ).masters
+    updates = subject.run(
+        measure_updates, recipe=recipe, objective=TokenProbe(), batches=[reference.batch()]
+    )
     for name, weight in updates[0][0].masters.items():
         assert_close(weight, 0.99 * before[name], LOSS, what=name)
 
@@ -91,7 +120,9 @@ def test_a_gradient_below_the_limit_is_not_clipped(subject: Subject, reference: 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.kind)
-def test_learning_rate_is_a_pure_function_of_the_step(subject: Subject, reference: Reference, schedule: ScheduleSpec) -> None:
+def test_learning_rate_is_a_pure_function_of_the_step(
+    subject: Subject, reference: Reference, schedule: ScheduleSpec
+) -> None:
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=schedule)
     rates = subject.run(rates_of, recipe=recipe, batch=reference.batch(), num_updates=4)
     expected = [learning_rate(step, peak=TRAINS.lr, spec=schedule) for step in range(5)]
@@ -112,16 +143,28 @@ def test_the_scheduled_rate_is_the_one_that_is_used(subject: Subject, reference:
     signs = OptimizerSpec(lr=0.4, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, clip_grad_norm=None)
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=signs, schedule=ScheduleSpec(warmup_steps=4))
     batches = [reference.batch(seed=seed) for seed in range(3)]
-    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches)[0]
+    updates = subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches)[
+        0
+    ]
     for step, (before, after) in enumerate(pairwise(updates), start=1):
-        moved = max(float((after.masters[n] - before.masters[n]).abs().max()) for n in after.masters)
-        assert_close(moved, 0.4 * (step + 1) / 4, UPDATE, what=f"largest movement of update {step + 1}")
+        moved = max(
+            float((after.masters[n] - before.masters[n]).abs().max()) for n in after.masters
+        )
+        assert_close(
+            moved, 0.4 * (step + 1) / 4, UPDATE, what=f"largest movement of update {step + 1}"
+        )
 
 
 def test_all_masked_mini_batch_updates_nothing(subject: Subject, reference: Reference) -> None:
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
-    batches = [reference.batch(), without_training(reference.batch()), without_training(reference.batch(seed=1))]
-    for of_rank in subject.run(measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=TWO):
+    batches = [
+        reference.batch(),
+        without_training(reference.batch()),
+        without_training(reference.batch(seed=1)),
+    ]
+    for of_rank in subject.run(
+        measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches, split=TWO
+    ):
         trained, *masked = of_rank
         for update in masked:
             assert update.report.outcome == "nothing_trained"
@@ -147,10 +190,19 @@ def test_nonfinite_gradient_skips_on_every_rank(subject: Subject, reference: Ref
     rates = [learning_rate(step, peak=TRAINS.lr, spec=FALLING) for step in range(3)]
     for first, skipped, later in updates:
         assert not math.isfinite(skipped.grad_norm)
-        assert (first.report.outcome, skipped.report.outcome, later.report.outcome) == ("stepped", "nonfinite", "stepped")
+        assert (first.report.outcome, skipped.report.outcome, later.report.outcome) == (
+            "stepped",
+            "nonfinite",
+            "stepped",
+        )
         assert (skipped.next_lr, later.next_lr) == (rates[1], rates[2])
         assert_same_state(skipped.state, first.state)
-    reported = [sample for of_rank in updates if of_rank[1].returns_outputs for sample in of_rank[1].report.sample_ids]
+    reported = [
+        sample
+        for of_rank in updates
+        if of_rank[1].returns_outputs
+        for sample in of_rank[1].report.sample_ids
+    ]
     assert sorted(reported) == sorted(good.sample_ids.tolist())
 
 
@@ -158,10 +210,15 @@ def test_too_many_skips_in_a_row_stop_the_run(subject: Subject, reference: Refer
     recipe = reference.recipe(QWEN2_GROUPED, optimizer=replace(TRAINS, max_consecutive_skips=2))
     batch = reference.batch()
     bad = batch.with_columns({"advantages": torch.full_like(batch.columns["advantages"], math.nan)})
-    assert subject.run(skip_until_refused, recipe=recipe, good=batch, bad=bad) == [3] * subject.world_size
+    assert (
+        subject.run(skip_until_refused, recipe=recipe, good=batch, bad=bad)
+        == [3] * subject.world_size
+    )
 
 
-def skip_until_refused(rank: Rank, *, recipe: Recipe, good: SequenceBatch, bad: SequenceBatch) -> int:
+def skip_until_refused(
+    rank: Rank, *, recipe: Recipe, good: SequenceBatch, bad: SequenceBatch
+) -> int:
     """Two skips, a good update that forgives them, then skips until the engine stops; how many those were."""
     engine = rank.engine(recipe)
     engine.set_loss_fn(TokenProbe())
@@ -171,7 +228,9 @@ def skip_until_refused(rank: Rank, *, recipe: Recipe, good: SequenceBatch, bad: 
         try:
             update_once(engine, [share_of(engine, bad, split=WHOLE)])
         except EngineStateError:
-            assert engine.num_nonfinite_updates == 2 + count, f"counted {engine.num_nonfinite_updates}"
+            assert engine.num_nonfinite_updates == 2 + count, (
+                f"counted {engine.num_nonfinite_updates}"
+            )
             return count
     raise AssertionError("nine skips in a row, and the engine went on")
 
@@ -179,18 +238,24 @@ def skip_until_refused(rank: Rank, *, recipe: Recipe, good: SequenceBatch, bad: 
 def test_zeroed_gradients_do_not_come_back(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.update(recipe, TokenProbe(), batch)
-    update = subject.run(update_after_a_dropped_one, recipe=recipe, batch=batch, dropped=reference.batch(seed=1))[0]
+    update = subject.run(
+        update_after_a_dropped_one, recipe=recipe, batch=batch, dropped=reference.batch(seed=1)
+    )[0]
     assert_all_close(update.gradients, expected.gradients, UPDATE, what="gradient")
 
 
-def update_after_a_dropped_one(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, dropped: SequenceBatch) -> Update:
+def update_after_a_dropped_one(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, dropped: SequenceBatch
+) -> Update:
     """Gradients of one mini-batch are dropped, local ones and reduced ones; then another one is trained."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())
     for is_final in (False, True):
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            engine.forward_backward_batch(share_of(engine, dropped, split=WHOLE), forward_only=False, final=is_final)
+            engine.forward_backward_batch(
+                share_of(engine, dropped, split=WHOLE), forward_only=False, final=is_final
+            )
     return update_once(engine, [share_of(engine, batch, split=WHOLE)])
 
 
@@ -198,11 +263,15 @@ def test_leaving_train_mode_keeps_gradients(subject: Subject, reference: Referen
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.update(recipe, TokenProbe(), batch)
     for is_final in (True, False):
-        gradients = subject.run(gradients_after_a_pause, recipe=recipe, batch=batch, is_final=is_final)[0]
+        gradients = subject.run(
+            gradients_after_a_pause, recipe=recipe, batch=batch, is_final=is_final
+        )[0]
         assert_all_close(gradients, expected.gradients, UPDATE, what="gradient")
 
 
-def gradients_after_a_pause(rank: Rank, *, recipe: Recipe, batch: SequenceBatch, is_final: bool) -> dict[str, Tensor]:
+def gradients_after_a_pause(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, is_final: bool
+) -> dict[str, Tensor]:
     """Backward, leave, evaluate something, then step."""
     engine = rank.kept_engine(recipe)
     engine.set_loss_fn(TokenProbe())

@@ -11,7 +11,12 @@ from temper_engine_api.conformance.models import REWARD, VALUE
 from temper_engine_api.conformance.probes import ValueProbe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import GRADIENT, LOGPROB, assert_all_close, assert_close
+from temper_engine_api.conformance.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    assert_all_close,
+    assert_close,
+)
 from temper_engine_api.objective import Query
 
 
@@ -20,8 +25,12 @@ def test_values_equal_the_oracle(subject: Subject, reference: Reference) -> None
     recipe, batch = reference.recipe(VALUE), reference.batch()
     expected = reference.outputs(recipe, batch, Query.VALUE)
     for split in SPLITS:
-        outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.VALUE], split=split)[0]
-        assert_close(outputs.columns[Query.VALUE], expected, LOGPROB, what=f"values, split {split.name}")
+        outputs = subject.run(
+            measure_outputs, recipe=recipe, batch=batch, queries=[Query.VALUE], split=split
+        )[0]
+        assert_close(
+            outputs.columns[Query.VALUE], expected, LOGPROB, what=f"values, split {split.name}"
+        )
 
 
 @pytest.mark.claims(Capability.VALUE_MODEL)
@@ -31,7 +40,9 @@ def test_a_value_does_not_see_its_own_token(subject: Subject, reference: Referen
     changed = batch.tokens.clone()
     changed[-1] = (changed[-1] + 1) % 211
     before, after = (
-        subject.run(measure_outputs, recipe=recipe, batch=each, queries=[Query.VALUE])[0].columns[Query.VALUE]
+        subject.run(measure_outputs, recipe=recipe, batch=each, queries=[Query.VALUE])[0].columns[
+            Query.VALUE
+        ]
         for each in (batch, replace(batch, tokens=changed))
     )
     assert_close(after, before, LOGPROB, what="values")
@@ -42,7 +53,12 @@ def test_value_loss_ignores_prompts(subject: Subject, reference: Reference) -> N
     recipe, batch = reference.recipe(VALUE), reference.batch()
     poisoned = torch.where(batch.loss_mask, batch.columns["returns"], float("nan"))
     expected = reference.update(recipe, ValueProbe(), batch)
-    updates = subject.run(measure_update, recipe=recipe, objective=ValueProbe(), batch=batch.with_columns({"returns": poisoned}))
+    updates = subject.run(
+        measure_update,
+        recipe=recipe,
+        objective=ValueProbe(),
+        batch=batch.with_columns({"returns": poisoned}),
+    )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
 
 
@@ -51,5 +67,9 @@ def test_scores_are_read_at_the_last_token(subject: Subject, reference: Referenc
     recipe, batch = reference.recipe(REWARD), reference.batch()
     expected = reference.outputs(recipe, batch, Query.SCORE)
     for split in SPLITS:
-        outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.SCORE], split=split)[0]
-        assert_close(outputs.columns[Query.SCORE], expected, LOGPROB, what=f"scores, split {split.name}")
+        outputs = subject.run(
+            measure_outputs, recipe=recipe, batch=batch, queries=[Query.SCORE], split=split
+        )[0]
+        assert_close(
+            outputs.columns[Query.SCORE], expected, LOGPROB, what=f"scores, split {split.name}"
+        )

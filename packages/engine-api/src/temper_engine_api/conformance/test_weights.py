@@ -12,13 +12,32 @@ from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.measure import WHOLE, Update, share_of, state_of, update_once, weights_of
-from temper_engine_api.conformance.models import LANGUAGE_MODELS, QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED, VALUE, TinyModel
+from temper_engine_api.conformance.measure import (
+    WHOLE,
+    Update,
+    share_of,
+    state_of,
+    update_once,
+    weights_of,
+)
+from temper_engine_api.conformance.models import (
+    LANGUAGE_MODELS,
+    QWEN2_GROUPED,
+    QWEN2_TIED,
+    QWEN2_UNTIED,
+    VALUE,
+    TinyModel,
+)
 from temper_engine_api.conformance.probes import TokenProbe
 from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
 from temper_engine_api.conformance.reference import Reference
 from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import LOGPROB, assert_all_equal, assert_close, assert_same_state
+from temper_engine_api.conformance.tolerances import (
+    LOGPROB,
+    assert_all_equal,
+    assert_close,
+    assert_same_state,
+)
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, WeightError
 from temper_engine_api.objective import Query
@@ -32,7 +51,9 @@ MODELS = (
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_exported_weights_are_those_of_the_index(subject: Subject, reference: Reference, model: TinyModel) -> None:
+def test_exported_weights_are_those_of_the_index(
+    subject: Subject, reference: Reference, model: TinyModel
+) -> None:
     recipe = reference.recipe(model)
     on_disk = load_file(Path(recipe.model_path) / "model.safetensors")
     of_ranks = subject.run(kept_weights, recipe=recipe)
@@ -41,11 +62,16 @@ def test_exported_weights_are_those_of_the_index(subject: Subject, reference: Re
         assert list(exported) == list(of_ranks[0]), "the order differs between ranks"
 
 
-def as_exported(expected: dict[str, Tensor], exported: dict[str, Tensor], subject: Subject) -> dict[str, Tensor]:
+def as_exported(
+    expected: dict[str, Tensor], exported: dict[str, Tensor], subject: Subject
+) -> dict[str, Tensor]:
     """Where an engine computes in bf16 it may export that; else the bits of the master weights."""
     if subject.fleet.compute != "bf16":
         return expected
-    return {name: tensor.bfloat16() if exported[name].dtype == torch.bfloat16 else tensor for name, tensor in expected.items()}
+    return {
+        name: tensor.bfloat16() if exported[name].dtype == torch.bfloat16 else tensor
+        for name, tensor in expected.items()
+    }
 
 
 def kept_weights(rank: Rank, *, recipe: Recipe) -> dict[str, Tensor]:
@@ -59,7 +85,9 @@ def test_exported_weights_give_same_logits_in_transformers(
 ) -> None:
     # After an update, so that a stale copy shows; loaded by transformers itself, which names what is missing or unexpected.
     recipe, batch = reference.recipe(model, optimizer=TRAINS), reference.batch(model=model)
-    exported, outputs = subject.run(weights_and_outputs_after_an_update, recipe=recipe, batch=batch)[0]
+    exported, outputs = subject.run(
+        weights_and_outputs_after_an_update, recipe=recipe, batch=batch
+    )[0]
     folder = write_directory(exported, like=Path(recipe.model_path), folder=tmp_path / "exported")
     _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["unexpected_keys"]
@@ -75,11 +103,17 @@ def is_tied(model: TinyModel) -> bool:
 def write_directory(weights: dict[str, Tensor], *, like: Path, folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(like / "config.json", folder)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
-def weights_and_outputs_after_an_update(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[dict[str, Tensor], Outputs]:
+def weights_and_outputs_after_an_update(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[dict[str, Tensor], Outputs]:
     """What is exported and what the engine itself computes with it."""
     engine = rank.engine(recipe)
     train_once(engine, batch)
@@ -95,7 +129,9 @@ def train_once(engine: BaseEngine, batch: SequenceBatch) -> Update:
 
 
 @pytest.mark.parametrize("model", [QWEN2_TIED, QWEN2_UNTIED], ids=lambda model: model.name)
-def test_loaded_weights_come_out_again_bit_for_bit(subject: Subject, reference: Reference, model: TinyModel) -> None:
+def test_loaded_weights_come_out_again_bit_for_bit(
+    subject: Subject, reference: Reference, model: TinyModel
+) -> None:
     recipe = reference.recipe(model)
     other = load_file(reference.directory_of(model, seed=1) / "model.safetensors")
     weights, masters = subject.run(weights_after_loading, recipe=recipe, weights=other)[0]
@@ -103,7 +139,9 @@ def test_loaded_weights_come_out_again_bit_for_bit(subject: Subject, reference: 
     assert_all_equal(masters, other, what="master weights")
 
 
-def weights_after_loading(rank: Rank, *, recipe: Recipe, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def weights_after_loading(
+    rank: Rank, *, recipe: Recipe, weights: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Exported weights, and master weights."""
     engine = rank.engine(recipe)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
@@ -119,7 +157,9 @@ def test_loaded_weights_are_the_ones_that_are_used(subject: Subject, reference: 
     assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
-def outputs_after_loading(rank: Rank, *, recipe: Recipe, weights: dict[str, Tensor], batch: SequenceBatch) -> Outputs:
+def outputs_after_loading(
+    rank: Rank, *, recipe: Recipe, weights: dict[str, Tensor], batch: SequenceBatch
+) -> Outputs:
     """In an engine of its own."""
     engine = rank.engine(recipe)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
@@ -130,10 +170,14 @@ def outputs_after_loading(rank: Rank, *, recipe: Recipe, weights: dict[str, Tens
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "repeated", "misshapen"])
-def test_wrong_weights_are_refused_and_nothing_changes(subject: Subject, reference: Reference, fault: str) -> None:
+def test_wrong_weights_are_refused_and_nothing_changes(
+    subject: Subject, reference: Reference, fault: str
+) -> None:
     recipe = reference.recipe(QWEN2_GROUPED)
     other = load_file(reference.directory_of(QWEN2_GROUPED, seed=1) / "model.safetensors")
-    for message, before, after in subject.run(refused_weights, recipe=recipe, stream=spoilt(other, fault)):
+    for message, before, after in subject.run(
+        refused_weights, recipe=recipe, stream=spoilt(other, fault)
+    ):
         assert "model.norm.weight" in message or "twice" in message
         assert_all_equal(after, before, what="weights")
 
@@ -151,7 +195,9 @@ def spoilt(weights: dict[str, Tensor], fault: str) -> list[NamedWeight]:
     }[fault]
 
 
-def refused_weights(rank: Rank, *, recipe: Recipe, stream: list[NamedWeight]) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+def refused_weights(
+    rank: Rank, *, recipe: Recipe, stream: list[NamedWeight]
+) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """The refusal's sentence, and the weights around it."""
     engine = rank.kept_engine(recipe)
     before = weights_of(engine)
@@ -185,7 +231,9 @@ def test_masters_are_the_exported_weights(subject: Subject, reference: Reference
     assert_all_equal(weights, as_exported(update.masters, weights, subject), what="weights")
 
 
-def weights_and_update(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[dict[str, Tensor], Update]:
+def weights_and_update(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[dict[str, Tensor], Update]:
     """Of one engine after one update."""
     engine = rank.engine(recipe)
     update = train_once(engine, batch)
@@ -201,7 +249,9 @@ def test_portable_state_continues_bitwise(subject: Subject, reference: Reference
         assert carried.grad_norm == continued.grad_norm
 
 
-def continued_twice(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> tuple[Update, Update]:
+def continued_twice(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]
+) -> tuple[Update, Update]:
     """A second update in an engine that got the state, and in the one that gave it."""
     giver, taker = rank.engine(recipe), rank.engine(recipe)
     train_once(giver, batches[0])
@@ -215,17 +265,23 @@ def test_portable_state_equals_the_oracles(subject: Subject, reference: Referenc
     batches = [reference.batch(seed=seed) for seed in range(2)]
     state, second = subject.run(state_and_next_update, recipe=recipe, batches=batches)[0]
     expected = reference.run(update_from_state, recipe=recipe, state=state, batch=batches[1])
-    assert_close(second.grad_norm, expected.grad_norm, LOGPROB, what="gradient norm of the next update")
+    assert_close(
+        second.grad_norm, expected.grad_norm, LOGPROB, what="gradient norm of the next update"
+    )
 
 
-def state_and_next_update(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> tuple[dict[str, TrainingState], Update]:
+def state_and_next_update(
+    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]
+) -> tuple[dict[str, TrainingState], Update]:
     """State after the first update, and the second update."""
     engine = rank.engine(recipe)
     first = train_once(engine, batches[0])
     return dict(first.state), train_once(engine, batches[1])
 
 
-def update_from_state(rank: Rank, *, recipe: Recipe, state: dict[str, TrainingState], batch: SequenceBatch) -> Update:
+def update_from_state(
+    rank: Rank, *, recipe: Recipe, state: dict[str, TrainingState], batch: SequenceBatch
+) -> Update:
     """One update that begins at a given state."""
     engine = rank.engine(recipe)
     engine.load_state(iter(state.values()))
@@ -241,7 +297,9 @@ def load_incomplete_state(rank: Rank, *, recipe: Recipe) -> None:
     engine = rank.kept_engine(recipe)
     state = list(engine.export_state())
     for wrong in (state[:-1], [*state, replace(state[-1], name="model.unknown")]):
-        with pytest.raises(WeightError, match=state[-1].name if len(wrong) < len(state) else "model.unknown"):
+        with pytest.raises(
+            WeightError, match=state[-1].name if len(wrong) < len(state) else "model.unknown"
+        ):
             engine.load_state(iter(wrong))
 
 

@@ -51,8 +51,16 @@ GRADIENT = Tolerance(
     in_bf16=0.25,
 )
 """In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias, which is what cancellation leaves, 19 %."""
-LOGPROB = Tolerance(share=3e-6, reason="float32 logits of hidden size 32 through four layers, summed in another order", in_bf16=5e-2)
-PEAKED = Tolerance(share=3e-5, reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large", in_bf16=0.6)
+LOGPROB = Tolerance(
+    share=3e-6,
+    reason="float32 logits of hidden size 32 through four layers, summed in another order",
+    in_bf16=5e-2,
+)
+PEAKED = Tolerance(
+    share=3e-5,
+    reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large",
+    in_bf16=0.6,
+)
 """In bf16 logits of 60 are 0.2 off, and the entropy of a distribution with two peaks is what lies between them."""
 LOSS = Tolerance(
     share=3e-6,
@@ -74,14 +82,25 @@ LOSS_TERMS = 1.0
 SMALL_TENSOR = 0.03
 """Share of the largest gradient below which a tensor's own size no longer counts: that of a key bias is nothing but cancellation."""
 UPDATE = Tolerance(
-    share=2e-5, reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error", in_bf16=0.25
+    share=2e-5,
+    reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error",
+    in_bf16=0.25,
 )
 WHOLE_IN_BF16 = 0.1
 """Of all tensors together, by their norm: single entries are further off, but a factor or a token that is left out shows here."""
-BF16 = Tolerance(share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep")
+BF16 = Tolerance(
+    share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep"
+)
 
 
-def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: Tolerance, *, what: str, at_least: float = 0.0) -> None:
+def assert_close(
+    actual: Tensor | float,
+    expected: Tensor | float,
+    tolerance: Tolerance,
+    *,
+    what: str,
+    at_least: float = 0.0,
+) -> None:
     """Fail unless every entry is within the tolerance of what is expected; NaN is never close.
 
     Args:
@@ -92,7 +111,9 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: To
         at_least: the tolerance is a share of this where the largest entry is smaller.
     """
     have, want = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
-    assert have.shape == want.shape, f"{what} has shape {tuple(have.shape)}, expected {tuple(want.shape)}"
+    assert have.shape == want.shape, (
+        f"{what} has shape {tuple(have.shape)}, expected {tuple(want.shape)}"
+    )
     if not want.numel():
         return
     scale, distance = max(float(want.abs().max()), at_least), float((have - want).abs().max())
@@ -102,34 +123,64 @@ def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: To
     )
 
 
-def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, *, what: str) -> None:
+def assert_all_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, *, what: str
+) -> None:
     """Fail unless both hold the same names and every tensor is within the tolerance; what is expected must not be all zero."""
-    assert actual.keys() == expected.keys(), f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+    assert actual.keys() == expected.keys(), (
+        f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+    )
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     assert largest > 0, f"{what}: everything expected is zero"
     for name, tensor in expected.items():
-        assert_close(actual[name], tensor, tolerance, what=f"{what} of {name}", at_least=SMALL_TENSOR * largest)
+        assert_close(
+            actual[name],
+            tensor,
+            tolerance,
+            what=f"{what} of {name}",
+            at_least=SMALL_TENSOR * largest,
+        )
     if tolerance.allowed != tolerance.share:
-        distance, norm = (_norm(tensors) for tensors in ([actual[name].double() - expected[name] for name in expected], expected.values()))
-        assert distance <= WHOLE_IN_BF16 * norm, f"{what} is off by {distance / norm:.1e} of its norm; allowed is {WHOLE_IN_BF16:.0e}"
+        distance, norm = (
+            _norm(tensors)
+            for tensors in (
+                [actual[name].double() - expected[name] for name in expected],
+                expected.values(),
+            )
+        )
+        assert distance <= WHOLE_IN_BF16 * norm, (
+            f"{what} is off by {distance / norm:.1e} of its norm; allowed is {WHOLE_IN_BF16:.0e}"
+        )
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
-def assert_all_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
+def assert_all_equal(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str
+) -> None:
     """Fail unless both hold the same names and the same bits."""
-    assert actual.keys() == expected.keys(), f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+    assert actual.keys() == expected.keys(), (
+        f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+    )
     unequal = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not unequal, f"{what}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
+    assert not unequal, (
+        f"{what}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
+    )
 
 
-def assert_same_state(actual: Mapping[str, TrainingState], expected: Mapping[str, TrainingState]) -> None:
+def assert_same_state(
+    actual: Mapping[str, TrainingState], expected: Mapping[str, TrainingState]
+) -> None:
     """Fail unless both are the same portable state, bit for bit and count for count."""
     for part in ("master", "first_moment", "second_moment"):
         read = attrgetter(part)
-        have, want = ({name: read(entry) for name, entry in state.items()} for state in (actual, expected))
+        have, want = (
+            {name: read(entry) for name, entry in state.items()} for state in (actual, expected)
+        )
         assert_all_equal(have, want, what=part)
-    counts = [{name: entry.update_count for name, entry in state.items()} for state in (actual, expected)]
+    counts = [
+        {name: entry.update_count for name, entry in state.items()} for state in (actual, expected)
+    ]
     assert counts[0] == counts[1], "update counts differ"

@@ -302,6 +302,7 @@ def sdpa_varlen_forward(
         dropout: Dropout probability.
         sliding_window: Number of positions each token attends to; None means all.
         softcap: Must be None.
+        **options: Other arguments of the model; refused if they would change the result.
 
     Returns:
         [1, T, H, D'] and None, as transformers expects.

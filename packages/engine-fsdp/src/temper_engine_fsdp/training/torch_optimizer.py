@@ -113,8 +113,9 @@ class TorchOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _check_update(self) -> None:
-        """Try one update on the current parameters and undo it. Collective if the class
-        communicates.
+        """Try one update on the current parameters and undo it.
+
+        Collective if the class communicates.
 
         Raises:
             CapabilityError: If the class cannot update shards, or keeps a state that cannot be

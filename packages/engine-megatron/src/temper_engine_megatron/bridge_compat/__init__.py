@@ -4,7 +4,20 @@ In: a Hugging Face configuration. Out: a Megatron configuration, and for each of
 ``lines`` says which versions belong together and what is different in each; ``stand_ins`` imports them without what they need not have.
 """
 
-from temper_engine_megatron.bridge_compat.lines import LINES, Line, line_in_use, submodules_of_experts
+from temper_engine_megatron.bridge_compat.lines import (
+    LINES,
+    Line,
+    line_in_use,
+    submodules_of_experts,
+)
 from temper_engine_megatron.bridge_compat.translation import ParameterKind, Recipe, Translation
 
-__all__ = ["LINES", "Line", "ParameterKind", "Recipe", "Translation", "line_in_use", "submodules_of_experts"]
+__all__ = [
+    "LINES",
+    "Line",
+    "ParameterKind",
+    "Recipe",
+    "Translation",
+    "line_in_use",
+    "submodules_of_experts",
+]

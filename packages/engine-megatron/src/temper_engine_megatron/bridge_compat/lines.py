@@ -40,7 +40,9 @@ class Line:
     """Whether a layer's specification holds its experts as a function of their submodules, or has the submodules itself."""
 
     def __str__(self) -> str:
-        return f"{CORE} {self.tested[CORE]} with {BRIDGE} {self.tested[BRIDGE]} (Python {self.python})"
+        return (
+            f"{CORE} {self.tested[CORE]} with {BRIDGE} {self.tested[BRIDGE]} (Python {self.python})"
+        )
 
 
 LINES = (
@@ -82,7 +84,9 @@ def line_in_use() -> Line:
     fitting = _fitting(core=core, bridge=bridge)
     command = _command(fitting, core=core, bridge=bridge)
     if importlib.util.find_spec("megatron.bridge") is None:
-        raise ConfigError(f"the Megatron engine needs Megatron-Bridge, which is not installed: {command}")
+        raise ConfigError(
+            f"the Megatron engine needs Megatron-Bridge, which is not installed: {command}"
+        )
     if _takes(fitting.core, core) and _takes(fitting.bridge, bridge):
         return fitting
     raise ConfigError(
@@ -94,12 +98,18 @@ def line_in_use() -> Line:
 def submodules_of_experts(layer: Any) -> Any:
     """Of a layer's specification, the parts of its mixture of experts, to be replaced in place."""
     experts = layer.submodules.mlp
-    return experts.keywords["submodules"] if line_in_use().wraps_layers_of_experts else experts.submodules
+    return (
+        experts.keywords["submodules"]
+        if line_in_use().wraps_layers_of_experts
+        else experts.submodules
+    )
 
 
 def _fitting(*, core: str | None, bridge: str | None) -> Line:
     """The line that asks for the fewest changes: that of the core, or else of the bridge, or else the newest for this Python."""
-    usable = [line for line in LINES if line.python.contains(platform.python_version(), prereleases=True)]
+    usable = [
+        line for line in LINES if line.python.contains(platform.python_version(), prereleases=True)
+    ]
     of_core = [line for line in usable if _takes(line.core, core)]
     of_bridge = [line for line in usable if _takes(line.bridge, bridge)]
     return (of_core or of_bridge or usable[-1:])[0]
@@ -108,7 +118,11 @@ def _fitting(*, core: str | None, bridge: str | None) -> Line:
 def _command(line: Line, *, core: str | None, bridge: str | None) -> str:
     """What installs it: without requirements, because pip can't resolve the bridge's (one of them needs torch to be built)."""
     found = ((CORE, line.core, core), (BRIDGE, line.bridge, bridge))
-    wrong = [f"{name}=={line.tested[name]}" for name, taken, version in found if not _takes(taken, version)]
+    wrong = [
+        f"{name}=={line.tested[name]}"
+        for name, taken, version in found
+        if not _takes(taken, version)
+    ]
     return f"pip install --no-deps {' '.join(wrong)}"
 
 

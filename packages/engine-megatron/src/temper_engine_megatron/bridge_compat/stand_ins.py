@@ -63,7 +63,11 @@ def _stand_ins(importers: Mapping[str, str]) -> Iterator[None]:
     real = builtins.__import__
 
     def choose(
-        name: str, globals: Mapping[str, object] | None = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Any = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
     ) -> Any:
         importer = str((globals or {}).get("__name__") or "")
         root = name.partition(".")[0]
@@ -92,7 +96,11 @@ def _decorate(function: object = None, **_: object) -> object:
 
 _EMPTY = {
     "transformer_engine": types.SimpleNamespace(
-        pytorch=types.SimpleNamespace(Linear=_Absent, LayerNormLinear=_Absent, ops=types.SimpleNamespace(Sequential=_Absent))
+        pytorch=types.SimpleNamespace(
+            Linear=_Absent, LayerNormLinear=_Absent, ops=types.SimpleNamespace(Sequential=_Absent)
+        )
     ),
-    "triton": types.SimpleNamespace(jit=_decorate, language=types.SimpleNamespace(constexpr=object(), tensor=object())),
+    "triton": types.SimpleNamespace(
+        jit=_decorate, language=types.SimpleNamespace(constexpr=object(), tensor=object())
+    ),
 }

@@ -47,7 +47,11 @@ class Translation:
         described = _as_causal_lm(hf_config)
         auto = bridge.AutoBridge.from_hf_config(described)
         self.settings: Any = auto.to_megatron_provider(load_weights=False)
-        self._registry = _model_bridge().get_model_bridge(getattr(transformers, described.architectures[0])).mapping_registry()
+        self._registry = (
+            _model_bridge()
+            .get_model_bridge(getattr(transformers, described.architectures[0]))
+            .mapping_registry()
+        )
 
     def recipe_of(self, name: str) -> Recipe:
         """Of a parameter by Megatron's name with the layer's global number.
@@ -57,7 +61,9 @@ class Translation:
         """
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
-            raise CapabilityError(f"Megatron-Bridge does not say what {name} is made of: this architecture is not supported.")
+            raise CapabilityError(
+                f"Megatron-Bridge does not say what {name} is made of: this architecture is not supported."
+            )
         parts: str | Mapping[str, str] = mapping.hf_param
         if isinstance(parts, str):
             return Recipe(kind="plain", names=(parts,))
@@ -65,7 +71,9 @@ class Translation:
             return Recipe(kind="qkv", names=(parts["q"], parts["k"], parts["v"]))
         if parts.keys() == {"gate", "up"}:
             return Recipe(kind="gated", names=(parts["gate"], parts["up"]))
-        raise CapabilityError(f"{name} is made of {sorted(parts)}, which this engine can't put together: {USE_ANOTHER}")
+        raise CapabilityError(
+            f"{name} is made of {sorted(parts)}, which this engine can't put together: {USE_ANOTHER}"
+        )
 
     def join_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """Query, key and value as Megatron's interleaved tensor, full size."""

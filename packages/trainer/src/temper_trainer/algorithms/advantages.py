@@ -68,12 +68,29 @@ def estimate_advantages(
     if kl is not None and coef:
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
     if config.advantage == "gdpo":
-        if components is None or components.shape != (samples.num_sequences, len(component_weights)):
-            raise BatchError("advantages by gdpo need components [B, K] and K component_weights: set reward.components.")
+        if components is None or components.shape != (
+            samples.num_sequences,
+            len(component_weights),
+        ):
+            raise BatchError(
+                "advantages by gdpo need components [B, K] and K component_weights: set reward.components."
+            )
         held = sequence_sum(penalty, samples)
-        advantages, returns = decoupled_advantage(components, weights=component_weights, penalty=held, samples=samples), None
+        advantages, returns = (
+            decoupled_advantage(
+                components, weights=component_weights, penalty=held, samples=samples
+            ),
+            None,
+        )
     else:
-        advantages, returns = _estimate(config, samples=samples, rewards=rewards, penalty=penalty, values=values, baselines=baselines)
+        advantages, returns = _estimate(
+            config,
+            samples=samples,
+            rewards=rewards,
+            penalty=penalty,
+            values=values,
+            baselines=baselines,
+        )
     if config.whiten_advantages:
         advantages = whiten(advantages, mask=samples.loss_mask)
     return Advantages(
@@ -102,7 +119,13 @@ def _estimate(
     name, groups = config.advantage, samples.group_ids
     if name == "gae":
         assert values is not None
-        return generalised_advantage(by_token, values=values, samples=samples, gamma=config.gamma, gae_lambda=config.gae_lambda)
+        return generalised_advantage(
+            by_token,
+            values=values,
+            samples=samples,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
     if name == "reinforce_plus_plus":
         return global_advantage(by_token, samples=samples, gamma=config.gamma), None
     if name == "reinforce_plus_plus_baseline":
@@ -123,12 +146,20 @@ def _estimate(
         case "gpg":
             per_sample = group_gradient_advantage(whole, group_ids=groups)
         case _:
-            per_sample = group_relative_advantage(whole, group_ids=groups, scale_by_std=name == "grpo")
+            per_sample = group_relative_advantage(
+                whole, group_ids=groups, scale_by_std=name == "grpo"
+            )
     return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
 
 
 def _check(
-    config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, values: Tensor | None, kl: Tensor | None, coef: float
+    config: AlgorithmConfig,
+    *,
+    samples: SequenceBatch,
+    rewards: Tensor,
+    values: Tensor | None,
+    kl: Tensor | None,
+    coef: float,
 ) -> None:
     if rewards.shape != (samples.num_sequences,) or not bool(rewards.isfinite().all()):
         raise BatchError(
@@ -141,10 +172,14 @@ def _check(
             "every other estimator none."
         )
     if coef and kl is None:
-        raise BatchError(f"the reward's KL penalty has weight {coef}, but no KL was given: pass kl [T] from kl.estimate_kl.")
+        raise BatchError(
+            f"the reward's KL penalty has weight {coef}, but no KL was given: pass kl [T] from kl.estimate_kl."
+        )
     for name, column in (("values", values), ("kl", kl)):
         if column is not None and column.shape != (samples.num_tokens,):
-            raise BatchError(f"{name} has shape {tuple(column.shape)}, but there are {samples.num_tokens} tokens.")
+            raise BatchError(
+                f"{name} has shape {tuple(column.shape)}, but there are {samples.num_tokens} tokens."
+            )
 
 
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:

@@ -19,7 +19,9 @@ class CispoObjective(ClippedObjective):
     Source: MiniMax 2025, arXiv:2506.13585, equations 4 and 5.
     """
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """-sg(clip(rho)) * A * log p."""
         weight = log_ratio.detach().exp().clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -weight * advantages * logprobs

@@ -9,7 +9,14 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    Aggregation,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 
 
 @register_objective("combined")
@@ -25,8 +32,14 @@ class CombinedObjective(Objective):
     """How the sum becomes one number."""
 
     def __post_init__(self) -> None:
-        if len(self.parts) != len(self.coefs) or not self.parts or any(part.aggregation != self.aggregation for part in self.parts):
-            raise ConfigError(f"a combined objective needs as many coefs as parts, and one aggregation for all, but is {self}.")
+        if (
+            len(self.parts) != len(self.coefs)
+            or not self.parts
+            or any(part.aggregation != self.aggregation for part in self.parts)
+        ):
+            raise ConfigError(
+                f"a combined objective needs as many coefs as parts, and one aggregation for all, but is {self}."
+            )
 
     @property
     def needs(self) -> frozenset[Query]:
@@ -40,7 +53,11 @@ class CombinedObjective(Objective):
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """What every part prepares."""
-        return {name: column for part in self.parts for name, column in part.prepare(batch, seed=seed).items()}
+        return {
+            name: column
+            for part in self.parts
+            for name, column in part.prepare(batch, seed=seed).items()
+        }
 
     def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
@@ -49,7 +66,11 @@ class CombinedObjective(Objective):
         for part, coef in zip(self.parts, self.coefs, strict=True):
             terms = part(answers, batch)
             if terms.level != "token":
-                raise ConfigError(f"objective {part.name!r} returns one loss per sequence, and can't be combined with losses per token.")
-            total = total + coef * (terms.loss if terms.weight is None else terms.loss * terms.weight)
+                raise ConfigError(
+                    f"objective {part.name!r} returns one loss per sequence, and can't be combined with losses per token."
+                )
+            total = total + coef * (
+                terms.loss if terms.weight is None else terms.loss * terms.weight
+            )
             metrics |= terms.metrics
         return LossTerms(loss=total, metrics=metrics)

@@ -25,7 +25,11 @@ class Correction:
 
 
 def rollout_correction(
-    config: RolloutCorrectionConfig, *, samples: SequenceBatch, old_logprobs: Tensor, rollout_logprobs: Tensor
+    config: RolloutCorrectionConfig,
+    *,
+    samples: SequenceBatch,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
 ) -> Correction:
     """Weights of a step's tokens.
 
@@ -50,7 +54,9 @@ def rollout_correction(
     if config.self_normalize and total > 0:
         weights = weights * (int(mask.sum()) / total)
     metrics = _describe(config, raw=raw[mask], weights=weights[mask], is_kept=is_kept[mask])
-    metrics["correction/rejected_share"] = float(is_rejected[trained_sequences(samples)].double().mean())
+    metrics["correction/rejected_share"] = float(
+        is_rejected[trained_sequences(samples)].double().mean()
+    )
     return Correction(weights=weights.float(), metrics=metrics)
 
 
@@ -71,16 +77,22 @@ def _within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
     return is_within
 
 
-def _rejected(config: RolloutCorrectionConfig, *, ours: Tensor, theirs: Tensor, samples: SequenceBatch) -> Tensor:
+def _rejected(
+    config: RolloutCorrectionConfig, *, ours: Tensor, theirs: Tensor, samples: SequenceBatch
+) -> Tensor:
     """[B] bool: completions too far from what the trainer would have said."""
     if config.reject_kl is None:
         return torch.zeros(samples.num_sequences, dtype=torch.bool)
     kl = estimate_kl(theirs, ref_logprobs=ours, estimator=config.reject_kl_estimator)
     trained = sequence_sum(samples.loss_mask.double(), samples).clamp(min=1.0)
-    return sequence_sum(torch.where(samples.loss_mask, kl, 0.0), samples) / trained > config.reject_kl
+    return (
+        sequence_sum(torch.where(samples.loss_mask, kl, 0.0), samples) / trained > config.reject_kl
+    )
 
 
-def _describe(config: RolloutCorrectionConfig, *, raw: Tensor, weights: Tensor, is_kept: Tensor) -> dict[str, float]:
+def _describe(
+    config: RolloutCorrectionConfig, *, raw: Tensor, weights: Tensor, is_kept: Tensor
+) -> dict[str, float]:
     if raw.numel() == 0:
         return {}
     squares = float(weights.square().mean())
@@ -89,6 +101,10 @@ def _describe(config: RolloutCorrectionConfig, *, raw: Tensor, weights: Tensor, 
         "correction/weight_max": float(weights.max()),
         "correction/masked_share": float((~is_kept).double().mean()),
         # From the raw weights: after truncation none is above the bound.
-        "correction/truncated_share": 0.0 if config.truncate_at is None else float((raw > config.truncate_at).double().mean()),
-        "correction/effective_sample_share": float(weights.mean()) ** 2 / squares if squares > 0 else 0.0,
+        "correction/truncated_share": 0.0
+        if config.truncate_at is None
+        else float((raw > config.truncate_at).double().mean()),
+        "correction/effective_sample_share": float(weights.mean()) ** 2 / squares
+        if squares > 0
+        else 0.0,
     }

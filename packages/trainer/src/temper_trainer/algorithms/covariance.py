@@ -25,10 +25,15 @@ def covariances(batch: SequenceBatch) -> Tensor:
     Source: Cui et al. 2025, arXiv:2505.22617, equation 8.
     """
     mask = batch.loss_mask
-    logprobs, advantages = batch.columns["old_logprobs"].double(), batch.columns["advantages"].double()
+    logprobs, advantages = (
+        batch.columns["old_logprobs"].double(),
+        batch.columns["advantages"].double(),
+    )
     if not bool(mask.any()):
         return torch.zeros_like(logprobs)
-    return torch.where(mask, (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean()), 0.0)
+    return torch.where(
+        mask, (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean()), 0.0
+    )
 
 
 @register_objective("clip_cov")
@@ -56,17 +61,28 @@ class ClipCovObjective(ClippedObjective):
         covariance = covariances(batch)
         candidates = batch.loss_mask & (covariance > self.low) & (covariance < self.high)
         drawn = torch.where(candidates, lots(batch, seed=seed), math.inf)
-        return {IS_HELD: _first(drawn, count=min(_share_of(batch, self.share), int(candidates.sum())))}
+        return {
+            IS_HELD: _first(drawn, count=min(_share_of(batch, self.share), int(candidates.sum())))
+        }
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """Clipped, and 0 where held back."""
-        loss = ClippedObjective.surrogate(self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
+        loss = ClippedObjective.surrogate(
+            self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
+        )
         return torch.where(batch.columns[IS_HELD] > 0, 0.0, loss)
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """Those of its kin, and the share of tokens held back."""
         found = ClippedObjective.held_metrics(self, log_ratio, advantages=advantages, batch=batch)
-        return {**found, "policy/held_share": weighted_mean(batch.columns[IS_HELD], batch.loss_mask)}
+        return {
+            **found,
+            "policy/held_share": weighted_mean(batch.columns[IS_HELD], batch.loss_mask),
+        }
 
 
 @register_objective("kl_cov")
@@ -96,15 +112,22 @@ class KlCovObjective(SurrogateObjective):
         held[ranked[: _share_of(batch, self.share)]] = 1.0
         return {IS_HELD: held}
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """-rho * A, and the distance where held back."""
         held = torch.where(batch.columns[IS_HELD] > 0, log_ratio.abs(), 0.0)
         return -log_ratio.exp() * advantages + self.kl_cov_coef * held
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """Those of its kin, and the share of tokens held back."""
         found = SurrogateObjective.held_metrics(self, log_ratio, advantages=advantages, batch=batch)
-        return {**found, "policy/held_share": weighted_mean(batch.columns[IS_HELD], batch.loss_mask)}
+        return {
+            **found,
+            "policy/held_share": weighted_mean(batch.columns[IS_HELD], batch.loss_mask),
+        }
 
 
 def _share_of(batch: SequenceBatch, share: float) -> int:

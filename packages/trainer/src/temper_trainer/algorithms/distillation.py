@@ -9,7 +9,15 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    LOGPROB_AT_IDS,
+    Aggregation,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
 
 _ALMOST_ONE = 1.0 - 1e-6
@@ -36,7 +44,9 @@ class ReverseKlObjective(Objective):
 
     def __post_init__(self) -> None:
         if self.estimator == "k1":
-            raise ConfigError("distillation.kl_estimator k1 in a loss has zero expected gradient: use k2 or k3.")
+            raise ConfigError(
+                "distillation.kl_estimator k1 in a loss has zero expected gradient: use k2 or k3."
+            )
 
     @property
     def needs(self) -> frozenset[Query]:
@@ -55,8 +65,14 @@ class ReverseKlObjective(Objective):
         teacher = torch.where(mask, batch.columns["teacher_logprobs"], 0.0)
         kl = estimate_kl(logprobs, ref_logprobs=teacher, estimator=self.estimator)
         gap = (logprobs - teacher).detach()
-        metrics = {"distill/logprob_gap": weighted_mean(gap, mask)} | _shared_metrics(kl, clamp=self.clamp, mask=mask, batch=batch)
-        return LossTerms(loss=_clamped(kl, clamp=self.clamp) * torch.where(mask, batch.columns["teacher_weights"], 0.0), metrics=metrics)
+        metrics = {"distill/logprob_gap": weighted_mean(gap, mask)} | _shared_metrics(
+            kl, clamp=self.clamp, mask=mask, batch=batch
+        )
+        return LossTerms(
+            loss=_clamped(kl, clamp=self.clamp)
+            * torch.where(mask, batch.columns["teacher_weights"], 0.0),
+            metrics=metrics,
+        )
 
 
 @register_objective("top_k_distillation")
@@ -101,11 +117,20 @@ class TopKObjective(Objective):
         terms = torch.where(is_named, self._terms(theirs, ours), 0.0).sum(-1)
         mass = torch.where(is_named, theirs.exp(), 0.0).sum(-1)
         if self.tail:
-            rest = [torch.log1p(-torch.where(is_named, logs.exp(), 0.0).sum(-1).clamp(max=_ALMOST_ONE)) for logs in (theirs, ours)]
+            rest = [
+                torch.log1p(-torch.where(is_named, logs.exp(), 0.0).sum(-1).clamp(max=_ALMOST_ONE))
+                for logs in (theirs, ours)
+            ]
             terms = terms + self._terms(rest[0], rest[1])
         terms = torch.where(mask, terms, 0.0)
-        metrics = {"distill/top_k_mass": weighted_mean(mass, mask)} | _shared_metrics(terms, clamp=self.clamp, mask=mask, batch=batch)
-        return LossTerms(loss=_clamped(terms, clamp=self.clamp) * torch.where(mask, batch.columns["teacher_weights"], 0.0), metrics=metrics)
+        metrics = {"distill/top_k_mass": weighted_mean(mass, mask)} | _shared_metrics(
+            terms, clamp=self.clamp, mask=mask, batch=batch
+        )
+        return LossTerms(
+            loss=_clamped(terms, clamp=self.clamp)
+            * torch.where(mask, batch.columns["teacher_weights"], 0.0),
+            metrics=metrics,
+        )
 
     def _terms(self, theirs: Tensor, ours: Tensor) -> Tensor:
         """One token's part of the divergence, from log-probs of teacher and policy."""
@@ -117,7 +142,13 @@ class TopKObjective(Objective):
 
 
 def teacher_reward(
-    logprobs: Tensor, *, teacher_logprobs: Tensor, weights: Tensor, loss_mask: Tensor, estimator: KlEstimator, clamp: float | None
+    logprobs: Tensor,
+    *,
+    teacher_logprobs: Tensor,
+    weights: Tensor,
+    loss_mask: Tensor,
+    estimator: KlEstimator,
+    clamp: float | None,
 ) -> Tensor:
     """[T] float32 reward of each token: -w * clamp(k(log p, log q)), 0 where nothing is trained or no teacher answered.
 
@@ -143,8 +174,13 @@ def _clamped(column: Tensor, *, clamp: float | None) -> Tensor:
     return column if clamp is None else column.clamp(-clamp, clamp)
 
 
-def _shared_metrics(column: Tensor, *, clamp: float | None, mask: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
-    found = {"distill/divergence": weighted_mean(column, mask), "distill/taught_share": weighted_mean(mask, batch.loss_mask)}
+def _shared_metrics(
+    column: Tensor, *, clamp: float | None, mask: Tensor, batch: SequenceBatch
+) -> dict[str, Metric]:
+    found = {
+        "distill/divergence": weighted_mean(column, mask),
+        "distill/taught_share": weighted_mean(mask, batch.loss_mask),
+    }
     if clamp is not None:
         found["distill/clamped_share"] = weighted_mean(column.detach().abs() > clamp, mask)
     return found

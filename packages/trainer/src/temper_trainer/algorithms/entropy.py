@@ -32,4 +32,6 @@ class EntropyController:
 
 def entropy_controller(config: AlgorithmConfig) -> EntropyController:
     """The controller a run begins with: fixed unless algorithm.entropy_target is set."""
-    return EntropyController(coef=config.entropy_coef, target=config.entropy_target, step=config.entropy_coef_step)
+    return EntropyController(
+        coef=config.entropy_coef, target=config.entropy_target, step=config.entropy_coef_step
+    )

@@ -8,7 +8,12 @@ from temper_trainer.algorithms.trained_tokens import at_next_trained, discounted
 
 
 def generalised_advantage(
-    token_rewards: Tensor, *, values: Tensor, samples: SequenceBatch, gamma: float, gae_lambda: float
+    token_rewards: Tensor,
+    *,
+    values: Tensor,
+    samples: SequenceBatch,
+    gamma: float,
+    gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantages, and the returns that the value model learns.
 

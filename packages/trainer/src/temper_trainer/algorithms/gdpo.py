@@ -9,7 +9,9 @@ from temper_trainer.algorithms.grpo import group_relative_advantage
 from temper_trainer.algorithms.whitening import whiten
 
 
-def decoupled_advantage(components: Tensor, *, weights: Sequence[float], penalty: Tensor, samples: SequenceBatch) -> Tensor:
+def decoupled_advantage(
+    components: Tensor, *, weights: Sequence[float], penalty: Tensor, samples: SequenceBatch
+) -> Tensor:
     """Weighted sum of group-relative advantages, whitened over the trained tokens of the step.
 
     S_i = sum over k of w_k * (r_ik - mean_k) / (std_k + 1e-6) within the group of i; A = (S - mean(S)) / std(S). So a combination of
@@ -27,7 +29,8 @@ def decoupled_advantage(components: Tensor, *, weights: Sequence[float], penalty
     Source: Liu et al. 2026, arXiv:2601.05242, section 3.
     """
     total = sum(
-        weight * group_relative_advantage(components[:, k], group_ids=samples.group_ids, scale_by_std=True)
+        weight
+        * group_relative_advantage(components[:, k], group_ids=samples.group_ids, scale_by_std=True)
         for k, weight in enumerate(weights)
     )
     return whiten((total - penalty)[samples.sequence_index], mask=samples.loss_mask)

@@ -28,13 +28,21 @@ class GmpoObjective(SurrogateObjective):
     clip_high: float = 0.4
     """log rho is clipped above at clip_high."""
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """-A * exp(mean of the clipped log-ratios)."""
         clipped = log_ratio.clamp(-self.clip_low, self.clip_high)
-        held = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+        held = torch.where(
+            advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
+        )
         return -advantages * sequence_mean(held, batch).exp()
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """Of both sides."""
         is_low, is_high = log_ratio < -self.clip_low, log_ratio > self.clip_high
-        return clip_shares(is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask)
+        return clip_shares(
+            is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask
+        )

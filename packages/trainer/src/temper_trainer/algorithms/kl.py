@@ -63,7 +63,9 @@ class KlController:
 
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
-        if self.target is None or not math.isfinite(kl):  # such a step's update is skipped; its weight would be no number ever after
+        if self.target is None or not math.isfinite(
+            kl
+        ):  # such a step's update is skipped; its weight would be no number ever after
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))
@@ -71,7 +73,9 @@ class KlController:
 
 def kl_controller(config: AlgorithmConfig) -> KlController:
     """The controller a run begins with: fixed unless algorithm.kl_target is set."""
-    return KlController(coef=config.kl_reward_coef, target=config.kl_target, horizon=config.kl_horizon)
+    return KlController(
+        coef=config.kl_reward_coef, target=config.kl_target, horizon=config.kl_horizon
+    )
 
 
 def sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:

@@ -12,7 +12,9 @@ SQUARES = "mismatch/ratio_square_mean"
 """A piece of the effective sample share, not a number for the log."""
 
 
-def mismatch_metrics(logprobs: Tensor, *, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
+def mismatch_metrics(
+    logprobs: Tensor, *, rollout_logprobs: Tensor, loss_mask: Tensor
+) -> dict[str, Metric]:
     """Difference of two measurements of one policy, over trained tokens; large ones mean a stale, truncated or broken sampler.
 
     ``mismatch/abs_mean`` and ``mismatch/abs_max`` are of |log p - log q| in nats; ``mismatch/kl`` is the k3 estimate of KL(sampler,
@@ -31,9 +33,13 @@ def mismatch_metrics(logprobs: Tensor, *, rollout_logprobs: Tensor, loss_mask: T
     return {
         "mismatch/abs_mean": weighted_mean(distance, loss_mask),
         "mismatch/abs_max": Metric(value=distance.max(), reduction="max"),
-        "mismatch/kl": weighted_mean(estimate_kl(theirs, ref_logprobs=ours, estimator="k3"), loss_mask),
+        "mismatch/kl": weighted_mean(
+            estimate_kl(theirs, ref_logprobs=ours, estimator="k3"), loss_mask
+        ),
         "mismatch/ratio_mean": weighted_mean(ratio, loss_mask),
-        "mismatch/ratio_max": Metric(value=torch.where(loss_mask, ratio, 0.0).max(), reduction="max"),
+        "mismatch/ratio_max": Metric(
+            value=torch.where(loss_mask, ratio, 0.0).max(), reduction="max"
+        ),
         SQUARES: weighted_mean(ratio.square(), loss_mask),
     }
 

@@ -45,15 +45,25 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     correction = config.rollout_correction
     if correction is not None and correction.proximal == "rollout":
         return config.kl_reward_coef > 0 or correction.reject_kl is not None
-    needs_numbers = config.kl_reward_coef > 0 or correction is not None or _policy_loss(config).needs_measured_old
+    needs_numbers = (
+        config.kl_reward_coef > 0
+        or correction is not None
+        or _policy_loss(config).needs_measured_old
+    )
     return not is_single_update or needs_numbers
 
 
 def _policy_loss(config: AlgorithmConfig) -> type[SurrogateObjective]:
-    return own_policy_loss(config) if is_import_path(config.policy_loss) else _POLICY_LOSSES[config.policy_loss]
+    return (
+        own_policy_loss(config)
+        if is_import_path(config.policy_loss)
+        else _POLICY_LOSSES[config.policy_loss]
+    )
 
 
-def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None) -> SurrogateObjective:
+def policy_objective(
+    config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None
+) -> SurrogateObjective:
     """The actor's.
 
     Args:
@@ -67,13 +77,19 @@ def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, e
         kl_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
         old_is_current=old_is_current,
-        is_corrected=correction is not None and (correction.level != "none" or correction.reject_kl is not None),
+        is_corrected=correction is not None
+        and (correction.level != "none" or correction.reject_kl is not None),
         watches_entropy=config.entropy_target is not None,
         aggregation=aggregation_of(config),
     )
     match config.policy_loss:
         case "ppo":
-            return PolicyObjective(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, **shared)
+            return PolicyObjective(
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+                **shared,
+            )
         case "gspo":
             return GspoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
         case "cispo":
@@ -93,7 +109,9 @@ def policy_objective(config: AlgorithmConfig, *, old_is_current: bool = False, e
             return KlCovObjective(share=config.cov_share, kl_cov_coef=config.kl_cov_coef, **shared)
         case "sapo":
             return SapoObjective(
-                positive_temperature=config.sapo_positive_temperature, negative_temperature=config.sapo_negative_temperature, **shared
+                positive_temperature=config.sapo_positive_temperature,
+                negative_temperature=config.sapo_negative_temperature,
+                **shared,
             )
         case _:
             return own_policy_loss(config)(**config.policy_loss_arguments, **shared)
@@ -111,11 +129,15 @@ class _Shared(TypedDict):
     aggregation: Aggregation
 
 
-def with_distillation(policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig) -> Objective:
+def with_distillation(
+    policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig
+) -> Objective:
     """The policy's objective with the distillation's loss added; the latter alone where there is none."""
     taught: Objective
     if config.objective == "reverse_kl":
-        taught = ReverseKlObjective(estimator=config.kl_estimator, clamp=config.clamp, aggregation=aggregation_of(algorithm))
+        taught = ReverseKlObjective(
+            estimator=config.kl_estimator, clamp=config.clamp, aggregation=aggregation_of(algorithm)
+        )
     else:
         taught = TopKObjective(
             divergence=config.objective,
@@ -124,7 +146,9 @@ def with_distillation(policy: Objective | None, *, config: DistillationConfig, a
             clamp=config.clamp,
             aggregation=aggregation_of(algorithm),
         )
-    parts, coefs = ((taught,), (config.coef,)) if policy is None else ((policy, taught), (1.0, config.coef))
+    parts, coefs = (
+        ((taught,), (config.coef,)) if policy is None else ((policy, taught), (1.0, config.coef))
+    )
     return CombinedObjective(parts=parts, coefs=coefs, aggregation=aggregation_of(algorithm))
 
 
@@ -136,7 +160,9 @@ def value_objective(config: AlgorithmConfig) -> ValueObjective:
 def preference_objective(config: PreferenceConfig, *, task: str) -> Objective:
     """Of task dpo, or of task rm."""
     if task == "rm":
-        return RewardModelObjective(label_smoothing=config.label_smoothing, center_coef=config.center_coef)
+        return RewardModelObjective(
+            label_smoothing=config.label_smoothing, center_coef=config.center_coef
+        )
     return DpoObjective(
         loss=config.loss,
         beta=config.beta,

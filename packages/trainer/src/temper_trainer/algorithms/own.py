@@ -50,8 +50,16 @@ def own_advantages(config: AlgorithmConfig, *, rewards: Tensor, samples: Sequenc
     """
     found: object = own_advantage(config)(rewards, samples=samples, **config.advantage_arguments)
     expected = ((samples.num_sequences,), (samples.num_tokens,))
-    if not isinstance(found, Tensor) or tuple(found.shape) not in expected or not bool(found.isfinite().all()):
-        got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{type(found).__name__}"
+    if (
+        not isinstance(found, Tensor)
+        or tuple(found.shape) not in expected
+        or not bool(found.isfinite().all())
+    ):
+        got = (
+            f"a tensor of shape {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"{type(found).__name__}"
+        )
         raise BatchError(
             f"algorithm.advantage {config.advantage} returned {got}, but must return finite numbers: [{samples.num_sequences}], one by "
             f"sequence, or [{samples.num_tokens}], one by token."

@@ -20,17 +20,23 @@ class ClippedObjective(SurrogateObjective):
     clip_high: float = 0.2
     """rho is clipped above at 1 + clip_high."""
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """-min(rho * A, clip(rho) * A)."""
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -torch.minimum(ratio * advantages, clipped * advantages)
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """Of both sides."""
         ratio = log_ratio.exp()
         is_low, is_high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
-        return clip_shares(is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask)
+        return clip_shares(
+            is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask
+        )
 
 
 @register_objective("ppo")
@@ -50,16 +56,24 @@ class PolicyObjective(ClippedObjective):
     dual_clip: float | None = None
     """Above 1; bounds the loss of a negative advantage, which is otherwise unbounded in rho. None is off."""
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """Clipped, and bounded where the advantage is negative."""
-        loss = ClippedObjective.surrogate(self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
+        loss = ClippedObjective.surrogate(
+            self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
+        )
         if self.dual_clip is None:
             return loss
         return torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """Of both sides, and of the dual clip where there is one."""
         found = ClippedObjective.held_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
-            found["policy/dual_clip_share"] = weighted_mean((log_ratio.exp() > self.dual_clip) & (advantages < 0), batch.loss_mask)
+            found["policy/dual_clip_share"] = weighted_mean(
+                (log_ratio.exp() > self.dual_clip) & (advantages < 0), batch.loss_mask
+            )
         return found

@@ -9,7 +9,15 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import weighted_mean
-from temper_engine_api.objective import Aggregation, AggregationMode, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    Aggregation,
+    AggregationMode,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 from temper_engine_api.reduction import sequence_sum
 from temper_trainer.types import IS_CHOSEN
 
@@ -53,7 +61,9 @@ class DpoObjective(Objective):
 
     def __post_init__(self) -> None:
         if self.aggregation.mode != AggregationMode.GROUP_MEAN:
-            raise ConfigError(f"dpo is a mean over pairs (group_mean), but aggregation is {self.aggregation.mode.value}.")
+            raise ConfigError(
+                f"dpo is a mean over pairs (group_mean), but aggregation is {self.aggregation.mode.value}."
+            )
 
     @property
     def needs(self) -> frozenset[Query]:
@@ -69,7 +79,11 @@ class DpoObjective(Objective):
         """[B] losses of one micro-batch of whole pairs."""
         mask = batch.loss_mask
         logprobs = torch.where(mask, answers[Query.LOGPROB], 0.0)
-        reference = torch.where(mask, batch.columns["ref_logprobs"], 0.0) if self.has_reference else torch.zeros_like(logprobs)
+        reference = (
+            torch.where(mask, batch.columns["ref_logprobs"], 0.0)
+            if self.has_reference
+            else torch.zeros_like(logprobs)
+        )
         trained = sequence_sum(mask.float(), batch).clamp(min=1.0)
         total = sequence_sum(logprobs - reference, batch)
         log_ratio = total / trained if self.length_normalized or self.loss == "ipo" else total
@@ -95,7 +109,9 @@ class DpoObjective(Objective):
         if self.loss == "hinge":
             return torch.relu(1.0 - scaled)
         log_sigmoid = torch.nn.functional.logsigmoid
-        return -(1.0 - self.label_smoothing) * log_sigmoid(scaled) - self.label_smoothing * log_sigmoid(-scaled)
+        return -(1.0 - self.label_smoothing) * log_sigmoid(
+            scaled
+        ) - self.label_smoothing * log_sigmoid(-scaled)
 
 
 @register_objective("reward_model")
@@ -130,7 +146,9 @@ class RewardModelObjective(Objective):
         scores, is_chosen = answers[Query.SCORE], batch.sequence_columns[IS_CHOSEN]
         margin = pair_difference(scores, batch)
         log_sigmoid = torch.nn.functional.logsigmoid
-        loss = -(1.0 - self.label_smoothing) * log_sigmoid(margin) - self.label_smoothing * log_sigmoid(-margin)
+        loss = -(1.0 - self.label_smoothing) * log_sigmoid(
+            margin
+        ) - self.label_smoothing * log_sigmoid(-margin)
         if self.center_coef:
             loss = loss + self.center_coef * _over_pair(scores, batch).square()
         real = ~batch.is_dummy

@@ -23,7 +23,9 @@ def global_advantage(token_rewards: Tensor, *, samples: SequenceBatch, gamma: fl
 
     Source: Hu et al. 2025, arXiv:2501.03262, section 3.
     """
-    return whiten(discounted_sums(token_rewards, samples=samples, decay=gamma), mask=samples.loss_mask)
+    return whiten(
+        discounted_sums(token_rewards, samples=samples, decay=gamma), mask=samples.loss_mask
+    )
 
 
 def group_baseline_advantage(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:

@@ -29,12 +29,18 @@ def drawn_again(rewards: Tensor, *, group_ids: Tensor, config: ReweightConfig, s
         weights = rewards.abs() ** config.exponent
         if not bool(weights.sum() > 0):
             return torch.arange(len(rewards))
-        return torch.multinomial(weights, len(rewards), replacement=True, generator=generator).sort().values
+        return (
+            torch.multinomial(weights, len(rewards), replacement=True, generator=generator)
+            .sort()
+            .values
+        )
     found = []
     for group in torch.unique(group_ids):
         members = torch.nonzero(group_ids == group)[:, 0]
         weights = _of_group(rewards[members], with_any=config.method == "max_random")
-        found.append(members[torch.multinomial(weights, len(members), replacement=True, generator=generator)])
+        found.append(
+            members[torch.multinomial(weights, len(members), replacement=True, generator=generator)]
+        )
     return torch.cat(found).sort().values
 
 

@@ -34,7 +34,9 @@ class SapoObjective(SurrogateObjective):
                 f"both temperatures of sapo must be above 0, but are {self.positive_temperature}, {self.negative_temperature}."
             )
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """The soft gate times the advantage."""
         tau = torch.where(advantages > 0, self.positive_temperature, self.negative_temperature)
         return -(4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * advantages

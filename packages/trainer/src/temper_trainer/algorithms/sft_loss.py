@@ -6,7 +6,14 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import weighted_mean
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    Aggregation,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 
 
 @register_objective("sft")

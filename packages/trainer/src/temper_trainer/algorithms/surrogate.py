@@ -52,7 +52,9 @@ class SurrogateObjective(Objective):
             raise ConfigError("kl_estimator k1 in a loss has zero expected gradient: use k2 or k3.")
 
     @abstractmethod
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """[T] losses to minimise.
 
         Args:
@@ -66,14 +68,20 @@ class SurrogateObjective(Objective):
         """[T] what is clipped: each token's own log-ratio, unless a subclass says otherwise."""
         return log_ratio
 
-    def held_metrics(self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
+    def held_metrics(
+        self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
         """How often the surrogate held a token back; by default nothing."""
         return {}
 
     @property
     def needs(self) -> frozenset[Query]:
         """Log-probs, and the entropy where it has a weight or is watched."""
-        return frozenset({Query.LOGPROB, Query.ENTROPY} if self.entropy_coef or self.watches_entropy else {Query.LOGPROB})
+        return frozenset(
+            {Query.LOGPROB, Query.ENTROPY}
+            if self.entropy_coef or self.watches_entropy
+            else {Query.LOGPROB}
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -88,15 +96,24 @@ class SurrogateObjective(Objective):
         # Masked before any arithmetic: where() afterwards would still send 0 * NaN into the gradient.
         logprobs = torch.where(mask, answers[Query.LOGPROB], 0.0)
         advantages = torch.where(mask, batch.columns["advantages"], 0.0)
-        old = logprobs.detach() if self.old_is_current else torch.where(mask, batch.columns["old_logprobs"], 0.0)
-        log_ratio = self.effective_log_ratio((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), batch)
+        old = (
+            logprobs.detach()
+            if self.old_is_current
+            else torch.where(mask, batch.columns["old_logprobs"], 0.0)
+        )
+        log_ratio = self.effective_log_ratio(
+            (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), batch
+        )
         loss = self.surrogate(log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
         if self.is_corrected:
             loss = loss * torch.where(mask, batch.columns[CORRECTION_WEIGHTS], 0.0)
         metrics = (
-            mismatch_metrics(old, rollout_logprobs=batch.columns["rollout_logprobs"], loss_mask=mask)
+            mismatch_metrics(
+                old, rollout_logprobs=batch.columns["rollout_logprobs"], loss_mask=mask
+            )
             if self.old_is_current
-            else _ratio_metrics(log_ratio.detach(), mask) | self.held_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
+            else _ratio_metrics(log_ratio.detach(), mask)
+            | self.held_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
         )
         if Query.ENTROPY in self.needs:
             entropy = torch.where(mask, answers[Query.ENTROPY], 0.0)
@@ -118,7 +135,9 @@ def sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
     return mean[batch.sequence_index]
 
 
-def clip_shares(*, is_low: Tensor, is_high: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Metric]:
+def clip_shares(
+    *, is_low: Tensor, is_high: Tensor, advantages: Tensor, mask: Tensor
+) -> dict[str, Metric]:
     """Shares of trained tokens that a clip holds: below it with a negative advantage, above it with a positive one."""
     return {
         "policy/clip_share_low": weighted_mean(is_low & (advantages < 0), mask),
@@ -130,6 +149,8 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Metric]:
     ratio = log_ratio.exp()
     return {
         "policy/ratio_mean": weighted_mean(ratio, mask),
-        "policy/ratio_error_max": Metric(value=torch.where(mask, (ratio - 1.0).abs(), 0.0).max(), reduction="max"),
+        "policy/ratio_error_max": Metric(
+            value=torch.where(mask, (ratio - 1.0).abs(), 0.0).max(), reduction="max"
+        ),
         "policy/old_kl": weighted_mean(ratio - 1.0 - log_ratio, mask),
     }

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query, register_objective
+from temper_engine_api.objective import (
+    Aggregation,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
 
 
 @register_objective("value")
@@ -65,11 +72,18 @@ def explained_variance(metrics: Mapping[str, Metric]) -> float:
     return 1.0 - (error_squares - errors**2) / spread if spread > 0 else math.nan
 
 
-_PIECES = ("value/return_mean", "value/return_square_mean", "value/error_mean", "value/error_square_mean")
+_PIECES = (
+    "value/return_mean",
+    "value/return_square_mean",
+    "value/error_mean",
+    "value/error_square_mean",
+)
 
 
 def _variance_pieces(values: Tensor, *, returns: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Means that merge over micro-batches and ranks, from which a variance can be made afterwards."""
     error = returns - values
     columns = (returns, returns.square(), error, error.square())
-    return {name: weighted_mean(column, mask) for name, column in zip(_PIECES, columns, strict=True)}
+    return {
+        name: weighted_mean(column, mask) for name, column in zip(_PIECES, columns, strict=True)
+    }

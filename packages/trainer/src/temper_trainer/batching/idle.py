@@ -16,7 +16,9 @@ def idle_samples(samples: SequenceBatch) -> Tensor:
     return sequence_sum((samples.columns["advantages"] != 0).float(), samples) == 0
 
 
-def without_idle(plan: StepPlan, samples: SequenceBatch, *, role: str, layout: RoleLayout, max_tokens: int) -> StepPlan:
+def without_idle(
+    plan: StepPlan, samples: SequenceBatch, *, role: str, layout: RoleLayout, max_tokens: int
+) -> StepPlan:
     """The plan with idle samples left out of a role's micro-batches; its denominators still count them, so gradients are the same.
 
     Only for an objective whose every term has the advantage as a factor, and only where no earlier pass used the same split. A
@@ -38,10 +40,17 @@ def without_idle(plan: StepPlan, samples: SequenceBatch, *, role: str, layout: R
         )
         return replace(mini_batch, plans={**mini_batch.plans, role: _translate(smaller, busy)})
 
-    return replace(plan, mini_batches=tuple(thinned(mini_batch) for mini_batch in plan.mini_batches))
+    return replace(
+        plan, mini_batches=tuple(thinned(mini_batch) for mini_batch in plan.mini_batches)
+    )
 
 
 def _translate(plan: MiniBatchPlan, places: list[int]) -> MiniBatchPlan:
     """A plan over a selection as one over the whole."""
-    ranks = [RankPlan(micro_batches=tuple(tuple(places[i] for i in micro) for micro in rank.micro_batches)) for rank in plan.ranks]
+    ranks = [
+        RankPlan(
+            micro_batches=tuple(tuple(places[i] for i in micro) for micro in rank.micro_batches)
+        )
+        for rank in plan.ranks
+    ]
     return MiniBatchPlan(ranks=tuple(ranks))

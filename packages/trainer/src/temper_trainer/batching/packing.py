@@ -9,7 +9,9 @@ from temper_engine_api.plan import pack_rank
 from temper_trainer.batching.step_plan import MiniBatch
 
 
-def pack(samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective: Objective | None = None) -> list[PackedBatch]:
+def pack(
+    samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective: Objective | None = None
+) -> list[PackedBatch]:
     """Each data-parallel rank's share, by rank.
 
     With an objective, its ``prepare`` runs here, once for the whole mini-batch, and workers get the columns it reads; without one
@@ -32,11 +34,18 @@ def pack(samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective:
     missing = read - chosen.columns.keys() - chosen.sequence_columns.keys() - extra.keys()
     if missing:
         assert objective is not None
-        raise BatchError(f"objective {objective.name!r} reads columns that the samples lack: {', '.join(sorted(missing))}.")
+        raise BatchError(
+            f"objective {objective.name!r} reads columns that the samples lack: {', '.join(sorted(missing))}."
+        )
     lean = replace(
         chosen,
         columns={name: column for name, column in chosen.columns.items() if name in read} | extra,
-        sequence_columns={name: column for name, column in chosen.sequence_columns.items() if name in read},
+        sequence_columns={
+            name: column for name, column in chosen.sequence_columns.items() if name in read
+        },
     )
     plan = mini_batch.plans[role]
-    return [pack_rank(lean, plan=plan, rank=rank, denominators=mini_batch.denominators) for rank in range(len(plan.ranks))]
+    return [
+        pack_rank(lean, plan=plan, rank=rank, denominators=mini_batch.denominators)
+        for rank in range(len(plan.ranks))
+    ]

@@ -23,7 +23,8 @@ def plan_metrics(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[s
         "batch/micro_batches": float(sum(p.num_micro_batches for p in plans)),
         "batch/dummy_share": sum(not micro for micro in slots) / len(slots),
         "batch/imbalance": max(
-            _imbalance(mini_batch, plan_of, lengths) for mini_batch, plan_of in zip(plan.first_pass, plans, strict=True)
+            _imbalance(mini_batch, plan_of, lengths)
+            for mini_batch, plan_of in zip(plan.first_pass, plans, strict=True)
         ),
     }
 
@@ -49,5 +50,8 @@ def describe(plan: StepPlan, samples: SequenceBatch) -> str:
 
 
 def _imbalance(mini_batch: MiniBatch, plan: MiniBatchPlan, lengths: list[int]) -> float:
-    tokens = [sum(lengths[mini_batch.indices[i]] for micro in rank.micro_batches for i in micro) for rank in plan.ranks]
+    tokens = [
+        sum(lengths[mini_batch.indices[i]] for micro in rank.micro_batches for i in micro)
+        for rank in plan.ranks
+    ]
     return max(tokens) * len(tokens) / sum(tokens) - 1.0

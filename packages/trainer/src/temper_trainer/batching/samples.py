@@ -30,12 +30,18 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
         BatchError: no rollout, a repeated sample_id, a temperature of 0, or as many log-probs as there should not be.
     """
     if not rollouts:
-        raise BatchError("there is no rollout to train on: every reward of this step failed, or no prompt was given.")
+        raise BatchError(
+            "there is no rollout to train on: every reward of this step failed, or no prompt was given."
+        )
     if temperature <= 0:
-        raise BatchError(f"temperature is {temperature}, but log-probs for training need it above 0: set sampling.temperature.")
+        raise BatchError(
+            f"temperature is {temperature}, but log-probs for training need it above 0: set sampling.temperature."
+        )
     ids = [rollout.sample_id for rollout in rollouts]
     if len(set(ids)) < len(ids):
-        raise BatchError(f"sample_ids must be unique in a step, but {len(ids)} rollouts share {len(set(ids))}.")
+        raise BatchError(
+            f"sample_ids must be unique in a step, but {len(ids)} rollouts share {len(set(ids))}."
+        )
     for rollout in rollouts:
         for completion in rollout.completions:
             num_tokens, num_logprobs = len(completion.tokens), len(completion.rollout_logprobs)
@@ -45,12 +51,22 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
                     "return one per token."
                 )
     by_rollout = [_parts(rollout) for rollout in rollouts]
-    columns = {"rollout_logprobs": [torch.tensor([x for part in parts for x in part.logprobs]) for parts in by_rollout]}
+    columns = {
+        "rollout_logprobs": [
+            torch.tensor([x for part in parts for x in part.logprobs]) for parts in by_rollout
+        ]
+    }
     if any(rollout.turns for rollout in rollouts):
-        columns[TURNS_AFTER] = [torch.tensor([float(part.turns_after) for part in parts for _ in part.tokens]) for parts in by_rollout]
+        columns[TURNS_AFTER] = [
+            torch.tensor([float(part.turns_after) for part in parts for _ in part.tokens])
+            for parts in by_rollout
+        ]
     return from_sequences(
         [torch.tensor([token for part in parts for token in part.tokens]) for parts in by_rollout],
-        loss_masks=[torch.tensor([part.is_trained for part in parts for _ in part.tokens]) for parts in by_rollout],
+        loss_masks=[
+            torch.tensor([part.is_trained for part in parts for _ in part.tokens])
+            for parts in by_rollout
+        ],
         sample_ids=ids,
         group_ids=[rollout.group_id for rollout in rollouts],
         temperature=temperature,
@@ -70,18 +86,31 @@ class _Part:
 
 def _parts(rollout: Rollout) -> list[_Part]:
     last = len(rollout.turns)
-    parts = [_said(rollout.prompt.tokens, turns_after=last), _written(rollout.completion, turns_after=last)]
+    parts = [
+        _said(rollout.prompt.tokens, turns_after=last),
+        _written(rollout.completion, turns_after=last),
+    ]
     for i, turn in enumerate(rollout.turns, start=1):
-        parts += [_said(turn.observation, turns_after=last - i), _written(turn.completion, turns_after=last - i)]
+        parts += [
+            _said(turn.observation, turns_after=last - i),
+            _written(turn.completion, turns_after=last - i),
+        ]
     return parts
 
 
 def _said(tokens: tuple[int, ...], *, turns_after: int) -> _Part:
-    return _Part(tokens=tokens, is_trained=False, logprobs=(0.0,) * len(tokens), turns_after=turns_after)
+    return _Part(
+        tokens=tokens, is_trained=False, logprobs=(0.0,) * len(tokens), turns_after=turns_after
+    )
 
 
 def _written(completion: Completion, *, turns_after: int) -> _Part:
-    return _Part(tokens=completion.tokens, is_trained=True, logprobs=completion.rollout_logprobs, turns_after=turns_after)
+    return _Part(
+        tokens=completion.tokens,
+        is_trained=True,
+        logprobs=completion.rollout_logprobs,
+        turns_after=turns_after,
+    )
 
 
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:
@@ -96,7 +125,9 @@ def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> Sequen
         raise BatchError("there is no demonstration to train on.")
     for i, demonstration in enumerate(demonstrations):
         if not demonstration.tokens:
-            raise BatchError(f"demonstration {i} (prompt {demonstration.prompt.prompt_id}) has no completion tokens to imitate.")
+            raise BatchError(
+                f"demonstration {i} (prompt {demonstration.prompt.prompt_id}) has no completion tokens to imitate."
+            )
     pairs = [(d.prompt.tokens, d.tokens) for d in demonstrations]
     return from_sequences(
         [torch.tensor(prompt + completion) for prompt, completion in pairs],
@@ -113,9 +144,16 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
     Raises:
         BatchError: as demonstrations_to_samples.
     """
-    flat = demonstrations_to_samples([each for pair in pairs for each in (pair.chosen, pair.rejected)])
+    flat = demonstrations_to_samples(
+        [each for pair in pairs for each in (pair.chosen, pair.rejected)]
+    )
     place = torch.arange(flat.num_sequences)
-    return replace(flat, group_ids=place // 2, atom_ids=place // 2, sequence_columns={IS_CHOSEN: place % 2 == 0})
+    return replace(
+        flat,
+        group_ids=place // 2,
+        atom_ids=place // 2,
+        sequence_columns={IS_CHOSEN: place % 2 == 0},
+    )
 
 
 def _demonstrated(demonstration: Demonstration) -> Tensor:

@@ -59,7 +59,13 @@ def layout_of(topology: Topology) -> RoleLayout:
     return RoleLayout(dp_size=topology.dp.size, constraints=topology.plan_constraints)
 
 
-def plan_step(samples: SequenceBatch, config: BatchingConfig, *, topologies: Mapping[str, RoleLayout], seed: int) -> StepPlan:
+def plan_step(
+    samples: SequenceBatch,
+    config: BatchingConfig,
+    *,
+    topologies: Mapping[str, RoleLayout],
+    seed: int,
+) -> StepPlan:
     """The step's plan: a pure function of lengths, groups, layouts and the seed.
 
     Args:
@@ -73,7 +79,13 @@ def plan_step(samples: SequenceBatch, config: BatchingConfig, *, topologies: Map
     """
     draw = random.Random(seed)
     mini_batches = [
-        _plan_members(samples, members, max_tokens=config.max_tokens, topologies=topologies, seed=draw.getrandbits(63))
+        _plan_members(
+            samples,
+            members,
+            max_tokens=config.max_tokens,
+            topologies=topologies,
+            seed=draw.getrandbits(63),
+        )
         for _ in range(config.num_passes)
         for members in _split(samples, config, seed=draw.getrandbits(63))
     ]
@@ -102,12 +114,23 @@ def _split(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list
 
 
 def _plan_members(
-    samples: SequenceBatch, members: list[int], *, max_tokens: int, topologies: Mapping[str, RoleLayout], seed: int
+    samples: SequenceBatch,
+    members: list[int],
+    *,
+    max_tokens: int,
+    topologies: Mapping[str, RoleLayout],
+    seed: int,
 ) -> MiniBatch:
     chosen = samples.select(members)
     lengths, atoms = chosen.lengths.tolist(), chosen.atom_ids.tolist()
     by_layout = {
-        layout: plan_mini_batch(lengths, dp_size=layout.dp_size, max_tokens=max_tokens, atom_ids=atoms, constraints=layout.constraints)
+        layout: plan_mini_batch(
+            lengths,
+            dp_size=layout.dp_size,
+            max_tokens=max_tokens,
+            atom_ids=atoms,
+            constraints=layout.constraints,
+        )
         for layout in set(topologies.values())
     }
     return MiniBatch(

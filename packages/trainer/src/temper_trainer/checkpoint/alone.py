@@ -33,5 +33,7 @@ def step_of(steps: Mapping[str, Path]) -> int:
     if len(set(numbers.values())) != 1:
         said = ", ".join(f"{name} of step {step}" for name, step in numbers.items())
         folder = next(iter(steps.values())).parent.parent
-        raise CheckpointError(f"{folder} holds {said}: convert all roles of one step, or move the others away.")
+        raise CheckpointError(
+            f"{folder} holds {said}: convert all roles of one step, or move the others away."
+        )
     return next(iter(numbers.values()))

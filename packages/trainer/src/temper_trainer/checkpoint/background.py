@@ -53,7 +53,9 @@ class _Pending:
 class Saves:
     """The saves of one run; as a context it waits for the one that is under way, also after an error, but not when told to stop at once."""
 
-    def __init__(self, checkpointer: Checkpointer, *, roles: Mapping[str, SavedRole], in_background: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, *, roles: Mapping[str, SavedRole], in_background: bool
+    ) -> None:
         """Raises CapabilityError where a role's engine can't save in the background and is asked to."""
         self._checkpointer = checkpointer
         self._roles = roles
@@ -68,7 +70,12 @@ class Saves:
     def __enter__(self) -> "Saves":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.finish()
         elif isinstance(error, Exception):
@@ -101,7 +108,9 @@ class Saves:
         Raises:
             CheckpointError: the save failed.
         """
-        if self._pending is not None and all(role.has_written_part() for role in self._roles.values()):
+        if self._pending is not None and all(
+            role.has_written_part() for role in self._roles.values()
+        ):
             self.finish()
 
     def finish(self) -> None:
@@ -115,7 +124,9 @@ class Saves:
         pending, self._pending = self._pending, None
         with guarded(pending.transaction):
             parts = {name: role.finish_part() for name, role in self._roles.items()}
-            self._checkpointer.commit(pending.transaction, state=pending.state, parts=parts, topology=self._topology)
+            self._checkpointer.commit(
+                pending.transaction, state=pending.state, parts=parts, topology=self._topology
+            )
 
     @property
     def _topology(self) -> dict[str, int]:

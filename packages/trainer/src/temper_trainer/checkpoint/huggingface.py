@@ -9,7 +9,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
@@ -20,7 +26,13 @@ SHARD_BYTES = 4 << 30
 """Largest safetensors file."""
 
 
-def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:
+def write_model_directory(
+    weights: Iterable[NamedWeight],
+    *,
+    model: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+) -> Path:
     """Config, safetensors and tokenizer; the directory appears whole or not at all.
 
     Args:
@@ -33,14 +45,20 @@ def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, t
         CheckpointError: the directory exists, or the disk is full.
     """
     if directory.exists():
-        raise CheckpointError(f"{directory} already exists and is never overwritten: move it away, or choose another run.dir.")
+        raise CheckpointError(
+            f"{directory} already exists and is never overwritten: move it away, or choose another run.dir."
+        )
     staging = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         dtype = _write_shards(weights, staging)
         config = model_config(model)
-        head = AutoModelForCausalLM if model.model_type == "language_model" else AutoModelForTokenClassification
+        head = (
+            AutoModelForCausalLM
+            if model.model_type == "language_model"
+            else AutoModelForTokenClassification
+        )
         config.architectures = [head._model_mapping[type(config)].__name__]
         if model.model_type != "language_model":
             config.num_labels = 1
@@ -51,9 +69,14 @@ def write_model_directory(weights: Iterable[NamedWeight], *, model: ModelSpec, t
     except CheckpointError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    except (OSError, SafetensorError) as error:  # the latter is what safetensors makes of a full disk
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # the latter is what safetensors makes of a full disk
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"the model could not be written to {directory}: {error}. Free space and run again.") from error
+        raise CheckpointError(
+            f"the model could not be written to {directory}: {error}. Free space and run again."
+        ) from error
     os.rename(staging, directory)
     return directory
 
@@ -103,4 +126,6 @@ def _name_shards(directory: Path, shards: list[list[str]], *, total: int) -> Non
         os.rename(directory / f"shard-{i}.safetensors", directory / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=1, sort_keys=True)
+    )

@@ -83,7 +83,9 @@ class Checkpointer:
     _verified: set[Path] = field(default_factory=set, init=False)
     """Step directories whose content this process has read and hashed, at their save or later."""
 
-    def save(self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]) -> Path:
+    def save(
+        self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]
+    ) -> Path:
         """One transaction; on any error the earlier steps are untouched and only our own staging directory is removed.
 
         Args:
@@ -112,7 +114,12 @@ class Checkpointer:
         return begin(self.root, step, run_id=self.run_id)
 
     def commit(
-        self, transaction: Transaction, *, state: TrainerState, parts: Mapping[str, Sequence[PartReport]], topology: Mapping[str, int]
+        self,
+        transaction: Transaction,
+        *,
+        state: TrainerState,
+        parts: Mapping[str, Sequence[PartReport]],
+        topology: Mapping[str, int],
     ) -> Path:
         """Add the trainer's part to those of the roles, commit the step, and delete old ones."""
         info = ManifestInfo(
@@ -182,7 +189,11 @@ class Checkpointer:
             if is_own:
                 _check_name(found, step=_step_in(found.name))
         except (IncompleteCheckpointError, DamagedCheckpointError) as error:
-            advice = " run.resume=auto renames damaged checkpoints and continues from the newest good one." if is_own else ""
+            advice = (
+                " run.resume=auto renames damaged checkpoints and continues from the newest good one."
+                if is_own
+                else ""
+            )
             raise type(error)(f"{error}{advice}") from error
         return found
 
@@ -316,9 +327,15 @@ def describe_deletion(checkpointer: Checkpointer) -> str | None:
     root, kept, every = checkpointer.root, checkpointer.max_to_keep, checkpointer.keep_every
     if kept is None:
         return None
-    own = [step for step in complete_steps(root) if _run_of(step_directory(root, step)) == checkpointer.run_id]
+    own = [
+        step
+        for step in complete_steps(root)
+        if _run_of(step_directory(root, step)) == checkpointer.run_id
+    ]
     # The next save is among the newest ones that are kept.
-    deleted = [step for step in own[: max(0, len(own) + 1 - kept)] if not (every and step % every == 0)]
+    deleted = [
+        step for step in own[: max(0, len(own) + 1 - kept)] if not (every and step % every == 0)
+    ]
     if len(deleted) < 2:
         return None
     return (

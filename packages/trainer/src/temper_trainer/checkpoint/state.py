@@ -45,13 +45,20 @@ class TrainerState:
         """
         values = json.loads(text)
         match values:
-            case {"phase": str(), "step": int(), "cursor": {"epoch": int(epoch), "index": int(index)}, "weight_version": int()} if (
+            case {
+                "phase": str(),
+                "step": int(),
+                "cursor": {"epoch": int(epoch), "index": int(index)},
+                "weight_version": int(),
+            } if (
                 values.keys() == {item.name for item in fields(cls)}
                 and isinstance(values["config_digest"], str)
                 and all(isinstance(values[name], float) for name in _NUMBERS)
             ):
                 return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})
-        raise DamagedCheckpointError(f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step.")
+        raise DamagedCheckpointError(
+            f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step."
+        )
 
 
 _NUMBERS = ("kl_coef", "entropy_coef", "reward_count", "reward_mean", "reward_squares")

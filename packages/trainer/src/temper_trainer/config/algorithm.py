@@ -13,10 +13,24 @@ from temper_trainer.config.ranges import check_range
 from temper_trainer.config.selection import DynamicSamplingConfig, ReweightConfig
 
 AdvantageName = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo"
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "gdpo",
 ]
 PolicyLossName = Literal["ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo"]
-AggregationName = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
+AggregationName = Literal[
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +45,9 @@ class AlgorithmConfig:
     """Completions of one prompt."""
     policy_loss: str = "ppo"
     """The policy's objective: a name of docs/algorithms.md, or an import path ``package.module:Class`` of your own."""
-    policy_loss_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    policy_loss_arguments: Mapping[str, str | int | float | bool | None] = field(
+        default_factory=dict
+    )
     """Fields of your own objective."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
@@ -90,8 +106,18 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        _check_name("advantage", self.advantage, known=get_args(AdvantageName), arguments=self.advantage_arguments)
-        _check_name("policy_loss", self.policy_loss, known=get_args(PolicyLossName), arguments=self.policy_loss_arguments)
+        _check_name(
+            "advantage",
+            self.advantage,
+            known=get_args(AdvantageName),
+            arguments=self.advantage_arguments,
+        )
+        _check_name(
+            "policy_loss",
+            self.policy_loss,
+            known=get_args(PolicyLossName),
+            arguments=self.policy_loss_arguments,
+        )
         self._check_advantage()
         self._check_policy_loss()
         self._check_kl()
@@ -124,7 +150,11 @@ class AlgorithmConfig:
         check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
-        is_by_group = self.advantage not in ("gae", "reinforce_plus_plus", "remax") and not is_import_path(self.advantage)
+        is_by_group = self.advantage not in (
+            "gae",
+            "reinforce_plus_plus",
+            "remax",
+        ) and not is_import_path(self.advantage)
         if is_by_group and self.group_size < 2:
             raise ConfigError(
                 f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
@@ -156,7 +186,9 @@ class AlgorithmConfig:
                 f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: the first must be below the second."
             )
         if self.entropy_target is None and self.entropy_coef_step != 0.001:
-            raise ConfigError("algorithm.entropy_coef_step has no effect without algorithm.entropy_target: remove it, or set a target.")
+            raise ConfigError(
+                "algorithm.entropy_coef_step has no effect without algorithm.entropy_target: remove it, or set a target."
+            )
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ConfigError(
                 f"algorithm.entropy_coef is {self.entropy_coef}, but with algorithm.entropy_target it is a controller's first weight: "
@@ -165,17 +197,25 @@ class AlgorithmConfig:
 
     def _check_kl(self) -> None:
         if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
-            raise ConfigError("algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3.")
-        if self.kl_target is not None and (self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf):
+            raise ConfigError(
+                "algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3."
+            )
+        if self.kl_target is not None and (
+            self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf
+        ):
             raise ConfigError(
                 f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is {self.kl_reward_coef}: the target must be above "
                 "0, and steers a coefficient that must begin above 0."
             )
         if self.kl_target is None and self.kl_horizon != 10_000:
-            raise ConfigError("algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or set a target.")
+            raise ConfigError(
+                "algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or set a target."
+            )
 
 
-def _check_name(field_name: str, name: str, *, known: tuple[str, ...], arguments: Mapping[str, object]) -> None:
+def _check_name(
+    field_name: str, name: str, *, known: tuple[str, ...], arguments: Mapping[str, object]
+) -> None:
     key = f"algorithm.{field_name}"
     if is_import_path(name):
         return
@@ -186,7 +226,9 @@ def _check_name(field_name: str, name: str, *, known: tuple[str, ...], arguments
             f"{key} is {name!r}, which is none of {', '.join(known)}: {hint}Your own goes by import path, package.module:name."
         )
     if arguments:
-        raise ConfigError(f"{key}_arguments are set, but {name} takes none of its own: remove them, or name your own by import path.")
+        raise ConfigError(
+            f"{key}_arguments are set, but {name} takes none of its own: remove them, or name your own by import path."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,14 +36,28 @@ class RolloutCorrectionConfig:
         check_range(f"{name}.mask_high", self.mask_high, above=0)
         check_range(f"{name}.reject_kl", self.reject_kl, above=0)
         bounds = (self.mask_low, self.mask_high)
-        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
-            raise ConfigError(f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first must be below the second.")
-        if self.level == "none" and (bounds != (None, None) or self.self_normalize or self.truncate_at not in (None, 2.0)):
-            raise ConfigError(f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at level none: remove them.")
+        if (
+            self.mask_low is not None
+            and self.mask_high is not None
+            and self.mask_low >= self.mask_high
+        ):
+            raise ConfigError(
+                f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first must be below the second."
+            )
+        if self.level == "none" and (
+            bounds != (None, None) or self.self_normalize or self.truncate_at not in (None, 2.0)
+        ):
+            raise ConfigError(
+                f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at level none: remove them."
+            )
         if self.level == "none" and self.reject_kl is None and self.proximal == "old":
-            raise ConfigError(f"{name}.level is none and reject_kl is not set, so nothing is corrected: set one, or remove the block.")
+            raise ConfigError(
+                f"{name}.level is none and reject_kl is not set, so nothing is corrected: set one, or remove the block."
+            )
         if self.reject_kl is None and self.reject_kl_estimator != "k3":
-            raise ConfigError(f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, or set reject_kl.")
+            raise ConfigError(
+                f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, or set reject_kl."
+            )
         if self.proximal == "rollout" and self.level != "none":
             raise ConfigError(
                 f"{name}.proximal is rollout, where the objective's own ratio is the correction, and level is {self.level}, which would "

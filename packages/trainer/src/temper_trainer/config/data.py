@@ -46,15 +46,23 @@ class SourceConfig:
         check_range("wrong_first_operation", self.wrong_first_operation, at_least=0, at_most=1)
         if self.kind == "arithmetic":
             if self.split not in ("train", "test"):
-                raise ConfigError(f"split is {self.split!r}, but must be train or test (never trained on) for kind arithmetic.")
+                raise ConfigError(
+                    f"split is {self.split!r}, but must be train or test (never trained on) for kind arithmetic."
+                )
             if self.route_key not in (None, "operations"):
-                raise ConfigError(f"route_key is {self.route_key!r}, but a source of kind arithmetic has one: operations (one or two).")
+                raise ConfigError(
+                    f"route_key is {self.route_key!r}, but a source of kind arithmetic has one: operations (one or two)."
+                )
             if self.paths or self.max_rows is None:
-                raise ConfigError("a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate.")
+                raise ConfigError(
+                    "a source of kind arithmetic takes no paths, and needs max_rows: how many problems to generate."
+                )
         elif not self.paths:
             raise ConfigError(f"a source of kind {self.kind} needs paths.")
         if self.kind != "arithmetic" and (self.wrong_first_operation or self.seed):
-            raise ConfigError(f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: remove them.")
+            raise ConfigError(
+                f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: remove them."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +79,13 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         check_range("tokenizer.vocab_size", self.vocab_size, at_least=1)
         if self.kind != "pretrained" and self.path is not None:
-            raise ConfigError(f"tokenizer.path has no effect with tokenizer.kind {self.kind}: remove it.")
+            raise ConfigError(
+                f"tokenizer.path has no effect with tokenizer.kind {self.kind}: remove it."
+            )
         if (self.kind == "bpe") != (self.vocab_size is not None):
-            raise ConfigError(f"tokenizer.vocab_size is {self.vocab_size} with kind {self.kind}: bpe needs it, the others take none.")
+            raise ConfigError(
+                f"tokenizer.vocab_size is {self.vocab_size} with kind {self.kind}: bpe needs it, the others take none."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +124,9 @@ class DataConfig:
         check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
         check_range("data.streaming_buffer", self.streaming_buffer, at_least=1)
         if "{prompt}" not in self.prompt_template:
-            raise ConfigError(f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}} where the prompt goes.")
+            raise ConfigError(
+                f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}} where the prompt goes."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,14 +68,18 @@ class DistillationConfig:
         check_range("distillation.clamp", self.clamp, above=0)
         check_range("distillation.timeout_s", self.timeout_s, above=0)
         if self.mixture >= 1:
-            raise ConfigError(f"distillation.mixture is {self.mixture}, but must be above 0 and below 1.")
+            raise ConfigError(
+                f"distillation.mixture is {self.mixture}, but must be above 0 and below 1."
+            )
         if self.apply_as == "reward" and self.objective != "reverse_kl":
             raise ConfigError(
                 f"distillation.apply_as is reward, but distillation.objective is {self.objective}, which is no reward of the sampled "
                 "token: use reverse_kl, or apply_as=loss."
             )
         if self.apply_as == "loss" and self.objective == "reverse_kl" and self.kl_estimator == "k1":
-            raise ConfigError("distillation.kl_estimator k1 as a loss has zero expected gradient: use k2 or k3, or apply_as=reward.")
+            raise ConfigError(
+                "distillation.kl_estimator k1 as a loss has zero expected gradient: use k2 or k3, or apply_as=reward."
+            )
 
     @property
     def needs_top_k(self) -> bool:

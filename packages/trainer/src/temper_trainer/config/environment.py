@@ -53,9 +53,13 @@ class EnvironmentConfig:
                 f"environment.name is {self.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
             )
         if self.name in BUILT_IN and self.arguments:
-            raise ConfigError(f"environment.arguments are set, but the environment {self.name} takes none: remove them.")
+            raise ConfigError(
+                f"environment.arguments are set, but the environment {self.name} takes none: remove them."
+            )
         if self.sandbox != "bubblewrap" and self.name != "python":
-            raise ConfigError(f"environment.sandbox is {self.sandbox}, but the environment {self.name} runs no programs in it: remove it.")
+            raise ConfigError(
+                f"environment.sandbox is {self.sandbox}, but the environment {self.name} runs no programs in it: remove it."
+            )
         check_range("environment.max_turns", self.max_turns, at_least=1)
         check_range("environment.max_tokens", self.max_tokens, at_least=1)
         check_range("environment.max_observation_tokens", self.max_observation_tokens, at_least=1)
@@ -63,7 +67,9 @@ class EnvironmentConfig:
         check_range("environment.tool_memory_mib", self.tool_memory_mib, at_least=16)
         check_range("environment.turn_discount", self.turn_discount, at_least=0, at_most=1)
         if not self.call_end:
-            raise ConfigError("environment.call_end is empty, but a completion stops there for its call: give a text.")
+            raise ConfigError(
+                "environment.call_end is empty, but a completion stops there for its call: give a text."
+            )
 
     def longest(self, max_completion: int) -> int:
         """Tokens that a rollout may have after its prompt, with completions of at most ``max_completion``."""
@@ -79,5 +85,7 @@ def environment_class(config: EnvironmentConfig) -> type[Any]:
     """
     found = import_named(config.name, key="environment.name")
     if not isinstance(found, type):
-        raise ConfigError(f"environment.name is {config.name}, which is no class there: mend the name.")
+        raise ConfigError(
+            f"environment.name is {config.name}, which is no class there: mend the name."
+        )
     return found

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-RUN_FILES = ("config.yaml", "config_origins.yaml", "tokenizer", "metrics.jsonl", "warm_start", "checkpoints", "huggingface")
+RUN_FILES = (
+    "config.yaml",
+    "config_origins.yaml",
+    "tokenizer",
+    "metrics.jsonl",
+    "warm_start",
+    "checkpoints",
+    "huggingface",
+)
 """Files and folders that a run writes and that a new run would overwrite."""
 START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
 """Those of them that a start writes before the first step."""

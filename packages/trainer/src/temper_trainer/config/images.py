@@ -9,9 +9,19 @@ _PARTS = re.compile(
     r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
 )
 """Blocks that describe an encoder of images, video or sound."""
-_OTHER_PARTS = ("thinker_config", "talker_config", "img_processor", "audio_processor", "num_mel_bins")
-_CLASSES = re.compile(r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$")
-_TYPES = re.compile(r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])")
+_OTHER_PARTS = (
+    "thinker_config",
+    "talker_config",
+    "img_processor",
+    "audio_processor",
+    "num_mel_bins",
+)
+_CLASSES = re.compile(
+    r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$"
+)
+_TYPES = re.compile(
+    r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])"
+)
 
 
 def image_part(model: Path) -> str:
@@ -35,6 +45,8 @@ def _part(fields: Mapping[str, object]) -> str:
         return f"model_type {model_type}"
     classes = fields.get("architectures")
     for name in map(str, classes if isinstance(classes, list) else ()):
-        if _CLASSES.search(name) or (name.endswith("ForConditionalGeneration") and "text_config" in fields):
+        if _CLASSES.search(name) or (
+            name.endswith("ForConditionalGeneration") and "text_config" in fields
+        ):
             return name
     return ""

@@ -27,15 +27,25 @@ def import_named(path: str, *, key: str) -> Callable[..., Any]:
     try:
         holder = importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything while it is imported
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        is_absent = (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{module}.".startswith(f"{error.name}.")
+        )
         advice = _advice(module) if is_absent else "mend the module"
-        raise ConfigError(f"{key} names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}.") from error
+        raise ConfigError(
+            f"{key} names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}."
+        ) from error
     members = vars(holder)
     found = members.get(name)
     if not callable(found):
-        near = difflib.get_close_matches(name, [known for known, value in members.items() if callable(value)], n=1)
+        near = difflib.get_close_matches(
+            name, [known for known, value in members.items() if callable(value)], n=1
+        )
         hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"{key} names {name!r} in {module}, which has no such function or class{hint}")
+        raise ConfigError(
+            f"{key} names {name!r} in {module}, which has no such function or class{hint}"
+        )
     named: Callable[..., Any] = found
     return named
 

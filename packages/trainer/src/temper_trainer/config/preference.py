@@ -32,4 +32,6 @@ class PreferenceConfig:
         check_range("preference.sft_coef", self.sft_coef, at_least=0)
         check_range("preference.center_coef", self.center_coef, at_least=0)
         if self.label_smoothing and self.loss != "sigmoid":
-            raise ConfigError(f"preference.label_smoothing has no effect with preference.loss {self.loss}: remove it, or use sigmoid.")
+            raise ConfigError(
+                f"preference.label_smoothing has no effect with preference.loss {self.loss}: remove it, or use sigmoid."
+            )

@@ -23,7 +23,9 @@ def check_listen_address(key: str, value: str, *, may_be_any: bool = False) -> N
     try:
         address = IPv4Address(value)
     except ValueError as error:
-        raise ConfigError(f"{key} is {value!r}, but must be an IPv4 address of this machine, such as {LOOPBACK}.") from error
+        raise ConfigError(
+            f"{key} is {value!r}, but must be an IPv4 address of this machine, such as {LOOPBACK}."
+        ) from error
     if address.is_unspecified and not may_be_any:
         raise ConfigError(
             f"{key} is {value}, which opens every port on all networks of this machine: name the one "
@@ -32,7 +34,12 @@ def check_listen_address(key: str, value: str, *, may_be_any: bool = False) -> N
 
 
 def check_range(
-    key: str, value: float | None, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+    key: str,
+    value: float | None,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """Refuse a number outside its range; NaN and infinity are outside of every one, None (nothing set) inside.
 
@@ -53,5 +60,7 @@ def check_range(
     if is_inside:
         return
     bounds = {"at least": at_least, "above": above, "at most": at_most}
-    expected = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    expected = " and ".join(
+        f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
+    )
     raise ConfigError(f"{key} is {value}, but must be {expected or 'a finite number'}.")

@@ -16,11 +16,18 @@ class Fixed:
 
 FIXED = (
     Fixed(
-        keys=tuple(f"{role}.engine.{key}" for role in ("actor", "critic", "ref") for key in ("model.path", "model.seed", "lora.path")),
+        keys=tuple(
+            f"{role}.engine.{key}"
+            for role in ("actor", "critic", "ref")
+            for key in ("model.path", "model.seed", "lora.path")
+        ),
         source="the weights are those of the checkpoint",
     ),
     Fixed(keys=("warm_start",), source="the warm start is done"),
-    Fixed(keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"), source="the checkpoint holds the coefficient that was reached"),
+    Fixed(
+        keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"),
+        source="the checkpoint holds the coefficient that was reached",
+    ),
     Fixed(keys=("generate",), source="a training run writes no completions"),
 )
 UNCOMPARED = ("run.resume", "run.dir")
@@ -29,7 +36,9 @@ ORDER_KEYS = ("data.train", "data.shuffle", "data.streaming", "data.streaming_bu
 """Settings that give the training data, or their order."""
 
 
-def describe_changes(before: Mapping[str, object], after: Mapping[str, object], *, has_checkpoint: bool) -> Iterator[str]:
+def describe_changes(
+    before: Mapping[str, object], after: Mapping[str, object], *, has_checkpoint: bool
+) -> Iterator[str]:
     """Yield a line for each setting that differs from the last start, and one for each without effect.
 
     Args:
@@ -37,7 +46,11 @@ def describe_changes(before: Mapping[str, object], after: Mapping[str, object], 
         after: Those of this start.
         has_checkpoint: Whether this start continues from a checkpoint.
     """
-    changed = [key for key in sorted(before.keys() | after.keys()) if key not in UNCOMPARED and before.get(key) != after.get(key)]
+    changed = [
+        key
+        for key in sorted(before.keys() | after.keys())
+        if key not in UNCOMPARED and before.get(key) != after.get(key)
+    ]
     if not before or not changed:
         return
     yield "settings that differ from the last start of this run (its config.yaml is kept as config.superseded-*.yaml):"

@@ -29,7 +29,9 @@ class SamplingConfig:
         check_range("top_k", self.top_k, at_least=0)
         check_range("max_tokens", self.max_tokens, at_least=1)
         if "" in self.stop:
-            raise ConfigError(f"stop is {list(self.stop)}, but an empty text would end every completion at once: take it out.")
+            raise ConfigError(
+                f"stop is {list(self.stop)}, but an empty text would end every completion at once: take it out."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +59,7 @@ class RolloutConfig:
         check_range("rollout.num_replicas", self.num_replicas, at_least=1)
         check_range("rollout.max_concurrent", self.max_concurrent, at_least=1)
         if self.sampler == "hf" and self.num_replicas > 1:
-            raise ConfigError(f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf is one process: use rollout=vllm.")
+            raise ConfigError(
+                f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf is one process: use rollout=vllm."
+            )
         check_range("rollout.canary_tolerance", self.canary_tolerance, above=0)

@@ -71,7 +71,10 @@ class RunConfig:
     """CPU threads of torch in each process; None is torch's own choice."""
     progress: bool = True
     """Progress bars, where the output is a terminal."""
-    trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = ("jsonl", "tensorboard")
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = (
+        "jsonl",
+        "tensorboard",
+    )
     """Where metrics go; mlflow and trackio need jsonl beside them, from which they take earlier steps after a resume."""
     prometheus_port: int | None = None
     """Serve the newest value of every metric to Prometheus on this port while the run lasts; None serves nothing. Scrapes need the token in
@@ -81,7 +84,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if "://" in self.dir:
-            raise ConfigError(f"run.dir is {self.dir!r}, a URL: give a folder that every node sees, and copy it when the run is done.")
+            raise ConfigError(
+                f"run.dir is {self.dir!r}, a URL: give a folder that every node sees, and copy it when the run is done."
+            )
         check_range("run.seed", self.seed, at_least=0)
         check_range("run.total_steps", self.total_steps, at_least=1)
         check_range("run.total_epochs", self.total_epochs, at_least=1)
@@ -108,7 +113,9 @@ class RunConfig:
         check_listen_address("run.prometheus_address", self.prometheus_address, may_be_any=True)
         for name in ("mlflow", "trackio"):
             if name in self.trackers and "jsonl" not in self.trackers:
-                raise ConfigError(f"run.trackers names {name} without jsonl, from which it takes earlier steps after a resume: add jsonl.")
+                raise ConfigError(
+                    f"run.trackers names {name} without jsonl, from which it takes earlier steps after a resume: add jsonl."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,15 +268,21 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     """Settings that contradict each other or have no effect together, both keys named."""
     found: list[str] = []
     needs_critic = config.task == "rl" and config.algorithm.advantage == "gae"
-    needs_kl = config.task == "rl" and (config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0)
-    needs_ref = (needs_kl and config.algorithm.kl_reference == "ref") or (config.task == "dpo" and config.preference.reference == "ref")
+    needs_kl = config.task == "rl" and (
+        config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0
+    )
+    needs_ref = (needs_kl and config.algorithm.kl_reference == "ref") or (
+        config.task == "dpo" and config.preference.reference == "ref"
+    )
     if needs_critic != (config.critic is not None):
         found.append(
             f"algorithm.advantage is {config.algorithm.advantage} and critic is {'set' if config.critic else 'not set'}: "
             "gae needs a critic, every other estimator and task sft take none."
         )
     if config.task == "sft" and config.ref is not None:
-        found.append("ref is set in task sft, which only imitates and has no reference policy: remove it (ref=none).")
+        found.append(
+            "ref is set in task sft, which only imitates and has no reference policy: remove it (ref=none)."
+        )
     elif config.task == "dpo" and needs_ref != (config.ref is not None):
         found.append(
             f"preference.reference is {config.preference.reference} and ref is {'set' if config.ref else 'not set'}: ref needs the ref "
@@ -287,13 +300,17 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     if config.samples:
         found += _rollouts_that_do_not_fit(config)
     if config.task in ("rl", "distill") and config.sampling.temperature == 0:
-        found.append("sampling.temperature is 0 (greedy) in task rl, where completions of a prompt would all be equal: set it above 0.")
+        found.append(
+            "sampling.temperature is 0 (greedy) in task rl, where completions of a prompt would all be equal: set it above 0."
+        )
     if config.task == "sft" and config.warm_start is not None:
         found.append("warm_start has no effect in task sft: remove it.")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     for name, role in roles.items():
         if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
-            found.append(f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray.")
+            found.append(
+                f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which runs one process: use ray."
+            )
         if role is not None and role.num_workers % role.engine.replica_size:
             found.append(
                 f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine spreads one copy of the model over "
@@ -303,11 +320,17 @@ def _conflicts(config: TrainerConfig) -> list[str]:
     expected = "reward_model" if config.task == "rm" else "language_model"
     if config.actor.engine.model.model_type != expected:
         own = config.actor.engine.model.model_type
-        found.append(f"actor.engine.model.model_type is {own}: the actor is a {expected} in task {config.task}.")
+        found.append(
+            f"actor.engine.model.model_type is {own}: the actor is a {expected} in task {config.task}."
+        )
     if config.critic is not None and config.critic.engine.model.model_type != "value_model":
-        found.append(f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model.")
+        found.append(
+            f"critic.engine.model.model_type is {config.critic.engine.model.model_type}: the critic is a value_model."
+        )
     if config.ref is not None and config.ref.engine.optimizer is not None:
-        found.append("ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null.")
+        found.append(
+            "ref.engine.optimizer is set, but the reference policy is frozen: set ref.engine.optimizer to null."
+        )
     return [*found, *task_problems(config), *reward_model_problems(config)]
 
 
@@ -326,7 +349,9 @@ def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[
             "reference policy: set one of them, or remove algorithm.kl_reference."
         )
     if config.ref is not None and config.ref.engine.lora.rank > 0:
-        found.append(f"ref.engine.lora.rank is {config.ref.engine.lora.rank}, but the reference policy is frozen: set it to 0.")
+        found.append(
+            f"ref.engine.lora.rank is {config.ref.engine.lora.rank}, but the reference policy is frozen: set it to 0."
+        )
     if config.warm_start is not None and config.actor.engine.lora.path is not None:
         found.append(
             "warm_start is set and actor.engine.lora.path too: the warm start would merge that adapter into the model, and RL would go on "
@@ -337,8 +362,16 @@ def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[
 
 def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
     """Transports, contents and log-probs that the sampler cannot have."""
-    sync, sampler, kind, sampling = config.weight_sync, config.rollout.sampler, config.runtime.kind, config.sampling
-    fitting = {"vllm": ["shared_memory", "cuda_ipc", "collective"], "hf": ["in_process" if kind == "inline" else "object_store"]}[sampler]
+    sync, sampler, kind, sampling = (
+        config.weight_sync,
+        config.rollout.sampler,
+        config.runtime.kind,
+        config.sampling,
+    )
+    fitting = {
+        "vllm": ["shared_memory", "cuda_ipc", "collective"],
+        "hf": ["in_process" if kind == "inline" else "object_store"],
+    }[sampler]
     found = []
     if sync.transport not in ("auto", *fitting):
         found.append(
@@ -351,7 +384,9 @@ def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
             f"{'on' if config.actor.engine.lora.is_on else 'off'}: it needs rollout=vllm and an adapter; full sends an adapter merged."
         )
     if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
-        found.append(f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter travels as a file: use auto.")
+        found.append(
+            f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter travels as a file: use auto."
+        )
     if sync.content == "adapter" and config.rollout.vllm.sleep_level == 2:
         found.append(
             "rollout.vllm.sleep_level is 2, which drops a server's weights, but weight_sync.content is adapter, which never sends the base "
@@ -392,11 +427,17 @@ def _sizes_that_do_not_fit(config: TrainerConfig) -> list[str]:
         ]
     name = "sampling.max_tokens" if config.environment is None else "the turns of environment"
     completion = {name: config.longest_completion}
-    found = _too_long({"batching.max_tokens": config.batching.max_tokens} | caps, prompt=prompt, completion=completion)
+    found = _too_long(
+        {"batching.max_tokens": config.batching.max_tokens} | caps,
+        prompt=prompt,
+        completion=completion,
+    )
     if config.data.eval is not None:
         length = config.run.eval_sampling.max_tokens
         longest = length if config.environment is None else config.environment.longest(length)
-        found += _too_long(caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest})
+        found += _too_long(
+            caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest}
+        )
     return found
 
 

@@ -21,7 +21,9 @@ class DynamicSamplingConfig:
 
     def __post_init__(self) -> None:
         check_range("algorithm.dynamic_sampling.max_rounds", self.max_rounds, at_least=1)
-        check_range("algorithm.dynamic_sampling.prompts_per_round", self.prompts_per_round, at_least=1)
+        check_range(
+            "algorithm.dynamic_sampling.prompts_per_round", self.prompts_per_round, at_least=1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

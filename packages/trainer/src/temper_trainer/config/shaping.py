@@ -41,6 +41,10 @@ class ShapingConfig:
         check_range("reward.shaping.low", self.low)
         check_range("reward.shaping.high", self.high)
         if self.scale == 0:
-            raise ConfigError("reward.shaping.scale is 0, with which every score would be the same: set it to another number.")
+            raise ConfigError(
+                "reward.shaping.scale is 0, with which every score would be the same: set it to another number."
+            )
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ConfigError(f"reward.shaping.low is {self.low} and high is {self.high}: the first must be below the second.")
+            raise ConfigError(
+                f"reward.shaping.low is {self.low} and high is {self.high}: the first must be below the second."
+            )

@@ -15,7 +15,9 @@ def task_problems(config: "TrainerConfig") -> Iterator[str]:
         yield "task is distill, but there is no teacher: set teachers.NAME.engine.model.path."
     if config.teachers and config.task not in ("rl", "distill"):
         yield f"teachers are set in task {config.task}, which asks none: remove them, or set task=distill or task=rl."
-    if config.task == "distill" and (config.algorithm.kl_loss_coef or config.algorithm.kl_reward_coef):
+    if config.task == "distill" and (
+        config.algorithm.kl_loss_coef or config.algorithm.kl_reward_coef
+    ):
         yield (
             "algorithm.kl_loss_coef and algorithm.kl_reward_coef have no effect in task distill, whose reference is the teacher: remove "
             "them."
@@ -28,14 +30,26 @@ def task_problems(config: "TrainerConfig") -> Iterator[str]:
         yield f"warm_start has no effect in task {config.task}: remove it."
     if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":
         yield f"data.train.kind is arithmetic, which has no pairs of completions for task {config.task}: give files with both."
-    if config.task == "dpo" and config.preference.reference == "disabled_adapter" and not config.actor.engine.lora.is_on:
+    if (
+        config.task == "dpo"
+        and config.preference.reference == "disabled_adapter"
+        and not config.actor.engine.lora.is_on
+    ):
         yield "preference.reference is disabled_adapter, but the actor has no adapter: set actor.engine.lora.rank and alpha, or use ref."
-    if config.task in ("eval", "generate") and config.rollout.sampler == "vllm" and config.actor.engine.model.path is None:
+    if (
+        config.task in ("eval", "generate")
+        and config.rollout.sampler == "vllm"
+        and config.actor.engine.model.path is None
+    ):
         yield (
             f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not set, so servers have no weights to read: "
             "give a model directory."
         )
-    if config.task == "generate" and config.generate.num_completions > 1 and config.sampling.temperature == 0:
+    if (
+        config.task == "generate"
+        and config.generate.num_completions > 1
+        and config.sampling.temperature == 0
+    ):
         yield "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all would be equal: raise the temperature."
     if config.algorithm.advantage == "gdpo" and not config.reward.components:
         yield "algorithm.advantage is gdpo, which normalises several rewards apart, but reward.components is empty: name them there."
@@ -58,7 +72,9 @@ def _data_problems(config: "TrainerConfig") -> Iterator[str]:
         for key, is_set in only.items():
             if is_set:
                 yield f"{key} has no effect in task {config.task}: it is of task sft. Remove it."
-    if config.run.total_epochs is not None and (data.streaming or config.batching.tokens_per_update is not None):
+    if config.run.total_epochs is not None and (
+        data.streaming or config.batching.tokens_per_update is not None
+    ):
         yield (
             f"run.total_epochs is {config.run.total_epochs}, but with data.streaming or batching.tokens_per_update nobody knows how many "
             "steps a pass holds: give run.total_steps."
@@ -72,7 +88,9 @@ def _data_problems(config: "TrainerConfig") -> Iterator[str]:
 def _placement_problems(config: "TrainerConfig") -> Iterator[str]:
     """Teachers stand alone on their pools and stay awake."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    taken = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None} | {config.rollout.pool: "rollout.pool"}
+    taken = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None} | {
+        config.rollout.pool: "rollout.pool"
+    }
     if config.reward.model is not None:
         taken[config.reward.model.pool] = "reward.model.pool"
     if len(config.teachers) > 1 and config.data.train.route_key is None:

@@ -74,7 +74,9 @@ class VllmConfig:
     def __post_init__(self) -> None:
         key = "rollout.vllm"
         check_range(f"{key}.tensor_parallel_size", self.tensor_parallel_size, at_least=1)
-        check_range(f"{key}.gpu_memory_utilization", self.gpu_memory_utilization, above=0, at_most=1)
+        check_range(
+            f"{key}.gpu_memory_utilization", self.gpu_memory_utilization, above=0, at_most=1
+        )
         check_range(f"{key}.kv_cache_bytes", self.kv_cache_bytes, at_least=1 << 20)
         check_range(f"{key}.max_model_len", self.max_model_len, at_least=2)
         check_range(f"{key}.max_num_batched_tokens", self.max_num_batched_tokens, at_least=1)
@@ -84,7 +86,11 @@ class VllmConfig:
         check_range(f"{key}.load_timeout_s", self.load_timeout_s, above=0)
         check_range(f"{key}.max_restarts", self.max_restarts, at_least=0)
         if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
-            raise ConfigError(f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove one of them.")
+            raise ConfigError(
+                f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove one of them."
+            )
         for name in self.engine_kwargs:
             if name in OWN_KEYS:
-                raise ConfigError(f"{key}.engine_kwargs.{name} has a key of its own: set {OWN_KEYS[name]} instead.")
+                raise ConfigError(
+                    f"{key}.engine_kwargs.{name} has a key of its own: set {OWN_KEYS[name]} instead."
+                )

@@ -5,7 +5,9 @@ from typing import Literal
 
 from temper_trainer.config.ranges import check_range
 
-TransportName = Literal["auto", "in_process", "object_store", "shared_memory", "cuda_ipc", "collective"]
+TransportName = Literal[
+    "auto", "in_process", "object_store", "shared_memory", "cuda_ipc", "collective"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

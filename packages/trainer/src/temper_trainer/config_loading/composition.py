@@ -70,13 +70,19 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     """
     version.setbase("1.3")
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files.")
+        raise ConfigError(
+            f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files."
+        )
     repository = _repository(config_dir)
     parsed = [_parse(text) for text in overrides]
-    forced = [_parse(text) for override in parsed for text in _forced(override, repository=repository)]
+    forced = [
+        _parse(text) for override in parsed for text in _forced(override, repository=repository)
+    ]
     try:
         # Without Hydra's own settings (its run folders, logging, launchers), which nobody here reads.
-        chosen = create_defaults_list(repository, config_name, forced, prepend_hydra=False, skip_missing=False)
+        chosen = create_defaults_list(
+            repository, config_name, forced, prepend_hydra=False, skip_missing=False
+        )
         files = [_load_file(default, repository=repository) for default in chosen.defaults]
         composed = OmegaConf.merge({}, *(tree for tree, _ in files))
         ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
@@ -122,7 +128,9 @@ def _parse(text: str) -> Override:
             "GROUP=CHOICE; quote texts with special characters, 'key=\"a, b\"'."
         ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text} gives several values for one run: write a list as [a,b], a text with a comma as 'key=\"a,b\"'.")
+        raise ConfigError(
+            f"{text} gives several values for one run: write a list as [a,b], a text with a comma as 'key=\"a,b\"'."
+        )
     return override
 
 
@@ -145,10 +153,16 @@ def _forced(override: Override, *, repository: CachingConfigRepository) -> list[
 def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) -> bool:
     """Whether it names an engine that has no file of choices: one that brings nothing but its entry point."""
     group = str(override.key_or_group)
-    return group == ENGINE_GROUP and not override.is_delete() and override.value() not in repository.get_group_options(group)
+    return (
+        group == ENGINE_GROUP
+        and not override.is_delete()
+        and override.value() not in repository.get_group_options(group)
+    )
 
 
-def _load_file(default: ResultDefault, *, repository: CachingConfigRepository) -> tuple[dict[str, Plain], Layer]:
+def _load_file(
+    default: ResultDefault, *, repository: CachingConfigRepository
+) -> tuple[dict[str, Plain], Layer]:
     """What one file says, below the block that its place or its header names."""
     loaded = repository.load_config(default.config_path)
     if not isinstance(loaded.config, DictConfig):
@@ -156,7 +170,9 @@ def _load_file(default: ResultDefault, *, repository: CachingConfigRepository) -
     tree = tree_of(loaded.config)
     for part in reversed(default.package.split(".") if default.package else []):
         tree = {part: tree}
-    return tree, Layer(origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree)))
+    return tree, Layer(
+        origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree))
+    )
 
 
 def _origin(source: str, config_path: str) -> str:
@@ -173,15 +189,21 @@ def _is_of_a_run(file: Path) -> bool:
         return lines.readline().startswith(DIGEST)
 
 
-def _override_layers(parsed: Sequence[Override], *, repository: CachingConfigRepository) -> list[Layer]:
+def _override_layers(
+    parsed: Sequence[Override], *, repository: CachingConfigRepository
+) -> list[Layer]:
     layers = []
     for override in parsed:
-        if _is_group(override, repository=repository) and not _is_bare_engine(override, repository=repository):
+        if _is_group(override, repository=repository) and not _is_bare_engine(
+            override, repository=repository
+        ):
             continue
         key = override.key_or_group
         value = override.value()
         leaves = leaves_of({key: value}) if isinstance(value, dict) else {key: value}
-        layers.append(Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete()))
+        layers.append(
+            Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete())
+        )
     return layers
 
 

@@ -12,7 +12,9 @@ from temper_trainer.config_loading.model_folders import has_chat_template
 NUM_CHECKED_ROWS = 100
 """Of each file. The run reads every row; these find a wrong key or format within milliseconds."""
 
-NO_TEMPLATE = "the tokenizer has no chat template: set data.chat_template, or give a tokenizer that has one."
+NO_TEMPLATE = (
+    "the tokenizer has no chat template: set data.chat_template, or give a tokenizer that has one."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,9 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         yield f"{name}.paths names {', '.join(source.paths)}, which have no rows: give a file that has some."
     if any(rows.has_messages for rows in found) and not has_chat_template(config):
         yield f"{name} has chat messages, but {NO_TEMPLATE}"
-    yield from _route_problems(name, frozenset().union(*(rows.routes for rows in found)), config=config)
+    yield from _route_problems(
+        name, frozenset().union(*(rows.routes for rows in found)), config=config
+    )
 
 
 def _first_rows(source: SourceConfig, *, of_pairs: bool) -> FirstRows:
@@ -88,7 +92,9 @@ def _route_problems(name: str, routes: frozenset[str], *, config: TrainerConfig)
     """Yield routes of training rows that no teacher has."""
     if name != "data.train" or config.data.train.route_key is None or not config.teachers:
         return
-    known = {key if teacher.route is None else teacher.route for key, teacher in config.teachers.items()}
+    known = {
+        key if teacher.route is None else teacher.route for key, teacher in config.teachers.items()
+    }
     if len(config.teachers) > 1 and (unknown := sorted(routes - known)):
         yield (
             f"{name}.route_key is {config.data.train.route_key}, and rows have the route {unknown[0]!r}, which "

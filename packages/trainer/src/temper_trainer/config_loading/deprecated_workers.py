@@ -26,7 +26,9 @@ def check_worker_switch(config: TrainerConfig) -> None:
         ConfigError: ``enable`` without the shim, with another engine than fsdp, or where no role would be trained by such a worker.
     """
     if config.use_legacy_worker_impl == "auto":
-        logger.warning("use_legacy_worker_impl=auto does the same as disable, the engine path, and will be refused in 0.3: remove it.")
+        logger.warning(
+            "use_legacy_worker_impl=auto does the same as disable, the engine path, and will be refused in 0.3: remove it."
+        )
     if config.use_legacy_worker_impl != "enable":
         return
     if TRAINING_WORKER not in {point.name for point in entry_points(group=GROUP)}:
@@ -35,7 +37,9 @@ def check_worker_switch(config: TrainerConfig) -> None:
             "pip install 'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on engines."
         )
     if config.task == "sft":
-        raise ConfigError("use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable.")
+        raise ConfigError(
+            "use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable."
+        )
     if config.model_engine != "fsdp":
         raise ConfigError(
             f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but temper-train drives the deprecated workers "

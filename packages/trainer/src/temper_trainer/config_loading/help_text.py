@@ -59,7 +59,11 @@ def help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
 
 def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
     """The chosen engine's own configuration; where it is not installed, what every engine has."""
-    names = [override.removeprefix("model_engine=") for override in overrides if override.startswith("model_engine=")]
+    names = [
+        override.removeprefix("model_engine=")
+        for override in overrides
+        if override.startswith("model_engine=")
+    ]
     try:
         return engine_config_class(names[-1] if names else "fsdp")
     except EngineNotFoundError:
@@ -87,7 +91,9 @@ def _first_comment(group: str, choice: str) -> str:
     return " ".join(comments)
 
 
-def _block_lines(cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]) -> Iterator[str]:
+def _block_lines(
+    cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
+) -> Iterator[str]:
     """Fields in order; the fields of a block are listed where it appears first, and referred to afterwards."""
     meanings = meanings_of(cls)
     for entry in entries_of(cls, engine_class=engine_class):
@@ -95,14 +101,18 @@ def _block_lines(cls: type, *, prefix: str, engine_class: type[EngineConfig], se
         if entry.item is not None:
             yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
             yield from _wrapped(meaning)
-            yield from _block_lines(entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen)
+            yield from _block_lines(
+                entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
+            )
             continue
         if entry.block is None:
             yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
             yield from _wrapped(meaning)
             continue
         meaning = _class_meaning(entry.block) if meaning.startswith("See ") else meaning
-        yield f"  {key}.*" + ("   [off until set]" if is_optional(entry.annotation) and entry.default is None else "")
+        yield f"  {key}.*" + (
+            "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
+        )
         if entry.block in seen:
             yield from _wrapped(f"{meaning} The same keys as {seen[entry.block]}.*")
             continue
@@ -139,10 +149,18 @@ def meanings_of(cls: type) -> dict[str, str]:
 
 def _field_docstrings(cls: type) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    body = next(
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__
+    )
     found = {}
     for field, below in itertools.pairwise(body):
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+        is_text = (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        )
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             found[field.target.id] = " ".join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
     return found

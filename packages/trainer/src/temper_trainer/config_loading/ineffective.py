@@ -34,11 +34,20 @@ RULES = (
     ),
     Rule(
         keys=("reward.arguments", "reward.timeout_s", "reward.num_workers"),
-        applies=lambda config: not config.reward.components and config.reward.function == REWARD_MODEL,
+        applies=lambda config: (
+            not config.reward.components and config.reward.function == REWARD_MODEL
+        ),
         reason="with reward.function reward_model, which calls no function: remove it",
     ),
     Rule(
-        keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        keys=(
+            "algorithm",
+            "batching.num_mini_batches",
+            "batching.num_passes",
+            "run.eval_every",
+            "run.eval_sampling",
+            "run.eval_sampled",
+        ),
         applies=lambda config: config.task in ("dpo", "rm"),
         reason="in tasks dpo and rm, which learn from pairs: remove it",
     ),
@@ -109,7 +118,10 @@ RULES = (
     ),
     Rule(
         keys=("algorithm.clip_low", "algorithm.clip_high"),
-        applies=lambda config: config.algorithm.policy_loss in ("kl_cov", "sapo") or is_import_path(config.algorithm.policy_loss),
+        applies=lambda config: (
+            config.algorithm.policy_loss in ("kl_cov", "sapo")
+            or is_import_path(config.algorithm.policy_loss)
+        ),
         reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing, or your own, which has policy_loss_arguments: remove it",
     ),
     Rule(
@@ -118,7 +130,12 @@ RULES = (
         reason="without run.prometheus_port: remove it, or set the port",
     ),
     Rule(
-        keys=("runtime.cpus_per_worker", "runtime.gpus_per_worker", "runtime.address", "runtime.worker_timeout_s"),
+        keys=(
+            "runtime.cpus_per_worker",
+            "runtime.gpus_per_worker",
+            "runtime.address",
+            "runtime.worker_timeout_s",
+        ),
         applies=lambda config: config.runtime.kind == "inline",
         reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
     ),
@@ -128,12 +145,26 @@ RULES = (
         reason="with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
     ),
     Rule(
-        keys=("algorithm", "batching.num_mini_batches", "batching.num_passes", "run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        keys=(
+            "algorithm",
+            "batching.num_mini_batches",
+            "batching.num_passes",
+            "run.eval_every",
+            "run.eval_sampling",
+            "run.eval_sampled",
+        ),
         applies=lambda config: config.task == "sft",
         reason="with task sft, which only imitates: remove it, or set task=rl",
     ),
     Rule(
-        keys=("sampling", "rollout", "reward", "data.eval", "run.table_every", "run.num_table_rows"),
+        keys=(
+            "sampling",
+            "rollout",
+            "reward",
+            "data.eval",
+            "run.table_every",
+            "run.num_table_rows",
+        ),
         applies=lambda config: config.task == "sft",
         reason="with task sft, which samples nothing: remove it, or set task=rl",
     ),
@@ -159,7 +190,10 @@ RULES = (
     ),
     Rule(
         keys=("rollout.vllm", "runtime.rollout_python"),
-        applies=lambda config: config.rollout.sampler != "vllm" and all(t.backend != "vllm" for t in config.teachers.values()),
+        applies=lambda config: (
+            config.rollout.sampler != "vllm"
+            and all(t.backend != "vllm" for t in config.teachers.values())
+        ),
         reason="with rollout.sampler hf: remove it, or set rollout=vllm",
     ),
     Rule(
@@ -174,7 +208,9 @@ RULES = (
     ),
     Rule(
         keys=("algorithm.kl_estimator",),
-        applies=lambda config: config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0,
+        applies=lambda config: (
+            config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0
+        ),
         reason="with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or remove it",
     ),
     Rule(
@@ -183,7 +219,10 @@ RULES = (
             config.task == "rl"
             and config.batching.num_mini_batches * config.batching.num_passes == 1
             and config.algorithm.kl_reward_coef == 0
-            and (config.algorithm.rollout_correction is None or config.algorithm.rollout_correction.proximal == "old")
+            and (
+                config.algorithm.rollout_correction is None
+                or config.algorithm.rollout_correction.proximal == "old"
+            )
         ),
         reason=(
             "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio is always 1: raise one of them, or "
@@ -212,7 +251,9 @@ RULES = (
     ),
     Rule(
         keys=("run.num_table_rows",),
-        applies=lambda config: config.task == "rl" and config.run.table_every == 0 and config.data.eval is None,
+        applies=lambda config: (
+            config.task == "rl" and config.run.table_every == 0 and config.data.eval is None
+        ),
         reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
     ),
 )
@@ -245,7 +286,9 @@ def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
 def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
     """What a teacher's server, which reads its weights from disk and is never asleep, does not read."""
     teachers, vllm = config.teachers, "rollout.vllm"
-    if config.rollout.sampler != "vllm" and any(teacher.backend == "vllm" for teacher in teachers.values()):
+    if config.rollout.sampler != "vllm" and any(
+        teacher.backend == "vllm" for teacher in teachers.values()
+    ):
         read = (
             "gpu_memory_utilization",
             "kv_cache_bytes",
@@ -256,18 +299,33 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
             "max_restarts",
         )
         reason = f"with rollout.sampler hf: servers of teachers never sleep, and read only {', '.join(read)} of {vllm}. Remove it"
-        yield Rule(keys=(vllm,), but=tuple(f"{vllm}.{key}" for key in read), applies=lambda _: True, reason=reason)
+        yield Rule(
+            keys=(vllm,),
+            but=tuple(f"{vllm}.{key}" for key in read),
+            applies=lambda _: True,
+            reason=reason,
+        )
     for name, teacher in teachers.items():
         key = f"teachers.{name}"
         if teacher.backend == "vllm":
-            kept = (f"{key}.engine.model.path", f"{key}.engine.model.trust_remote_code", f"{key}.engine.precision.compute")
+            kept = (
+                f"{key}.engine.model.path",
+                f"{key}.engine.model.trust_remote_code",
+                f"{key}.engine.precision.compute",
+            )
             reason = f"with {key}.backend vllm, which reads only {', '.join(kept)}: remove it"
             yield Rule(keys=(f"{key}.engine",), but=kept, applies=lambda _: True, reason=reason)
         if config.runtime.kind == "inline":
-            yield _always((f"{key}.pool",), "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray")
+            yield _always(
+                (f"{key}.pool",),
+                "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+            )
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
-            yield _always((f"{key}.devices",), f"with {why}: it is for backend vllm and runtime.kind inline. Remove it")
+            yield _always(
+                (f"{key}.devices",),
+                f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
+            )
 
 
 def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
@@ -284,37 +342,62 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
             )
             yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
         if model.path is not None and model.model_type == "language_model":
-            yield _always((f"{name}.engine.model.seed",), f"with {name}.engine.model.path, whose weights are loaded: remove it")
+            yield _always(
+                (f"{name}.engine.model.seed",),
+                f"with {name}.engine.model.path, whose weights are loaded: remove it",
+            )
         if model.path is None:
             keys = (f"{name}.engine.model.trust_remote_code",)
-            yield _always(keys, f"with {name}.engine.model.architecture, beside which no code lies: remove it")
+            yield _always(
+                keys, f"with {name}.engine.model.architecture, beside which no code lies: remove it"
+            )
 
 
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
-    sources = {"data.train": config.data.train, "data.eval": config.data.eval, "warm_start.data": warm_start}
+    sources = {
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "warm_start.data": warm_start,
+    }
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
         keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
-        yield _always(keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it")
+        yield _always(
+            keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it"
+        )
     for name, source in sources.items():
         if source is None:
             continue
         if source.kind in ("jsonl", "parquet"):
-            yield _always((f"{name}.split",), f"with {name}.kind {source.kind}, whose files are named in paths: remove it")
+            yield _always(
+                (f"{name}.split",),
+                f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
+            )
         if config.task not in ("dpo", "rm"):
             keys = (f"{name}.chosen_key", f"{name}.rejected_key")
-            yield _always(keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it")
+            yield _always(
+                keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it"
+            )
         if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
-            yield _always(keys, f"with {name}.messages_key, the field with whole conversations: remove one of them")
+            yield _always(
+                keys,
+                f"with {name}.messages_key, the field with whole conversations: remove one of them",
+            )
         if not config.teachers:
-            yield _always((f"{name}.route_key",), "without teachers, who are chosen by it: remove it")
+            yield _always(
+                (f"{name}.route_key",), "without teachers, who are chosen by it: remove it"
+            )
         if source.kind == "arithmetic":
             keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
-            yield _always(keys, f"with {name}.kind arithmetic, which generates its problems: remove it")
+            yield _always(
+                keys, f"with {name}.kind arithmetic, which generates its problems: remove it"
+            )
         else:
             keys = (f"{name}.seed", f"{name}.wrong_first_operation")
-            yield _always(keys, f"with {name}.kind {source.kind}, which reads its problems: remove it")
+            yield _always(
+                keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
+            )
 
 
 def _always(keys: tuple[str, ...], reason: str) -> Rule:

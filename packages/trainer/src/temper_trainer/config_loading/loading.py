@@ -11,7 +11,13 @@ from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.composition import COMMAND_LINE, PRIMARY, Composition, compose, tree_of
+from temper_trainer.config_loading.composition import (
+    COMMAND_LINE,
+    PRIMARY,
+    Composition,
+    compose,
+    tree_of,
+)
 from temper_trainer.config_loading.deprecated_workers import check_worker_switch, read_switch
 from temper_trainer.config_loading.home import with_home
 from temper_trainer.config_loading.ineffective import check_effects
@@ -59,7 +65,9 @@ WITHOUT_INFLUENCE = (
 """Blocks and keys that a training result does not depend on (up to rounding), so that a resumed run may change them."""
 
 
-def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = PRIMARY) -> LoadedConfig:
+def load(
+    overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = PRIMARY
+) -> LoadedConfig:
     """Compose and validate a configuration; imports neither torch nor an engine.
 
     Args:
@@ -82,21 +90,31 @@ def load(overrides: Sequence[str], *, config_dir: str | None = None, config_name
     resolved = plain(config)
     assert isinstance(resolved, dict)
     origins = origins_of(leaves_of(resolved), layers=composition.layers)
-    check_effects(config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class))
+    check_effects(
+        config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class)
+    )
     check_worker_switch(config)
     written = without_secrets(resolved, composed=composition.values)
-    return LoadedConfig(config=config, resolved=written, origins=origins, digest=digest_of(resolved))
+    return LoadedConfig(
+        config=config, resolved=written, origins=origins, digest=digest_of(resolved)
+    )
 
 
 def digest_of(resolved: Mapping[str, Plain]) -> str:
     """SHA-256 of everything that is not WITHOUT_INFLUENCE, in an order that does not matter."""
-    kept = {key: value for key, value in leaves_of(resolved).items() if not any(_is_within(key, name) for name in WITHOUT_INFLUENCE)}
+    kept = {
+        key: value
+        for key, value in leaves_of(resolved).items()
+        if not any(_is_within(key, name) for name in WITHOUT_INFLUENCE)
+    }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _engine_config(name: Plain) -> type[EngineConfig]:
     if name is None:
-        raise ConfigError("model_engine is not set: a file of yours begins with defaults: [temper, _self_], which sets it.")
+        raise ConfigError(
+            "model_engine is not set: a file of yours begins with defaults: [temper, _self_], which sets it."
+        )
     try:
         return engine_config_class(str(name))
     except EngineNotFoundError as error:
@@ -105,21 +123,29 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
 
 def _check_optional_roles(composition: Composition) -> None:
     """A role that a lone override brought to life has no model: say which group does it."""
-    for role, choice in {"critic": "critic=value_model (or algorithm=ppo)", "ref": "ref=frozen"}.items():
+    for role, choice in {
+        "critic": "critic=value_model (or algorithm=ppo)",
+        "ref": "ref=frozen",
+    }.items():
         block = composition.values.get(role)
-        if isinstance(block, dict) and not any(key.startswith("engine.model.") for key in leaves_of(block)):
+        if isinstance(block, dict) and not any(
+            key.startswith("engine.model.") for key in leaves_of(block)
+        ):
             keys = ", ".join(leaves_of(block, prefix=f"{role}."))
             raise ConfigError(f"{keys} has no effect without a {role}: add {choice}, or remove it.")
 
 
-def _set_by_user(origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]) -> dict[str, str]:
+def _set_by_user(
+    origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]
+) -> dict[str, str]:
     """Origins of what the user wrote; a default repeated in a file is none, since ``config.yaml`` of a run holds every value."""
     defaults = leaves_of(defaults_of(TrainerConfig, engine_class=engine_class, given=resolved))
     values = leaves_of(resolved)
     return {
         key: origin
         for key, origin in origins.items()
-        if origin == COMMAND_LINE or (is_users(origin) and (key not in defaults or values[key] != defaults[key]))
+        if origin == COMMAND_LINE
+        or (is_users(origin) and (key not in defaults or values[key] != defaults[key]))
     }
 
 
@@ -127,7 +153,9 @@ def _is_within(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
-def _with_defaults(composition: Composition, *, engine_class: type[EngineConfig]) -> dict[str, Plain]:
+def _with_defaults(
+    composition: Composition, *, engine_class: type[EngineConfig]
+) -> dict[str, Plain]:
     defaults = defaults_of(TrainerConfig, engine_class=engine_class, given=composition.values)
     try:
         merged = OmegaConf.merge(defaults, composition.values)

@@ -32,7 +32,9 @@ def model_problems(config: TrainerConfig) -> Iterator[str]:
     }
     roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     for name, role in roles.items():
-        if role is not None and (problem := _model_problem(f"{name}.engine.model", role.engine.model)):
+        if role is not None and (
+            problem := _model_problem(f"{name}.engine.model", role.engine.model)
+        ):
             yield problem
     for name, teacher in config.teachers.items():
         path = teacher.engine.model.path
@@ -118,12 +120,16 @@ def _model_problem(key: str, model: ModelSpec) -> str | None:
         return f"{key}.path: {folder}/config.json is not JSON ({error}): copy or download it again."
     if not isinstance(fields, dict):
         return f"{key}.path: {folder}/config.json is a {type(fields).__name__}, but must be a JSON object: download it again."
-    if not key.startswith("teachers.") and (part := image_part(folder)):  # a server of a teacher answers text alone
+    if not key.startswith("teachers.") and (
+        part := image_part(folder)
+    ):  # a server of a teacher answers text alone
         return (
             f"{key}.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
             "trains. Give the folder of a text model."
         )
-    if not (model.trust_remote_code and "auto_map" in fields) and (problem := _unknown_type(f"{key}.path: model_type", fields)):
+    if not (model.trust_remote_code and "auto_map" in fields) and (
+        problem := _unknown_type(f"{key}.path: model_type", fields)
+    ):
         return problem
     damage = _damaged_weights(folder)
     return None if damage is None else f"{key}.path: {damage}"

@@ -64,14 +64,24 @@ def check_libraries(config: TrainerConfig) -> None:
     """
     for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if source is not None and source.kind == "datasets" and not _is_installed("datasets"):
-            raise ConfigError(f"{name}.kind is datasets, but datasets is not installed: pip install 'temper-trainer[datasets]'.")
+            raise ConfigError(
+                f"{name}.kind is datasets, but datasets is not installed: pip install 'temper-trainer[datasets]'."
+            )
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
-            raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.")
+            raise ConfigError(
+                "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline."
+            )
         return  # its servers and engines may be on other machines
-    adapted = [name for name, role in (("actor", config.actor), ("critic", config.critic)) if role is not None and role.engine.lora.is_on]
+    adapted = [
+        name
+        for name, role in (("actor", config.actor), ("critic", config.critic))
+        if role is not None and role.engine.lora.is_on
+    ]
     if adapted and config.model_engine in _NEED_PEFT and not _is_installed("peft"):
-        raise ConfigError(f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'.")
+        raise ConfigError(
+            f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+        )
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
     if config.samples and config.rollout.sampler == "vllm":
         _check_vllm("rollout.sampler is vllm", python=config.runtime.rollout_python)
@@ -102,7 +112,9 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
         for module in ("temper_trainer", "temper_engine_api"):
             if found and module not in found:
                 name = module.replace("_", "-")
-                raise ConfigError(f"runtime.rollout_python is {python}, which has no {name}: run {python} -m pip install --no-deps {name}.")
+                raise ConfigError(
+                    f"runtime.rollout_python is {python}, which has no {name}: run {python} -m pip install --no-deps {name}."
+                )
     if found and (problem := versions.version_problem(found, python=python or sys.executable)):
         raise ConfigError(f"{reason}: {problem}")
 
@@ -116,12 +128,20 @@ def _versions_of(python: str) -> dict[str, str]:
     # -P: this file's own folder is not searched for packages, as it would not be by `python -m`.
     command = [python, "-P", versions.__file__]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        logger.warning("%s did not list its packages within %g s: its vLLM is checked when a server starts.", python, _ASK_TIMEOUT_S)
+        logger.warning(
+            "%s did not list its packages within %g s: its vLLM is checked when a server starts.",
+            python,
+            _ASK_TIMEOUT_S,
+        )
         return {}
     except OSError as error:
-        raise ConfigError(f"runtime.rollout_python is {python}, which can't be run: {error.strerror}.") from error
+        raise ConfigError(
+            f"runtime.rollout_python is {python}, which can't be run: {error.strerror}."
+        ) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(

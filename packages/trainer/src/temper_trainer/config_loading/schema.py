@@ -58,7 +58,9 @@ def block_of(annotation: object) -> type | None:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
-        blocks = [block for argument in get_args(annotation) if (block := block_of(argument)) is not None]
+        blocks = [
+            block for argument in get_args(annotation) if (block := block_of(argument)) is not None
+        ]
         return blocks[0] if blocks else None
     return None
 
@@ -79,13 +81,19 @@ def keys_of(cls: type, *, engine_class: type[EngineConfig], prefix: str = "") ->
     for entry in entries_of(cls, engine_class=engine_class):
         found[prefix + entry.name] = entry
         if entry.block is not None:
-            found |= keys_of(entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}.")
+            found |= keys_of(
+                entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}."
+            )
         if entry.item is not None:
-            found |= keys_of(entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}.")
+            found |= keys_of(
+                entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}."
+            )
     return found
 
 
-def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]) -> dict[str, Plain]:
+def defaults_of(
+    cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]
+) -> dict[str, Plain]:
     """Defaults as plain values; an optional block is filled in only where ``given`` sets something in it.
 
     Keys without a default are absent.
@@ -95,7 +103,11 @@ def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[s
         below = given.get(entry.name)
         if entry.item is not None and isinstance(below, dict):
             defaults[entry.name] = {
-                name: defaults_of(entry.item, engine_class=engine_class, given=block if isinstance(block, dict) else {})
+                name: defaults_of(
+                    entry.item,
+                    engine_class=engine_class,
+                    given=block if isinstance(block, dict) else {},
+                )
                 for name, block in below.items()
                 if block is not None
             }
@@ -105,14 +117,20 @@ def defaults_of(cls: type, *, engine_class: type[EngineConfig], given: Mapping[s
         if entry.has_default and (entry.default is not None or entry.block is None or is_unasked):
             defaults[entry.name] = None if is_off else plain(entry.default)
         elif entry.block is not None and not is_off:
-            defaults[entry.name] = defaults_of(entry.block, engine_class=engine_class, given=below if isinstance(below, dict) else {})
+            defaults[entry.name] = defaults_of(
+                entry.block,
+                engine_class=engine_class,
+                given=below if isinstance(below, dict) else {},
+            )
     return defaults
 
 
 def plain(value: object) -> Plain:
     """A setting, or a whole configuration, as plain values: dataclasses and mappings become dicts, tuples become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -43,13 +43,21 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
             )
 
 
-def without_secrets(resolved: Mapping[str, Plain], *, composed: Mapping[str, Plain]) -> dict[str, Plain]:
+def without_secrets(
+    resolved: Mapping[str, Plain], *, composed: Mapping[str, Plain]
+) -> dict[str, Plain]:
     """Return the resolved values with every secret as the interpolation that it was given by."""
-    secrets = {key: value for key, value in leaves_of(dict(composed)).items() if _is_secret(key) and isinstance(value, str)}
+    secrets = {
+        key: value
+        for key, value in leaves_of(dict(composed)).items()
+        if _is_secret(key) and isinstance(value, str)
+    }
 
     def copied(tree: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
         return {
-            name: copied(value, f"{prefix}{name}.") if isinstance(value, dict) else secrets.get(f"{prefix}{name}", value)
+            name: copied(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else secrets.get(f"{prefix}{name}", value)
             for name, value in tree.items()
         }
 
@@ -57,7 +65,10 @@ def without_secrets(resolved: Mapping[str, Plain], *, composed: Mapping[str, Pla
 
 
 def _is_secret(key: str) -> bool:
-    return _OPEN_BLOCKS.search(key) is not None and _SECRET_NAME.search(key.rpartition(".")[2]) is not None
+    return (
+        _OPEN_BLOCKS.search(key) is not None
+        and _SECRET_NAME.search(key.rpartition(".")[2]) is not None
+    )
 
 
 def _texts(value: Plain) -> Iterator[str]:

@@ -13,15 +13,26 @@ def derived_sizes(config: TrainerConfig) -> list[str]:
         lines = [_inference_line(config)] if config.samples else _sft_sizes(config)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items() if role is not None]
+    lines += [
+        _role_line(name, role, engine=config.model_engine)
+        for name, role in roles.items()
+        if role is not None
+    ]
     if config.reward.model is not None:
         lines.append(_reward_model_line(config.reward.model, engine=config.model_engine))
-    lines += [_teacher_line(name, teacher, engine=config.model_engine) for name, teacher in config.teachers.items()]
+    lines += [
+        _teacher_line(name, teacher, engine=config.model_engine)
+        for name, teacher in config.teachers.items()
+    ]
     return [*lines, f"run folder: {config.run.dir}"]
 
 
 def _rl_sizes(config: TrainerConfig) -> list[str]:
-    batching, group_size, steps = config.batching, config.algorithm.group_size, config.run.total_steps
+    batching, group_size, steps = (
+        config.batching,
+        config.algorithm.group_size,
+        config.run.total_steps,
+    )
     completions = batching.prompts_per_step * group_size
     updates = batching.num_mini_batches * batching.num_passes
     per_update = completions / batching.num_mini_batches
@@ -29,17 +40,27 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
     if config.warm_start is not None:
         stage = config.warm_start
         shown = stage.total_steps * stage.batch_size
-        lines.append(f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = {shown:,} demonstrations")
+        lines.append(
+            f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = {shown:,} demonstrations"
+        )
     noun = "update" if updates == 1 else "updates"
-    lines.append(f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}")
+    lines.append(
+        f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}"
+    )
     lines.append(f"an update: {per_update:,.6g} completions")
     if config.run.total_epochs is None:
-        lines.append(f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates")
+        lines.append(
+            f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates"
+        )
     else:
         lines.append(_epochs_line(config.run.total_epochs))
     length = config.data.max_prompt_tokens + config.longest_completion
-    lines.append(f"a sample: at most {config.data.max_prompt_tokens:,} + {config.longest_completion:,} = {length:,} tokens")
-    lines.append(f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}")
+    lines.append(
+        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.longest_completion:,} = {length:,} tokens"
+    )
+    lines.append(
+        f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}"
+    )
     return [*lines, *_sampled_besides(config, completions=completions)]
 
 
@@ -53,7 +74,9 @@ def _sampled_besides(config: TrainerConfig, *, completions: int) -> list[str]:
             f"{environment.max_observation_tokens:,} between them"
         )
     if config.task == "rl" and config.algorithm.advantage == "remax":
-        found.append(f"besides: {prompts:,} greedy completions a step, which are compared with and not trained on")
+        found.append(
+            f"besides: {prompts:,} greedy completions a step, which are compared with and not trained on"
+        )
     if config.task == "rl" and dynamic is not None:
         asked = dynamic.prompts_per_round or prompts
         found.append(
@@ -80,7 +103,9 @@ def _sft_sizes(config: TrainerConfig) -> list[str]:
     size, steps = config.batching.prompts_per_step, config.run.total_steps
     if config.run.total_epochs is not None:
         return [_epochs_line(config.run.total_epochs)]
-    return [f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"]
+    return [
+        f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"
+    ]
 
 
 def _epochs_line(epochs: int) -> str:
@@ -92,9 +117,7 @@ def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
     source = model.path or f"{model.architecture['model_type']} from scratch"
     place = f"{teacher.num_replicas} x {teacher.num_workers} workers in pool {teacher.pool}"
     route = name if teacher.route is None else teacher.route
-    return (
-        f"teachers.{name}: {source} on {engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route {route!r}, frozen"
-    )
+    return f"teachers.{name}: {source} on {engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route {route!r}, frozen"
 
 
 def _reward_model_line(model: RewardModelConfig, *, engine: str) -> str:

@@ -5,7 +5,13 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar, Union, get_args, get_origin
 
-from cattrs import AttributeValidationNote, ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
+from cattrs import (
+    AttributeValidationNote,
+    ClassValidationError,
+    Converter,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+)
 from cattrs.gen import make_dict_structure_fn
 
 from temper_engine_api.errors import ConfigError
@@ -34,7 +40,13 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
 
 def describe_type(annotation: object) -> str:
     """A type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
-    words = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+    words = {
+        bool: "true or false",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        type(None): "null",
+    }
     if annotation in words:
         return words[annotation]
     arguments = get_args(annotation)
@@ -44,25 +56,44 @@ def describe_type(annotation: object) -> str:
         return " | ".join(describe_type(argument) for argument in arguments)
     if get_origin(annotation) is tuple:
         inner = describe_type(arguments[0])
-        return f"list of {inner}" if arguments[-1] is Ellipsis else f"list of {len(arguments)}: {inner}"
+        return (
+            f"list of {inner}"
+            if arguments[-1] is Ellipsis
+            else f"list of {len(arguments)}: {inner}"
+        )
     return "mapping" if get_origin(annotation) in (dict, Mapping) else "block"
 
 
 def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook_func(_is_value, _structure_value)
-    for primitive in (bool, int, float, str):  # cattrs asks its own hooks for these before it asks a predicate
+    for primitive in (
+        bool,
+        int,
+        float,
+        str,
+    ):  # cattrs asks its own hooks for these before it asks a predicate
         converter.register_structure_hook(primitive, _structure_value)
-    converter.register_structure_hook_func(_is_optional_block, lambda value, kind: _structure_optional(converter, value, kind))
-    converter.register_structure_hook_func(_is_mapping_of_blocks, lambda value, kind: _structure_named(converter, value, kind))
-    converter.register_structure_hook_factory(_is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class))
+    converter.register_structure_hook_func(
+        _is_optional_block, lambda value, kind: _structure_optional(converter, value, kind)
+    )
+    converter.register_structure_hook_func(
+        _is_mapping_of_blocks, lambda value, kind: _structure_named(converter, value, kind)
+    )
+    converter.register_structure_hook_factory(
+        _is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class)
+    )
     return converter
 
 
-def _block_hook(converter: Converter, kind: type[object], *, engine_class: type[EngineConfig]) -> Callable[[object, type[object]], object]:
+def _block_hook(
+    converter: Converter, kind: type[object], *, engine_class: type[EngineConfig]
+) -> Callable[[object, type[object]], object]:
     if kind is EngineConfig and engine_class is not EngineConfig:
         return lambda value, _: converter.structure(value, engine_class)
-    build = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+    build = make_dict_structure_fn(
+        kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
+    )
 
     def hook(value: object, _: type[object]) -> object:
         if not isinstance(value, dict):
@@ -160,14 +191,24 @@ def _read(value: object, kind: object) -> object:
     """The value as its type has it, or _REFUSED; 1.5 is no int, 1 is a float, "true" is no bool."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is float:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _REFUSED
+        return (
+            float(value)
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            else _REFUSED
+        )
     if kind in (bool, int, str, type(None)):
         return value if type(value) is kind else _REFUSED
     if origin is Literal:
-        return value if any(type(value) is type(choice) and value == choice for choice in arguments) else _REFUSED
+        return (
+            value
+            if any(type(value) is type(choice) and value == choice for choice in arguments)
+            else _REFUSED
+        )
     if origin in (Union, types.UnionType):
         exact = [read for argument in arguments if (read := _read(value, argument)) is not _REFUSED]
-        return next((read for read in exact if type(read) is type(value)), exact[0] if exact else _REFUSED)
+        return next(
+            (read for read in exact if type(read) is type(value)), exact[0] if exact else _REFUSED
+        )
     if origin is tuple:
         return _read_tuple(value, arguments)
     if origin in (dict, Mapping):
@@ -189,7 +230,11 @@ def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
 
 
 def _show(value: object) -> str:
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else repr(value)
+    )
 
 
 def _sentences(error: BaseException, *, path: str) -> list[str]:
@@ -200,7 +245,9 @@ def _sentences(error: BaseException, *, path: str) -> list[str]:
             found += _sentences(inner, path=_path_of(inner, path=path))
         return found
     if isinstance(error, ForbiddenExtraKeysError):
-        return [f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)]
+        return [
+            f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)
+        ]
     if isinstance(error, KeyError):
         return [f"{path} is not set, and has no default: give it a value."]
     if isinstance(error, _ProblemsBelow):
@@ -213,7 +260,10 @@ def _sentences(error: BaseException, *, path: str) -> list[str]:
 
 def _path_of(error: BaseException, *, path: str) -> str:
     notes = error.__dict__.get("__notes__", [])
-    return next((_join(path, note.name) for note in notes if isinstance(note, AttributeValidationNote)), path)
+    return next(
+        (_join(path, note.name) for note in notes if isinstance(note, AttributeValidationNote)),
+        path,
+    )
 
 
 def _join(path: str, name: str) -> str:

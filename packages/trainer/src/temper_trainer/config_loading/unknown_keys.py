@@ -24,7 +24,12 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
     Raises:
         ConfigError: one line per key, with its origin.
     """
-    wrong = {key: layer.origin for layer in layers for key in layer.leaves if not exists(key, known=known)}
+    wrong = {
+        key: layer.origin
+        for layer in layers
+        for key in layer.leaves
+        if not exists(key, known=known)
+    }
     problems = [f"{_refusal(key, known=known)} (set by: {origin})" for key, origin in wrong.items()]
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"and {len(problems) - SHOWN} more."]
@@ -33,7 +38,11 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
 
 
 def _refusal(key: str, *, known: Mapping[str, Entry]) -> str:
-    return removal_of(key) or teacher_refusal(key) or f"there is no key {key}: {suggestion(key, known=known)}"
+    return (
+        removal_of(key)
+        or teacher_refusal(key)
+        or f"there is no key {key}: {suggestion(key, known=known)}"
+    )
 
 
 def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
@@ -54,7 +63,9 @@ def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
     """A sentence with the nearest valid keys: a slip in the name, then the right name in another block, then what resembles it."""
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    same_name.sort(key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True)
+    same_name.sort(
+        key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True
+    )
     found = (
         _siblings_like(name, block=block, known=known, cutoff=_SLIP)
         or same_name
@@ -62,14 +73,23 @@ def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
         or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
         or _namesakes_like(name, known=known)
     )
-    return f"did you mean {' or '.join(found[:3])}?" if found else "`temper-train --help` lists them all."
+    return (
+        f"did you mean {' or '.join(found[:3])}?"
+        if found
+        else "`temper-train --help` lists them all."
+    )
 
 
-def _siblings_like(name: str, *, block: str, known: Mapping[str, Entry], cutoff: float) -> list[str]:
+def _siblings_like(
+    name: str, *, block: str, known: Mapping[str, Entry], cutoff: float
+) -> list[str]:
     prefix = f"{block}." if block else ""
     names = [key.removeprefix(prefix) for key in known if key.startswith(prefix)]
     siblings = [sibling for sibling in names if "." not in sibling]
-    return [f"{prefix}{match}" for match in difflib.get_close_matches(name, siblings, n=2, cutoff=cutoff)]
+    return [
+        f"{prefix}{match}"
+        for match in difflib.get_close_matches(name, siblings, n=2, cutoff=cutoff)
+    ]
 
 
 def _namesakes_like(name: str, *, known: Mapping[str, Entry]) -> list[str]:

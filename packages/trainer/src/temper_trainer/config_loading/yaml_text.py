@@ -13,7 +13,9 @@ def scalar_text(value: object) -> str:
     """A value, list or mapping on one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)
-    text = yaml.safe_dump(plain(value), default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+    text = yaml.safe_dump(
+        plain(value), default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False
+    )
     return text.removesuffix("...\n").strip()
 
 

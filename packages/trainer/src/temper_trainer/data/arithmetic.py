@@ -23,7 +23,18 @@ from temper_trainer.data.rows import DataError, Row
 Operator = Literal["+", "-", "*"]
 
 NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Lily", "Max", "Eva", "Leo", "Zoe", "Jack", "Nina")
-ITEMS = ("apples", "pens", "books", "cards", "coins", "shells", "stickers", "marbles", "cookies", "stamps")
+ITEMS = (
+    "apples",
+    "pens",
+    "books",
+    "cards",
+    "coins",
+    "shells",
+    "stickers",
+    "marbles",
+    "cookies",
+    "stamps",
+)
 
 MAX_ADDEND = 10
 MAX_FACTOR = 5
@@ -81,7 +92,9 @@ def with_wrong_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
     for step in steps[1:]:
         left = carried if step.left is None else step.left
         right = carried if step.right is None else step.right
-        wrong.append(replace(step, operator="+") if step.operator == "-" and left <= right else step)
+        wrong.append(
+            replace(step, operator="+") if step.operator == "-" and left <= right else step
+        )
     return tuple(wrong)
 
 
@@ -120,7 +133,9 @@ def arithmetic_rows(config: SourceConfig) -> list[Row]:
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
                 source=f"arithmetic[{config.split}] row {len(rows)}",
-                route="" if config.route_key is None else ("one" if len(problem.steps) == 1 else "two"),
+                route=""
+                if config.route_key is None
+                else ("one" if len(problem.steps) == 1 else "two"),
             )
         )
     return rows
@@ -132,7 +147,9 @@ def _draw_unseen(rng: random.Random, seen: set[str], *, is_test: bool) -> Proble
         if problem.question not in seen and is_test_question(problem.question) == is_test:
             seen.add(problem.question)
             return problem
-    raise DataError(f"an arithmetic source ran out of different problems after {len(seen)}: lower max_rows.")
+    raise DataError(
+        f"an arithmetic source ran out of different problems after {len(seen)}: lower max_rows."
+    )
 
 
 def _apply(left: int, operator: Operator, right: int) -> int:
@@ -175,35 +192,48 @@ def _buys_boxes(rng: random.Random, one: str, other: str, things: str) -> Proble
 def _buys_boxes_and_receives(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y, z = _factor(rng), _factor(rng), _addend(rng)
     question = f"{one} buys {x} boxes with {y} {things} each. {other} gives {one} {z} more {things}. How many {things} does {one} have now?"
-    return Problem(question=question, steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="+", right=z)))
+    return Problem(
+        question=question,
+        steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="+", right=z)),
+    )
 
 
 def _loses_from_bags(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _factor(rng), _factor(rng)
     z = rng.randint(1, min(MAX_ADDEND, x * y - 1))
     question = f"{one} has {x} bags with {y} {things} each. {one} loses {z} {things}. How many {things} are left?"
-    return Problem(question=question, steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="-", right=z)))
+    return Problem(
+        question=question,
+        steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="-", right=z)),
+    )
 
 
 def _buys_and_gives_away(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _addend(rng), _addend(rng)
     z = rng.randint(1, min(MAX_ADDEND, x + y - 1))
-    question = (
-        f"{one} has {x} {things} and buys {y} more. Then {one} gives {z} {things} to {other}. How many {things} does {one} have left?"
+    question = f"{one} has {x} {things} and buys {y} more. Then {one} gives {z} {things} to {other}. How many {things} does {one} have left?"
+    return Problem(
+        question=question,
+        steps=(Step(left=x, operator="+", right=y), Step(left=None, operator="-", right=z)),
     )
-    return Problem(question=question, steps=(Step(left=x, operator="+", right=y), Step(left=None, operator="-", right=z)))
 
 
 def _has_more_than(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _addend(rng), _addend(rng)
     question = f"{one} has {x} {things}. {other} has {y} more {things} than {one}. How many {things} do they have together?"
-    return Problem(question=question, steps=(Step(left=x, operator="+", right=y), Step(left=x, operator="+", right=None)))
+    return Problem(
+        question=question,
+        steps=(Step(left=x, operator="+", right=y), Step(left=x, operator="+", right=None)),
+    )
 
 
 def _has_times_as_many(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, times = _addend(rng), rng.randint(2, 3)
     question = f"{one} has {x} {things}. {other} has {times} times as many {things} as {one}. How many {things} do they have together?"
-    return Problem(question=question, steps=(Step(left=x, operator="*", right=times), Step(left=x, operator="+", right=None)))
+    return Problem(
+        question=question,
+        steps=(Step(left=x, operator="*", right=times), Step(left=x, operator="+", right=None)),
+    )
 
 
 _STORIES = (

@@ -8,7 +8,9 @@ from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.types import Demonstration, Prompt
 
 
-def encode_conversation(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Demonstration:
+def encode_conversation(
+    row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Demonstration:
     """One conversation in tokens, turn by turn, as it would have been sampled: each turn is tokenised alone and laid after the last.
 
     Trained is each assistant turn (with data.train_on last only the last one) from its first token to its end token; what the template
@@ -21,9 +23,13 @@ def encode_conversation(row: Row, tokenizer: PreTrainedTokenizerBase, config: Da
     assert isinstance(row.prompt, tuple)
     template = config.chat_template or tokenizer.chat_template
     if template is None:
-        raise ConfigError(f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template.")
+        raise ConfigError(
+            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template."
+        )
     if config.tools_path is not None:
-        raise ConfigError("data.tools_path has no effect on conversations, whose system message says what there is: remove it.")
+        raise ConfigError(
+            "data.tools_path has no effect on conversations, whose system message says what there is: remove it."
+        )
     messages = row.prompt
     wanted = [i for i, message in enumerate(messages) if message.role == "assistant"]
     wanted = wanted[-1:] if config.train_on == "last" else wanted
@@ -45,14 +51,32 @@ def encode_conversation(row: Row, tokenizer: PreTrainedTokenizerBase, config: Da
         done = after
     first = trained.index(True)
     if first == 0:
-        raise DataError(f"{row.source}: the conversation begins with what the assistant says: there is nothing to complete.")
-    prompt = Prompt(prompt_id=row.row_id, text=tokenizer.decode(tokens[:first]), tokens=tuple(tokens[:first]), answer="", source=row.source)
-    return Demonstration(prompt=prompt, tokens=tuple(tokens[first:]), trained=tuple(trained[first:]))
+        raise DataError(
+            f"{row.source}: the conversation begins with what the assistant says: there is nothing to complete."
+        )
+    prompt = Prompt(
+        prompt_id=row.row_id,
+        text=tokenizer.decode(tokens[:first]),
+        tokens=tuple(tokens[:first]),
+        answer="",
+        source=row.source,
+    )
+    return Demonstration(
+        prompt=prompt, tokens=tuple(tokens[first:]), trained=tuple(trained[first:])
+    )
 
 
-def _render(messages: tuple[ChatMessage, ...], tokenizer: PreTrainedTokenizerBase, *, template: str, opens_turn: bool) -> str:
+def _render(
+    messages: tuple[ChatMessage, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str,
+    opens_turn: bool,
+) -> str:
     plain = [{"role": message.role, "content": message.content} for message in messages]
-    text = tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, add_generation_prompt=opens_turn)
+    text = tokenizer.apply_chat_template(
+        plain, chat_template=template, tokenize=False, add_generation_prompt=opens_turn
+    )
     assert isinstance(text, str)
     return text
 

@@ -22,7 +22,9 @@ def epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list
 class PromptStream(Generic[Item]):
     """Items handed out for ever: every pass gives each once, and a take may cross from one pass into the next."""
 
-    def __init__(self, items: Sequence[Item], *, seed: int, shuffle: bool, cursor: DataCursor | None = None) -> None:
+    def __init__(
+        self, items: Sequence[Item], *, seed: int, shuffle: bool, cursor: DataCursor | None = None
+    ) -> None:
         """A stream that goes on at the cursor; None begins.
 
         Raises:
@@ -30,7 +32,9 @@ class PromptStream(Generic[Item]):
         """
         at = DataCursor() if cursor is None else cursor
         if not items:
-            raise DataError("there is nothing to hand out: the data set is empty, or every prompt in it was dropped.")
+            raise DataError(
+                "there is nothing to hand out: the data set is empty, or every prompt in it was dropped."
+            )
         if not 0 <= at.index <= len(items) or at.epoch < 0:
             raise DataError(
                 f"the data cursor stands at {at.index} of epoch {at.epoch}, but there are {len(items)} items: "
@@ -75,6 +79,8 @@ class PromptStream(Generic[Item]):
         if cursor.index == len(self._items):
             cursor = DataCursor(epoch=cursor.epoch + 1)
         if self._order_epoch != cursor.epoch:
-            self._order = epoch_order(len(self._items), seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle)
+            self._order = epoch_order(
+                len(self._items), seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
+            )
             self._order_epoch = cursor.epoch
         self._cursor = cursor

@@ -10,7 +10,9 @@ from temper_trainer.data.rows import PairRow
 from temper_trainer.types import Pair
 
 
-def encode_pairs(rows: Sequence[PairRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Pair], int]:
+def encode_pairs(
+    rows: Sequence[PairRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> tuple[list[Pair], int]:
     """Pairs whose prompt fits, and how many were dropped.
 
     Raises:
@@ -18,4 +20,6 @@ def encode_pairs(rows: Sequence[PairRow], tokenizer: PreTrainedTokenizerBase, co
     """
     chosen, num_dropped = encode_demonstrations([row.chosen for row in rows], tokenizer, config)
     rejected, _ = encode_demonstrations([row.rejected for row in rows], tokenizer, config)
-    return [Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)], num_dropped
+    return [
+        Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)
+    ], num_dropped

@@ -15,7 +15,9 @@ from temper_trainer.types import Demonstration, Prompt
 _PLACE = "{prompt}"
 
 
-def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Prompt], int]:
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> tuple[list[Prompt], int]:
     """Prompts of the rows in their order, and how many were dropped as longer than ``max_prompt_tokens``.
 
     Raises:
@@ -27,7 +29,11 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
 
 
 def encode_demonstrations(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, must_keep: bool = True
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    must_keep: bool = True,
 ) -> tuple[list[Demonstration], int]:
     """Prompts with the solution to imitate and the end token after it, and how many rows were dropped for an overlong prompt.
 
@@ -37,16 +43,27 @@ def encode_demonstrations(
         DataError: as encode_prompts.
         ConfigError: as encode_prompts.
     """
-    if config.train.messages_key is not None and rows and all(isinstance(row.prompt, tuple) and not row.solution for row in rows):
+    if (
+        config.train.messages_key is not None
+        and rows
+        and all(isinstance(row.prompt, tuple) and not row.solution for row in rows)
+    ):
         made = [encode_conversation(row, tokenizer, config) for row in rows]
         fitting = [each for each in made if _fits(each.prompt, config=config)]
         if must_keep and not fitting:
             raise _nothing_fits(len(rows), config=config)
         return fitting, len(rows) - len(fitting)
     kept = _encode(rows, tokenizer, config, must_keep=must_keep)
-    solutions = tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"] if kept else []
+    solutions = (
+        tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"]
+        if kept
+        else []
+    )
     end = tokenizer.eos_token_id
-    demonstrations = [Demonstration(prompt=prompt, tokens=(*ids, end)) for (_, prompt), ids in zip(kept, solutions, strict=True)]
+    demonstrations = [
+        Demonstration(prompt=prompt, tokens=(*ids, end))
+        for (_, prompt), ids in zip(kept, solutions, strict=True)
+    ]
     return demonstrations, len(rows) - len(kept)
 
 
@@ -81,22 +98,38 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
         return config.prompt_template.replace(_PLACE, row.prompt)
     template = config.chat_template or tokenizer.chat_template
     if template is None:
-        raise ConfigError(f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template.")
+        raise ConfigError(
+            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template."
+        )
     messages = [{"role": message.role, "content": message.content} for message in row.prompt]
-    tools = None if config.tools_path is None else [dict(schema) for schema in read_tools(config.tools_path)]
-    text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True)
+    tools = (
+        None
+        if config.tools_path is None
+        else [dict(schema) for schema in read_tools(config.tools_path)]
+    )
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
     assert isinstance(text, str)
     return text
 
 
-def _check_tools(rows: Sequence[Row], texts: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+def _check_tools(
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+) -> None:
     """Refuse tools that no prompt would mention."""
     if config.tools_path is None:
         return
     without = replace(config, tools_path=None)
     described = next((i for i, row in enumerate(rows) if not isinstance(row.prompt, str)), None)
     if described is None:
-        raise ConfigError("data.tools_path has no effect: no prompt is a list of chat messages. Remove it, or set string_prompts.")
+        raise ConfigError(
+            "data.tools_path has no effect: no prompt is a list of chat messages. Remove it, or set string_prompts."
+        )
     if texts[described] == render_prompt(rows[described], tokenizer=tokenizer, config=without):
         raise ConfigError(
             f"data.tools_path is {config.tools_path!r}, but the chat template says nothing of tools: set a data.chat_template that does."
@@ -116,11 +149,17 @@ def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
 
 
 def _nothing_fits(num_rows: int, *, config: DataConfig) -> DataError:
-    return DataError(f"none of {num_rows} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it.")
+    return DataError(
+        f"none of {num_rows} prompts fits into data.max_prompt_tokens, which is {config.max_prompt_tokens}: raise it."
+    )
 
 
 def _encode(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, must_keep: bool = True
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    must_keep: bool = True,
 ) -> list[tuple[Row, Prompt]]:
     """Every row that fits with its prompt."""
     if not rows:
@@ -131,12 +170,18 @@ def _encode(
     _check_tools(rows, texts, tokenizer=tokenizer, config=config)
     # A chat template writes the special tokens itself; around a plain text the tokenizer puts its own (a begin token, if it has one).
     plain = tokenizer(texts)["input_ids"]
-    bare = tokenizer(texts, add_special_tokens=False)["input_ids"] if any(not isinstance(row.prompt, str) for row in rows) else plain
+    bare = (
+        tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if any(not isinstance(row.prompt, str) for row in rows)
+        else plain
+    )
     kept = []
     for row, text, with_special, without in zip(rows, texts, plain, bare, strict=True):
         ids = _without_end(with_special, tokenizer) if isinstance(row.prompt, str) else without
         if not ids:
-            raise DataError(f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to complete.")
+            raise DataError(
+                f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to complete."
+            )
         prompt = Prompt(
             prompt_id=row.row_id,
             text=text,

@@ -43,7 +43,11 @@ class Row:
     @property
     def texts(self) -> tuple[str, ...]:
         """Everything in it that is ever tokenised; what a tokenizer learns from."""
-        asked = (self.prompt,) if isinstance(self.prompt, str) else tuple(message.content for message in self.prompt)
+        asked = (
+            (self.prompt,)
+            if isinstance(self.prompt, str)
+            else tuple(message.content for message in self.prompt)
+        )
         return (*asked, self.answer, self.solution)
 
 
@@ -79,11 +83,26 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
     _check_field(record, config.answer_key, setting="answer_key", source=source)
     answer = value_at(record, config.answer_key)
     if not isinstance(answer, str):
-        raise DataError(f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}.")
-    prompt = _prompt(value_at(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}")
-    extra = {key: None if (value := value_at(record, key)) is ABSENT else value for key in config.extra_keys}
+        raise DataError(
+            f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}."
+        )
+    prompt = _prompt(
+        value_at(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}"
+    )
+    extra = {
+        key: None if (value := value_at(record, key)) is ABSENT else value
+        for key in config.extra_keys
+    }
     route = "" if config.route_key is None else _route(record, key=config.route_key, source=source)
-    return Row(row_id=row_id, prompt=prompt, answer=answer, solution=answer, source=source, route=route, extra=extra)
+    return Row(
+        row_id=row_id,
+        prompt=prompt,
+        answer=answer,
+        solution=answer,
+        source=source,
+        route=route,
+        extra=extra,
+    )
 
 
 def pair_from_record(record: object, *, config: SourceConfig, row_id: int, source: str) -> PairRow:
@@ -92,9 +111,13 @@ def pair_from_record(record: object, *, config: SourceConfig, row_id: int, sourc
     for key, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
         if isinstance(record, Mapping):
             _check_field(record, key, setting=setting, source=source)
-        row = row_from_record(record, config=replace(config, answer_key=key), row_id=row_id, source=source)
+        row = row_from_record(
+            record, config=replace(config, answer_key=key), row_id=row_id, source=source
+        )
         if not row.answer.strip():
-            raise DataError(f"{source}: field {key!r} is empty: a pair needs two completions. Remove the row.")
+            raise DataError(
+                f"{source}: field {key!r} is empty: a pair needs two completions. Remove the row."
+            )
         found[key] = row
     if found[config.chosen_key].answer == found[config.rejected_key].answer:
         raise DataError(
@@ -106,7 +129,9 @@ def pair_from_record(record: object, *, config: SourceConfig, row_id: int, sourc
 def _check_field(record: Mapping[object, object], key: str, *, setting: str, source: str) -> None:
     if value_at(record, key) is ABSENT:
         fields = sorted(map(str, record))
-        raise DataError(f"{source}: there is no field {key!r} among {fields}: correct the row, or set {setting}.")
+        raise DataError(
+            f"{source}: there is no field {key!r} among {fields}: correct the row, or set {setting}."
+        )
 
 
 class _Absent:
@@ -125,33 +150,47 @@ def value_at(record: Mapping[object, object], key: str) -> object:
     return value_at(below, inner) if isinstance(below, Mapping) else ABSENT
 
 
-def _conversation_row(record: Mapping[object, object], *, key: str, row_id: int, source: str) -> Row:
+def _conversation_row(
+    record: Mapping[object, object], *, key: str, row_id: int, source: str
+) -> Row:
     """A whole conversation as the prompt; what of it is trained is decided where it is tokenised."""
     value = value_at(record, key)
     if value is ABSENT:
-        raise DataError(f"{source}: there is no field {key!r} among {sorted(map(str, record))}: correct the row, or set messages_key.")
+        raise DataError(
+            f"{source}: there is no field {key!r} among {sorted(map(str, record))}: correct the row, or set messages_key."
+        )
     messages = _prompt(value, where=f"{source}: field {key!r}")
     if isinstance(messages, str) or not any(message.role == "assistant" for message in messages):
-        raise DataError(f"{source}: field {key!r} must be a list of chat messages with one of role assistant: there is nothing to imitate.")
+        raise DataError(
+            f"{source}: field {key!r} must be a list of chat messages with one of role assistant: there is nothing to imitate."
+        )
     return Row(row_id=row_id, prompt=messages, answer="", solution="", source=source)
 
 
 def _route(record: Mapping[object, object], *, key: str, source: str) -> str:
     value = value_at(record, key)
     if not isinstance(value, str):
-        raise DataError(f"{source}: field {key!r}, which route_key names, must be text, but is {value!r:.80}: mend the row.")
+        raise DataError(
+            f"{source}: field {key!r}, which route_key names, must be text, but is {value!r:.80}: mend the row."
+        )
     return value
 
 
 def _prompt(value: object, *, where: str) -> str | tuple[ChatMessage, ...]:
     if isinstance(value, str):
         if not value.strip():
-            raise DataError(f"{where} is empty: there is nothing to complete. Remove the row or fill it in.")
+            raise DataError(
+                f"{where} is empty: there is nothing to complete. Remove the row or fill it in."
+            )
         return value
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where} must be text or a list of chat messages, but is {type(value).__name__} {value!r:.80}.")
+        raise DataError(
+            f"{where} must be text or a list of chat messages, but is {type(value).__name__} {value!r:.80}."
+        )
     if not value:
-        raise DataError(f"{where} is a list of no messages: there is nothing to complete. Remove the row or fill it in.")
+        raise DataError(
+            f"{where} is a list of no messages: there is nothing to complete. Remove the row or fill it in."
+        )
     return tuple(_message(item, where=f"{where}, message {i}") for i, item in enumerate(value))
 
 

@@ -30,7 +30,9 @@ def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row
     """
     rows = list(iterate_rows(source, base_dir=base_dir))
     if not rows:
-        raise DataError(f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some.")
+        raise DataError(
+            f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some."
+        )
     return rows
 
 
@@ -39,7 +41,11 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
     if source.kind == "arithmetic":
         yield from arithmetic_rows(source)
         return
-    fields: tuple[str, ...] = (source.prompt_key, source.answer_key) if source.messages_key is None else (source.messages_key,)
+    fields: tuple[str, ...] = (
+        (source.prompt_key, source.answer_key)
+        if source.messages_key is None
+        else (source.messages_key,)
+    )
     fields += () if source.route_key is None else (source.route_key,)
     for i, (where, record) in enumerate(load_records(source, fields=fields, base_dir=base_dir)):
         yield row_from_record(record, config=source, row_id=i, source=where)
@@ -61,7 +67,9 @@ def iterate_pairs(source: SourceConfig) -> Iterator[PairRow]:
         yield pair_from_record(record, config=source, row_id=i, source=where)
 
 
-def load_records(source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None) -> Iterator[tuple[str, object]]:
+def load_records(
+    source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None
+) -> Iterator[tuple[str, object]]:
     """(place, raw record) of a source of files or the datasets library, lazily, at most max_rows of them.
 
     Args:
@@ -72,15 +80,20 @@ def load_records(source: SourceConfig, *, fields: tuple[str, ...], base_dir: Pat
     located: Iterator[tuple[str, object]]
     match source.kind:
         case "jsonl":
-            located = itertools.chain.from_iterable(_jsonl_records(_locate(path, base_dir)) for path in source.paths)
+            located = itertools.chain.from_iterable(
+                _jsonl_records(_locate(path, base_dir)) for path in source.paths
+            )
         case "parquet":
             located = itertools.chain.from_iterable(
-                _parquet_records(_locate(path, base_dir), fields, extra_keys=source.extra_keys) for path in source.paths
+                _parquet_records(_locate(path, base_dir), fields, extra_keys=source.extra_keys)
+                for path in source.paths
             )
         case "datasets":
             located = _datasets_records(source, base_dir)
         case "arithmetic":
-            raise ConfigError("a source of kind arithmetic generates problems with one answer each: it has no raw records. Use files.")
+            raise ConfigError(
+                "a source of kind arithmetic generates problems with one answer each: it has no raw records. Use files."
+            )
     return itertools.islice(located, source.max_rows)
 
 
@@ -101,14 +114,20 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
                 try:
                     yield f"{path}:{number}", json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise DataError(f"{path}:{number}: not a JSON object ({error}): expected one object per line.") from error
+                    raise DataError(
+                        f"{path}:{number}: not a JSON object ({error}): expected one object per line."
+                    ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another kind?") from error
+        raise DataError(
+            f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another kind?"
+        ) from error
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _parquet_records(path: str, fields: Sequence[str], *, extra_keys: Sequence[str]) -> Iterator[tuple[str, object]]:
+def _parquet_records(
+    path: str, fields: Sequence[str], *, extra_keys: Sequence[str]
+) -> Iterator[tuple[str, object]]:
     """(file row number, record) of every row; only the columns that are asked for are read, and only ``fields`` must be there."""
     try:
         with fsspec.open(path, "rb") as stream:
@@ -121,7 +140,9 @@ def _parquet_records(path: str, fields: Sequence[str], *, extra_keys: Sequence[s
                 )
             columns += [_column_of(key, table.schema_arrow.names) for key in extra_keys]
             numbers = itertools.count()
-            for batch in table.iter_batches(batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))):
+            for batch in table.iter_batches(
+                batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))
+            ):
                 for record in batch.to_pylist():
                     yield f"{path} row {next(numbers)}", record
     except pa.ArrowException as error:
@@ -144,7 +165,9 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
             "a source of kind datasets needs the Hugging Face datasets library: pip install 'temper-trainer[datasets]'."
         ) from error
     if len(source.paths) != 1:
-        raise ConfigError(f"a source of kind datasets takes one name or directory in paths, but has {len(source.paths)}: {source.paths}.")
+        raise ConfigError(
+            f"a source of kind datasets takes one name or directory in paths, but has {len(source.paths)}: {source.paths}."
+        )
     name = source.paths[0]
     local = Path(_locate(name, base_dir))
     try:
@@ -155,7 +178,9 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
         else:
             data = datasets.load_dataset(str(local) if local.is_dir() else name, split=source.split)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the data set {name!r}, split {source.split!r}, can't be loaded: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the data set {name!r}, split {source.split!r}, can't be loaded: {type(error).__name__}: {error}"
+        ) from error
     for number, record in enumerate(data):
         yield f"{name}[{source.split}] row {number}", record
 

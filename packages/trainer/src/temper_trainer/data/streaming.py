@@ -14,7 +14,13 @@ class StreamedItems(Generic[Item]):
     """Items of a source that is opened anew for each pass; see ``PromptStream``, which holds all of them."""
 
     def __init__(
-        self, open_pass: Callable[[], Iterator[Item]], *, seed: int, buffer: int, shuffle: bool, cursor: DataCursor | None = None
+        self,
+        open_pass: Callable[[], Iterator[Item]],
+        *,
+        seed: int,
+        buffer: int,
+        shuffle: bool,
+        cursor: DataCursor | None = None,
     ) -> None:
         """A stream that goes on at the cursor, by reading and passing over what came before it in its pass.
 
@@ -35,7 +41,9 @@ class StreamedItems(Generic[Item]):
         self._waiting: list[Item] = []
         for i in range(self._cursor.index):
             if next(self._items, None) is None:
-                raise DataError(f"the data cursor stands at {self._cursor.index}, but the source has only {i} items: resume with its data.")
+                raise DataError(
+                    f"the data cursor stands at {self._cursor.index}, but the source has only {i} items: resume with its data."
+                )
 
     @property
     def cursor(self) -> DataCursor:
@@ -66,7 +74,9 @@ class StreamedItems(Generic[Item]):
             found = next(self._items, None)
             if found is None:
                 if self._cursor.index == 0:
-                    raise DataError("there is nothing to hand out: the source holds no item, or every one was dropped.")
+                    raise DataError(
+                        "there is nothing to hand out: the source holds no item, or every one was dropped."
+                    )
                 self._cursor = DataCursor(epoch=self._cursor.epoch + 1)
                 self._items = self._ordered(self._cursor.epoch)
                 return self._next()

@@ -16,7 +16,9 @@ _WORDS = r"####| ?[^\W\d_]+|\d|\s|_|[^\w\s]"
 """The answer marker; a word with the space before it; one digit; one space or line break; one sign."""
 
 
-def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str], directory: Path) -> PreTrainedTokenizerBase:
+def build_tokenizer(
+    config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str], directory: Path
+) -> PreTrainedTokenizerBase:
     """A tokenizer with pad, end and (where it was made here) unknown token, saved into ``directory``.
 
     Args:
@@ -35,11 +37,21 @@ def build_tokenizer(config: TokenizerConfig, *, model_path: str | None, texts: I
     else:
         corpus = list(dict.fromkeys(texts))
         if not corpus:
-            raise DataError(f"tokenizer.kind {config.kind} learns from the training texts, but there are none.")
-        trained = _word_level(corpus) if config.kind == "word_level" else _byte_pairs(corpus, vocab_size=config.vocab_size)
+            raise DataError(
+                f"tokenizer.kind {config.kind} learns from the training texts, but there are none."
+            )
+        trained = (
+            _word_level(corpus)
+            if config.kind == "word_level"
+            else _byte_pairs(corpus, vocab_size=config.vocab_size)
+        )
         check_round_trip(trained, corpus)
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=trained, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+            tokenizer_object=trained,
+            pad_token=PAD,
+            eos_token=END,
+            unk_token=UNKNOWN,
+            clean_up_tokenization_spaces=False,
         )
     save_tokenizer(tokenizer, directory)
     return tokenizer
@@ -57,7 +69,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
         # The tokenizers library, which writes one of the files, has no error of its own for it.
         if type(error) is not Exception and not isinstance(error, OSError):
             raise
-        raise CheckpointError(f"the tokenizer could not be written to {directory}: {error}. Free space and run again.") from error
+        raise CheckpointError(
+            f"the tokenizer could not be written to {directory}: {error}. Free space and run again."
+        ) from error
 
 
 def _load(path: str | None) -> PreTrainedTokenizerBase:
@@ -79,7 +93,9 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
             "or set data.tokenizer.path to the folder that has them."
         )
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {path!r} has no end token, so no completion could end: set eos_token in its config.")
+        raise ConfigError(
+            f"the tokenizer in {path!r} has no end token, so no completion could end: set eos_token in its config."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -90,7 +106,9 @@ def _word_level(corpus: Sequence[str]) -> Tokenizer:
     splitter = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     pieces = {piece for text in corpus for piece, _ in splitter.pre_tokenize_str(text)}
     entries = [PAD, END, UNKNOWN, *sorted(pieces | {*"0123456789", " ", "\n", "####"})]
-    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(
+        models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN)
+    )
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
@@ -106,11 +124,17 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, END, UNKNOWN], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, UNKNOWN],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer=trainer)
     return tokenizer
@@ -126,7 +150,9 @@ def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
     decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
     for text, back in zip(corpus, decoded, strict=True):
         if any(special in text for special in (PAD, END, UNKNOWN)):
-            raise DataError(f"a training text holds one of the special tokens {PAD}, {END} and {UNKNOWN}: {text!r:.200}. Mend it.")
+            raise DataError(
+                f"a training text holds one of the special tokens {PAD}, {END} and {UNKNOWN}: {text!r:.200}. Mend it."
+            )
         if text != back:
             raise DataError(
                 f"the tokenizer would change a training text: {text!r:.200} comes back as {back!r:.200}. Use tokenizer.kind bpe."

@@ -64,9 +64,15 @@ class Interpreter:
         """Ask the interpreter below the current environment and the dynamic loader for its files."""
         # Of a virtual environment, the interpreter it was made from: its files are the complete ones.
         executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        search_path = _output_of([executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"])
-        listed = [os.path.normpath(path) for path in search_path.splitlines() if os.path.exists(path)]
-        folders = [path for path in listed if not any(path.startswith(f"{other}/") for other in listed)]
+        search_path = _output_of(
+            [executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"]
+        )
+        listed = [
+            os.path.normpath(path) for path in search_path.splitlines() if os.path.exists(path)
+        ]
+        folders = [
+            path for path in listed if not any(path.startswith(f"{other}/") for other in listed)
+        ]
         modules = [
             str(module)
             for folder in listed
@@ -75,8 +81,14 @@ class Interpreter:
             if not module.name.startswith(_SCREEN_MODULES)
         ]
         # A line of ldd is "name => path (address)", or "path (address)" for the loader itself.
-        found = re.findall(r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$", _output_of(["ldd", executable, *modules]), re.M)
-        packages = (os.path.join(folder, name) for folder in folders for name in ("site-packages", "dist-packages"))
+        found = re.findall(
+            r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$", _output_of(["ldd", executable, *modules]), re.M
+        )
+        packages = (
+            os.path.join(folder, name)
+            for folder in folders
+            for name in ("site-packages", "dist-packages")
+        )
         return cls(
             executable=executable,
             folders=tuple(folders),
@@ -130,7 +142,16 @@ class Bubblewrap:
             command += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
         for path in _DEVICES:
             command += ["--dev-bind", path, path]
-        command += ["--size", str(MAX_FILE_BYTES), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"]
+        command += [
+            "--size",
+            str(MAX_FILE_BYTES),
+            "--tmpfs",
+            FOLDER,
+            "--chdir",
+            FOLDER,
+            "--remount-ro",
+            "/",
+        ]
         is_root = os.geteuid() == 0
         return cls(
             outer=(bwrap, *unprivileged_options((bwrap, *interpreter.paths))) if is_root else (),
@@ -142,18 +163,33 @@ class Bubblewrap:
     def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
         """See Sandbox."""
         # Set inside the sandbox: in a user namespace of its own, processes of other calls do not count.
-        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {"RLIMIT_NPROC": MAX_THREADS}
+        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {
+            "RLIMIT_NPROC": MAX_THREADS
+        }
         with ExitStack() as stack:
-            filter_file, status_file = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            filter_file, status_file = (
+                stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
+            )
             # Only what bubblewrap is told of may be passed: it closes nothing else for the program.
             status_files, command = [status_file], list(self.inner)
             filter_file.write(self.filter)
             filter_file.seek(0)
-            command += ["--seccomp", str(filter_file.fileno()), "--json-status-fd", str(status_file.fileno())]
+            command += [
+                "--seccomp",
+                str(filter_file.fileno()),
+                "--json-status-fd",
+                str(status_file.fileno()),
+            ]
             command += [*self.program, *(f"{name}={value}" for name, value in limits.items())]
             if self.outer:
                 status_files.insert(0, stack.enter_context(tempfile.TemporaryFile()))
-                command = [*self.outer, "--json-status-fd", str(status_files[0].fileno()), "--", *command]
+                command = [
+                    *self.outer,
+                    "--json-status-fd",
+                    str(status_files[0].fileno()),
+                    "--",
+                    *command,
+                ]
             process = run_process(
                 command,
                 stdin=code.encode(errors="replace"),
@@ -163,7 +199,10 @@ class Bubblewrap:
             )
             # bubblewrap reports a status only if the program was started; the program cannot write there.
             if process.killed_for is None and "exit-code" not in _status(status_file):
-                reason = process.stderr.decode(errors="replace").strip() or f"status {process.returncode}"
+                reason = (
+                    process.stderr.decode(errors="replace").strip()
+                    or f"status {process.returncode}"
+                )
                 raise BrokenEnvironmentError(f"bubblewrap could not start the program: {reason}")
         return process.result()
 
@@ -207,7 +246,12 @@ def unprivileged_command() -> Sequence[str]:
     setpriv and not the arguments of Popen: with those, Python copies the page tables of the whole
     trainer for each call (fork instead of vfork).
     """
-    return (_installed("setpriv"), f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups")
+    return (
+        _installed("setpriv"),
+        f"--reuid={UNPRIVILEGED_ID}",
+        f"--regid={UNPRIVILEGED_ID}",
+        "--clear-groups",
+    )
 
 
 def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
@@ -228,7 +272,9 @@ def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
         return any(path.startswith(f"{folder}/") for folder in closed)
 
     hidden = sorted({os.path.realpath(path) for path in paths if is_inside(os.path.realpath(path))})
-    parents = sorted({str(parent) for path in hidden for parent in Path(path).parents if is_inside(str(parent))})
+    parents = sorted(
+        {str(parent) for path in hidden for parent in Path(path).parents if is_inside(str(parent))}
+    )
     options += [option for parent in parents for option in ("--perms", "0755", "--dir", parent)]
     options += [option for path in hidden for option in ("--ro-bind", path, path)]
     return options

@@ -21,7 +21,10 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 class CalculationError(ValueError):
@@ -55,7 +58,9 @@ def _value(node: ast.expr) -> int | float:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and (abs(right) > MAX_EXPONENT or abs(left) > 10**MAX_DIGITS):
+        if isinstance(node.op, ast.Pow) and (
+            abs(right) > MAX_EXPONENT or abs(left) > 10**MAX_DIGITS
+        ):
             raise CalculationError("the value is too large")
         found = _BINARY[type(node.op)](left, right)
         if isinstance(found, complex) or (isinstance(found, int) and abs(found) >= 10**MAX_DIGITS):

@@ -9,7 +9,9 @@ from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.environment.tools import ToolEnvironment, calculator_tool, python_tool
 
 
-def environment_maker(config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase) -> MakeEnvironment:
+def environment_maker(
+    config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> MakeEnvironment:
     """Return a function that makes the environment of one rollout.
 
     Raises:
@@ -17,7 +19,11 @@ def environment_maker(config: EnvironmentConfig, *, tokenizer: PreTrainedTokeniz
             the sandbox of the Python tool cannot be started.
     """
     if config.name in BUILT_IN:
-        tool = calculator_tool if config.name == "calculator" else python_tool(config, open_sandbox(config.sandbox))
+        tool = (
+            calculator_tool
+            if config.name == "calculator"
+            else python_tool(config, open_sandbox(config.sandbox))
+        )
         return lambda: ToolEnvironment(tool, config, tokenizer)
     found = environment_class(config)
     maker: MakeEnvironment = lambda: found(config=config, tokenizer=tokenizer, **config.arguments)  # noqa: E731

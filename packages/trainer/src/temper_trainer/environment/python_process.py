@@ -63,7 +63,9 @@ class FinishedProcess:
 
     def result(self) -> SandboxResult:
         """Return the outcome as the policy reads it."""
-        output, error = (data.decode("utf-8", errors="replace") for data in (self.stdout, self.stderr))
+        output, error = (
+            data.decode("utf-8", errors="replace") for data in (self.stdout, self.stderr)
+        )
         is_failed = self.killed_for is not None or self.returncode != 0
         reason = error.strip().splitlines()[-1:] if is_failed else []
         if self.killed_for is not None:

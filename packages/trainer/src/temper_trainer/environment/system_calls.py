@@ -46,7 +46,9 @@ ALLOWED = {
         "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack kill "
         "tkill tgkill alarm setitimer getitimer pause"
     ),
-    "time and the machine": ("clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times uname sysinfo getrandom getcpu"),
+    "time and the machine": (
+        "clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times uname sysinfo getrandom getcpu"
+    ),
 }
 """Names of system calls that are allowed with any arguments. system_call_filter adds some with certain ones."""
 
@@ -108,8 +110,12 @@ def system_call_filter() -> bytes:
         if number == -1:  # unknown to this version of the library: stays refused
             return
         array = (_Comparison * len(comparisons))(*(_Comparison(*each) for each in comparisons))
-        if (code := library.seccomp_rule_add_array(context, action, number, len(comparisons), array)) != 0:
-            raise BrokenEnvironmentError(f"{LIBRARY} refuses a rule for {name}: {os.strerror(-code)}")
+        if (
+            code := library.seccomp_rule_add_array(context, action, number, len(comparisons), array)
+        ) != 0:
+            raise BrokenEnvironmentError(
+                f"{LIBRARY} refuses a rule for {name}: {os.strerror(-code)}"
+            )
 
     try:
         for names in ALLOWED.values():
@@ -118,7 +124,17 @@ def system_call_filter() -> bytes:
         # Threads, but neither processes nor namespaces.
         add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD | _NEW_NAMESPACES, _CLONE_THREAD))
         add(_ERRNO | errno.EPERM, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD, 0))
-        for name in ("fork", "vfork", "socket", "ptrace", "unshare", "setns", "mount", "umount2", "chroot"):
+        for name in (
+            "fork",
+            "vfork",
+            "socket",
+            "ptrace",
+            "unshare",
+            "setns",
+            "mount",
+            "umount2",
+            "chroot",
+        ):
             add(_ERRNO | errno.EPERM, name)
         add(_ALLOW, "socketpair", (0, _EQUAL, _AF_UNIX, 0))
         for request in _TERMINAL_QUERIES:
@@ -133,7 +149,9 @@ def system_call_filter() -> bytes:
         add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0), (2, _EQUAL, 0, 0))
         with tempfile.TemporaryFile() as file:
             if (code := library.seccomp_export_bpf(context, file.fileno())) != 0:
-                raise BrokenEnvironmentError(f"{LIBRARY} cannot export the filter: {os.strerror(-code)}")
+                raise BrokenEnvironmentError(
+                    f"{LIBRARY} cannot export the filter: {os.strerror(-code)}"
+                )
             file.seek(0)
             return file.read()
     finally:

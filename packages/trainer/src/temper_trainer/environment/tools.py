@@ -49,7 +49,11 @@ class ToolEnvironment:
         self.said += written + text
         return Observation(
             tokens=tuple(ids[: self.config.max_observation_tokens]),
-            metrics={"tool/calls": 1.0, "tool/failed": float(is_failed), "tool/cut_answers": float(is_cut)},
+            metrics={
+                "tool/calls": 1.0,
+                "tool/failed": float(is_failed),
+                "tool/cut_answers": float(is_cut),
+            },
         )
 
 
@@ -82,7 +86,9 @@ def python_tool(config: EnvironmentConfig, sandbox: Sandbox) -> Tool:
     """Return a tool that runs a call as a Python program in the sandbox."""
 
     def run(code: str) -> tuple[str, bool]:
-        result = sandbox.run(code, timeout_s=config.tool_timeout_s, memory_mib=config.tool_memory_mib)
+        result = sandbox.run(
+            code, timeout_s=config.tool_timeout_s, memory_mib=config.tool_memory_mib
+        )
         if result.is_timeout:
             return f"error: no result within {config.tool_timeout_s:g} s", True
         return result.output, result.is_failed

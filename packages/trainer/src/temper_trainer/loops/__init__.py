@@ -25,7 +25,14 @@ from temper_trainer.loops.folder import RunFolder, open_folder
 from temper_trainer.loops.inference import generate, open_inference
 from temper_trainer.loops.interrupts import RunInterrupted, RunStopped, StopRequest
 from temper_trainer.loops.length import with_length, with_schedule_length
-from temper_trainer.loops.opening import fit_models, load_problems, longest_demonstration, open_checkpointer, open_tokenizer, with_training
+from temper_trainer.loops.opening import (
+    fit_models,
+    load_problems,
+    longest_demonstration,
+    open_checkpointer,
+    open_tokenizer,
+    with_training,
+)
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
 from temper_trainer.metrics.log import RunLog
@@ -46,7 +53,13 @@ class RunResult:
     """The last evaluation's numbers by metric name; empty for SFT or without held-out problems."""
 
 
-def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], object], lock: RunLock | None = None) -> RunResult:
+def train(
+    config: TrainerConfig,
+    *,
+    digest: str,
+    write_config: Callable[[Path], object],
+    lock: RunLock | None = None,
+) -> RunResult:
     """Run what the configuration says, from its start or from a checkpoint.
 
     Args:
@@ -69,7 +82,9 @@ def train(config: TrainerConfig, *, digest: str, write_config: Callable[[Path], 
             checkpointer = open_checkpointer(config, folder=folder)
             found = checkpointer.find(config.run.resume)
             done = 0 if found is None else _steps_done(checkpointer, found, config)
-            evaluation = _train(config, digest, write_config, lock, stop=stop, folder=folder, found=found, done=done)
+            evaluation = _train(
+                config, digest, write_config, lock, stop=stop, folder=folder, found=found, done=done
+            )
         except RunStopped:  # before the run was opened, or while it was closed
             raise RunInterrupted(step=done, checkpoint=found, stop=stop) from None
         except SystemExit:
@@ -97,7 +112,9 @@ def _train(
     problems = load_problems(config)
     pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
     of_pairs = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    tokenizer = open_tokenizer(config, folder=folder, rows=[*problems["train"], *of_pairs, *problems.get("warm_start", [])])
+    tokenizer = open_tokenizer(
+        config, folder=folder, rows=[*problems["train"], *of_pairs, *problems.get("warm_start", [])]
+    )
     before = read_settings(folder.root)
     with stop.deferred():
         write_config(folder.root)
@@ -114,7 +131,9 @@ def _train(
         _reported(log, stop=stop),
     ):
         stop.install()  # Ray sets a handler of its own
-        for line in describe_changes(before, read_settings(folder.root), has_checkpoint=found is not None):
+        for line in describe_changes(
+            before, read_settings(folder.root), has_checkpoint=found is not None
+        ):
             log.say(line)
         log.try_report()  # a killed process leaves one that is behind metrics.jsonl
         boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
@@ -186,7 +205,13 @@ class _Run:
     def _supervised(self, found: Path | None) -> dict[str, float]:
         config = fit_models(self.config, self.tokenizer)
         if config.task == "sft":
-            stage = self._stage(config, phase="sft", rows=self.problems["train"], folder=self.folder, resume_from=found)
+            stage = self._stage(
+                config,
+                phase="sft",
+                rows=self.problems["train"],
+                folder=self.folder,
+                resume_from=found,
+            )
         else:
             stage = self._pair_stage(config, resume_from=found)
         stage = replace(stage, saves_model=config.run.save_model)
@@ -207,7 +232,9 @@ class _Run:
         rows = self.problems.get("eval", self.problems["train"])
         prompts, num_dropped = encode_prompts(rows, self.tokenizer, config.data)
         self._count_dropped(config.task, data=num_dropped)
-        with open_inference(config, log=self.log, tokenizer=self.tokenizer, prompts=prompts, runtime=self.runtime) as rooms:
+        with open_inference(
+            config, log=self.log, tokenizer=self.tokenizer, prompts=prompts, runtime=self.runtime
+        ) as rooms:
             if config.task == "eval":
                 return evaluate_all(rooms, step=0, moment="evaluation")
             return generate(rooms, folder=self.folder)
@@ -216,9 +243,14 @@ class _Run:
         model = None if self.config.warm_start is None else self._warm_start()
         config = fit_models(self.config, self.tokenizer, trained_model=model)
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
-        eval_prompts, num_eval_dropped = encode_prompts(self.problems.get("eval", []), self.tokenizer, config.data)
+        eval_prompts, num_eval_dropped = encode_prompts(
+            self.problems.get("eval", []), self.tokenizer, config.data
+        )
         self._count_dropped("rl", data=num_dropped, eval=num_eval_dropped)
-        trained = [*self.problems["train"], *([] if model is None else self.problems.get("warm_start", []))]
+        trained = [
+            *self.problems["train"],
+            *([] if model is None else self.problems.get("warm_start", [])),
+        ]
         config = with_length(config, num_problems=len(prompts))
         _check_done(self.done, config=config, found=found)
         return run_rl(
@@ -227,7 +259,9 @@ class _Run:
             tokenizer=self.tokenizer,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            num_eval_trained=trained_among(eval_prompts, rows=self.problems.get("eval", []), trained=trained),
+            num_eval_trained=trained_among(
+                eval_prompts, rows=self.problems.get("eval", []), trained=trained
+            ),
             folder=self.folder,
             resume_from=found,
             digest=self.digest,
@@ -242,8 +276,12 @@ class _Run:
         if not (folder.model / "config.json").exists():
             config = fit_models(self.config, self.tokenizer)
             rows = self.problems.get("warm_start", self.problems["train"])
-            found = open_checkpointer(config, folder=folder).find("never" if config.run.resume == "never" else "auto")
-            stage = self._stage(config, phase="warm_start", rows=rows, folder=folder, resume_from=found)
+            found = open_checkpointer(config, folder=folder).find(
+                "never" if config.run.resume == "never" else "auto"
+            )
+            stage = self._stage(
+                config, phase="warm_start", rows=rows, folder=folder, resume_from=found
+            )
             run_sft(
                 config,
                 stage,
@@ -256,7 +294,15 @@ class _Run:
             )
         return str(folder.model)
 
-    def _stage(self, config: TrainerConfig, *, phase: str, rows: list[Row], folder: RunFolder, resume_from: Path | None) -> SftStage:
+    def _stage(
+        self,
+        config: TrainerConfig,
+        *,
+        phase: str,
+        rows: list[Row],
+        folder: RunFolder,
+        resume_from: Path | None,
+    ) -> SftStage:
         warm_start = config.warm_start
         if config.data.streaming:
             open_stream = self._open_streamed(config)
@@ -268,19 +314,27 @@ class _Run:
         if warm_start is None:
             _check_done(self.done, config=config, found=resume_from)
         total_steps = config.run.total_steps if warm_start is None else warm_start.total_steps
-        engine = config.actor.engine if warm_start is None else with_training(config.actor.engine, config)
+        engine = (
+            config.actor.engine
+            if warm_start is None
+            else with_training(config.actor.engine, config)
+        )
         return SftStage(
             phase=phase,
             engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
             open_stream=open_stream,
             total_steps=total_steps,
-            batch_size=config.batching.prompts_per_step if warm_start is None else warm_start.batch_size,
+            batch_size=config.batching.prompts_per_step
+            if warm_start is None
+            else warm_start.batch_size,
             tokens_per_update=config.batching.tokens_per_update,
             folder=folder,
             resume_from=resume_from,
         )
 
-    def _demonstrations(self, config: TrainerConfig, *, phase: str, rows: list[Row]) -> list[Demonstration]:
+    def _demonstrations(
+        self, config: TrainerConfig, *, phase: str, rows: list[Row]
+    ) -> list[Demonstration]:
         demonstrations, num_dropped = encode_demonstrations(rows, self.tokenizer, config.data)
         self._count_dropped(phase, data=num_dropped)
         check_fits(demonstrations, max_tokens=longest_demonstration(config))
@@ -288,7 +342,9 @@ class _Run:
 
     def _open_all(self, examples: Sequence[Example]) -> Callable[[DataCursor], ExampleStream]:
         run, shuffle = self.config.run, self.config.data.shuffle
-        return lambda cursor: PromptStream[Example](examples, seed=run.seed, shuffle=shuffle, cursor=cursor)
+        return lambda cursor: PromptStream[Example](
+            examples, seed=run.seed, shuffle=shuffle, cursor=cursor
+        )
 
     def _open_streamed(self, config: TrainerConfig) -> Callable[[DataCursor], ExampleStream]:
         """Rows are read, tokenised and checked when their turn comes; those with an overlong prompt are passed over where they may be."""
@@ -301,13 +357,20 @@ class _Run:
                 yield from demonstrations
 
         return lambda cursor: StreamedItems[Example](
-            one_pass, seed=config.run.seed, buffer=data.streaming_buffer, shuffle=data.shuffle, cursor=cursor
+            one_pass,
+            seed=config.run.seed,
+            buffer=data.streaming_buffer,
+            shuffle=data.shuffle,
+            cursor=cursor,
         )
 
     def _pair_stage(self, config: TrainerConfig, *, resume_from: Path | None) -> SftStage:
         pairs, num_dropped = encode_pairs(self.pairs, self.tokenizer, config.data)
         self._count_dropped(config.task, data=num_dropped)
-        check_fits([each for pair in pairs for each in (pair.chosen, pair.rejected)], max_tokens=longest_demonstration(config))
+        check_fits(
+            [each for pair in pairs for each in (pair.chosen, pair.rejected)],
+            max_tokens=longest_demonstration(config),
+        )
         config = with_length(config, num_problems=len(pairs))
         _check_done(self.done, config=config, found=resume_from)
         return SftStage(
@@ -326,8 +389,12 @@ class _Run:
         """Say and log how many prompts were dropped for their length, by set."""
         if any(counts.values()):
             limit = self.config.data.max_prompt_tokens
-            self.log.say(f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}")
-            self.log.log(0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase)
+            self.log.say(
+                f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}"
+            )
+            self.log.log(
+                0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase
+            )
 
 
 @contextmanager
@@ -339,16 +406,24 @@ def _last_save_named(folder: RunFolder) -> Iterator[None]:
         raise
     except Exception as error:
         if not isinstance(error, ConfigError):
-            error.add_note(describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints))
+            error.add_note(
+                describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints)
+            )
         raise
 
 
 def _steps_done(checkpointer: Checkpointer, found: Path, config: TrainerConfig) -> int:
     alone = checkpointer.step_alone(found)
-    return checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step if alone is None else alone
+    return (
+        checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step
+        if alone is None
+        else alone
+    )
 
 
 def _check_done(done: int, *, config: TrainerConfig, found: Path | None) -> None:
     """Refuse to go on from a checkpoint that lies beyond the run's end."""
     if done > config.run.total_steps:
-        raise CheckpointError(f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps.")
+        raise CheckpointError(
+            f"{found} is at step {done}, beyond run.total_steps = {config.run.total_steps}: raise run.total_steps."
+        )

@@ -57,10 +57,14 @@ class Asynchronous:
         self._error: BaseException | None = None
         self.cursor = rooms.prompts.cursor
         """Of the first prompt that no step has trained on."""
-        self._thread = threading.Thread(target=self._sample, args=(moments,), daemon=True, name="sampling")
+        self._thread = threading.Thread(
+            target=self._sample, args=(moments,), daemon=True, name="sampling"
+        )
         self._thread.start()
 
-    def step(self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
+    def step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
         """Train on the next batch in order, publish, give a credit back."""
         rooms, clock, begin = self._rooms, StepClock(), time.perf_counter()
         with clock.phase("wait"), abandonable_late():
@@ -68,7 +72,14 @@ class Asynchronous:
         collected = batch.collected
         stale = staleness_metrics(collected.rollouts, version=rooms.publisher.version)
         controllers = replace(controllers, rewards=collected.moments)
-        found, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
+        found, controllers = train_on(
+            rooms,
+            collected.rollouts,
+            step=step,
+            objectives=objectives,
+            controllers=controllers,
+            clock=clock,
+        )
         metrics = collected.metrics | found | stale
         continued = self._sampler.num_continued
         with clock.phase("weight_sync"), self._sampler.paused():
@@ -76,10 +87,18 @@ class Asynchronous:
         self._account.train()
         self.cursor = batch.next_cursor
         metrics["rollout/continued"] = float(self._sampler.num_continued - continued)
-        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(batch.clock.seconds["time/rollout_s"], 1e-9)
+        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(
+            batch.clock.seconds["time/rollout_s"], 1e-9
+        )
         metrics["data/epoch"] = float(self.cursor.epoch)
-        seconds = {**clock.seconds, **batch.clock.seconds, "time/step_s": time.perf_counter() - begin}
-        return StepResult(metrics={**metrics, **seconds}, rollouts=collected.rollouts, controllers=controllers)
+        seconds = {
+            **clock.seconds,
+            **batch.clock.seconds,
+            "time/step_s": time.perf_counter() - begin,
+        }
+        return StepResult(
+            metrics={**metrics, **seconds}, rollouts=collected.rollouts, controllers=controllers
+        )
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -111,7 +130,9 @@ class Asynchronous:
                 with self._alone, clock.phase("rollout"):
                     collected = collect(self._rooms, step=step, clock=clock, moments=moments)
                 moments = collected.moments
-                batch = _Batch(collected=collected, clock=clock, next_cursor=self._rooms.prompts.cursor)
+                batch = _Batch(
+                    collected=collected, clock=clock, next_cursor=self._rooms.prompts.cursor
+                )
                 self._account.finish(number)
                 with self._arrived:
                     self._ready[step] = batch

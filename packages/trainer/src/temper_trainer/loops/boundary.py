@@ -52,7 +52,9 @@ class StepBoundary:
             is_last: Whether the run ends here, as planned or because it was asked to stop.
         """
         run = self.run
-        is_time = run.save_interval_s is not None and self.now() - self._saved_at >= run.save_interval_s
+        is_time = (
+            run.save_interval_s is not None and self.now() - self._saved_at >= run.save_interval_s
+        )
         return is_last or is_time or (run.save_every > 0 and step % run.save_every == 0)
 
     def set_saved(self, step: int, checkpoint: Path | None) -> None:

@@ -22,4 +22,6 @@ class StepClock:
             with part(name.replace("_", " ")):
                 yield
         finally:
-            self.seconds[f"time/{name}_s"] = self.seconds.get(f"time/{name}_s", 0.0) + time.perf_counter() - begin
+            self.seconds[f"time/{name}_s"] = (
+                self.seconds.get(f"time/{name}_s", 0.0) + time.perf_counter() - begin
+            )

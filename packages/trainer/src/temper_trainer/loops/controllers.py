@@ -26,5 +26,7 @@ def restored_controllers(config: AlgorithmConfig, state: TrainerState) -> Contro
     return Controllers(
         kl=replace(kl_controller(config), coef=state.kl_coef),
         entropy=replace(entropy_controller(config), coef=state.entropy_coef),
-        rewards=RewardMoments(count=state.reward_count, mean=state.reward_mean, squares=state.reward_squares),
+        rewards=RewardMoments(
+            count=state.reward_count, mean=state.reward_mean, squares=state.reward_squares
+        ),
     )

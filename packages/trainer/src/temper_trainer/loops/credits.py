@@ -51,7 +51,13 @@ class Credits:
         assert self.may_train
         return self._changed(finished=self.finished - {self.trained}, trained=self.trained + 1)
 
-    def _changed(self, *, begun: int | None = None, finished: frozenset[int] | None = None, trained: int | None = None) -> "Credits":
+    def _changed(
+        self,
+        *,
+        begun: int | None = None,
+        finished: frozenset[int] | None = None,
+        trained: int | None = None,
+    ) -> "Credits":
         return Credits(
             max_staleness=self.max_staleness,
             begun=self.begun if begun is None else begun,

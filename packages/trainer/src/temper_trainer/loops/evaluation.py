@@ -31,17 +31,30 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
     """One completion of every held-out problem; the draws are the same at every evaluation of a run."""
     prompts, run = rooms.eval_prompts, rooms.config.run
     requests = [
-        SamplingRequest(request_id=i, prompt_tokens=p.tokens, sampling=sampling, seed=derive_seed(run.seed, f"eval-{name}", i))
+        SamplingRequest(
+            request_id=i,
+            prompt_tokens=p.tokens,
+            sampling=sampling,
+            seed=derive_seed(run.seed, f"eval-{name}", i),
+        )
         for i, p in enumerate(prompts)
     ]
-    with part(f"{name} evaluation"), part("completions", total=len(requests) if rooms.config.environment is None else None):
+    with (
+        part(f"{name} evaluation"),
+        part("completions", total=len(requests) if rooms.config.environment is None else None),
+    ):
         talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)), tokens=all_tokens(talks))
     found = rewards_of(scores, talks=talks)
     rewards = [reward for reward in found if reward is not None]
     rows = [
-        SampleRow(prompt=p.text, completion=t, answer=p.answer, reward=float("nan") if reward is None else reward)
+        SampleRow(
+            prompt=p.text,
+            completion=t,
+            answer=p.answer,
+            reward=float("nan") if reward is None else reward,
+        )
         for p, t, reward in list(zip(prompts, texts, found, strict=True))[: run.num_table_rows]
     ]
     mean = sum(rewards) / len(rewards) if rewards else float("nan")
@@ -59,8 +72,14 @@ def evaluate_all(rooms: Rooms, *, step: int, moment: str) -> dict[str, float]:
     for name, sampling in kinds:
         result = evaluate(rooms, name=name, sampling=sampling)
         num_failed = len(rooms.eval_prompts) - result.num_scored
-        found |= {f"eval/{name}/reward": result.mean_reward, f"eval/{name}/failed": float(num_failed)}
-        said.append(f"{name} {result.mean_reward:.3f}" + (f" (over {result.num_scored} that could be scored)" if num_failed else ""))
+        found |= {
+            f"eval/{name}/reward": result.mean_reward,
+            f"eval/{name}/failed": float(num_failed),
+        }
+        said.append(
+            f"{name} {result.mean_reward:.3f}"
+            + (f" (over {result.num_scored} that could be scored)" if num_failed else "")
+        )
         if name == kinds[0][0]:
             rooms.log.show_samples(step, result.rows)
     rooms.log.say(f"{moment}: {_what(rooms)}: {', '.join(said)}")
@@ -92,5 +111,9 @@ def trained_among(prompts: Sequence[Prompt], *, rows: Sequence[Row], trained: It
 
 
 def _question(row: Row) -> tuple[str, ...]:
-    asked = [row.prompt] if isinstance(row.prompt, str) else [f"{message.role}: {message.content}" for message in row.prompt]
+    asked = (
+        [row.prompt]
+        if isinstance(row.prompt, str)
+        else [f"{message.role}: {message.content}" for message in row.prompt]
+    )
     return tuple(" ".join(text.split()) for text in asked)

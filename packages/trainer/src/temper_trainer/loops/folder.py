@@ -70,10 +70,14 @@ def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
     folder = RunFolder(Path(run.dir))
     if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
         kind = "a file" if folder.checkpoints.exists() else "a link to nothing"
-        raise ConfigError(f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or remove it.")
+        raise ConfigError(
+            f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or remove it."
+        )
     if folder.holds_run:
         if run.resume == "never":
-            raise ConfigError(f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir.")
+            raise ConfigError(
+                f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
+            )
         return folder
     marker = folder.root / UNTRAINED
     if marker.exists():

@@ -26,7 +26,12 @@ from temper_trainer.weight_sync.transport import NothingToSend
 
 @contextmanager
 def open_inference(
-    config: TrainerConfig, *, log: RunLog, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], runtime: Runtime
+    config: TrainerConfig,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    runtime: Runtime,
 ) -> Iterator[Rooms]:
     """Sampler and scorer alone: the sampler holds the weights of actor.engine.model, and no engine is built."""
     with ExitStack() as stack:
@@ -44,9 +49,13 @@ def open_inference(
             sampler=sampler,
             scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles={},
-            publisher=Publisher(transport=NothingToSend(), sampler=sampler, version=sampler.weight_version),
+            publisher=Publisher(
+                transport=NothingToSend(), sampler=sampler, version=sampler.weight_version
+            ),
             teachers=None,
-            make_environment=None if config.environment is None else environment_maker(config.environment, tokenizer=tokenizer),
+            make_environment=None
+            if config.environment is None
+            else environment_maker(config.environment, tokenizer=tokenizer),
             canary=None,
         )
 
@@ -60,12 +69,17 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
     config, prompts = rooms.config, rooms.eval_prompts
     path = folder.root / config.generate.file
     if path.exists():
-        raise ConfigError(f"{path} already exists and is never overwritten: choose another generate.file or run.dir.")
+        raise ConfigError(
+            f"{path} already exists and is never overwritten: choose another generate.file or run.dir."
+        )
     count = config.generate.num_completions
     asked = [prompt for prompt in prompts for _ in range(count)]
     requests = [
         SamplingRequest(
-            request_id=i, prompt_tokens=prompt.tokens, sampling=config.sampling, seed=derive_seed(config.run.seed, "generate", i)
+            request_id=i,
+            prompt_tokens=prompt.tokens,
+            sampling=config.sampling,
+            seed=derive_seed(config.run.seed, "generate", i),
         )
         for i, prompt in enumerate(asked)
     ]

@@ -27,7 +27,9 @@ class RunInterrupted(TemperError):
         if checkpoint is None:
             text = "interrupted before the first checkpoint: a new start begins at step 1."
         else:
-            text = f"interrupted after step {step}: continue from {checkpoint} with run.resume=auto."
+            text = (
+                f"interrupted after step {step}: continue from {checkpoint} with run.resume=auto."
+            )
         super().__init__(text)
         self.step = step
         self.checkpoint = checkpoint
@@ -73,8 +75,12 @@ class StopRequest:
         self._mode = _Mode.ABANDON
         self._is_late = self._has_raised = self._is_handled = False
         self._is_closed = threading.Event()
-        self._guard = threading.RLock()  # the handler may interrupt the main thread while it holds it
-        self._previous: dict[signal.Signals, signal.Handlers | Callable[[int, FrameType | None], object] | int | None] = {}
+        self._guard = (
+            threading.RLock()
+        )  # the handler may interrupt the main thread while it holds it
+        self._previous: dict[
+            signal.Signals, signal.Handlers | Callable[[int, FrameType | None], object] | int | None
+        ] = {}
         self._wakeup: tuple[socket.socket, int] | None = None
 
     @property
@@ -90,8 +96,13 @@ class StopRequest:
             # in a C call and runs no Python handler, so that the grace counts from the signal.
             reader, writer = socket.socketpair()
             writer.setblocking(False)
-            self._wakeup = (writer, signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False))
-            threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-request").start()
+            self._wakeup = (
+                writer,
+                signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False),
+            )
+            threading.Thread(
+                target=self._watch, args=(reader,), daemon=True, name="stop-request"
+            ).start()
             _active = self
         return self
 
@@ -211,7 +222,11 @@ def abandonable_late() -> Iterator[None]:
     No effect outside the main thread or outside a StopRequest, and where more is allowed already.
     """
     stop = _active
-    if stop is None or stop._mode != _Mode.DEFER or threading.current_thread() is not threading.main_thread():
+    if (
+        stop is None
+        or stop._mode != _Mode.DEFER
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     with stop._in_mode(_Mode.ABANDON_LATE):

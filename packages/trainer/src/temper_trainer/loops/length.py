@@ -26,18 +26,33 @@ def with_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfig:
                 f"run.total_epochs is {config.run.total_epochs}, but the data hold {num_problems} problems, less than a step of "
                 f"batching.prompts_per_step = {size}: lower it, or give run.total_steps."
             )
-        config = replace(config, run=replace(config.run, total_steps=config.run.total_epochs * (num_problems // size), total_epochs=None))
-    updates = config.batching.num_mini_batches * config.batching.num_passes if config.task == "rl" else 1
+        config = replace(
+            config,
+            run=replace(
+                config.run,
+                total_steps=config.run.total_epochs * (num_problems // size),
+                total_epochs=None,
+            ),
+        )
+    updates = (
+        config.batching.num_mini_batches * config.batching.num_passes if config.task == "rl" else 1
+    )
     return replace(
         config,
-        actor=_role_with_schedule(config.actor, total_steps=config.run.total_steps, updates_per_step=updates),
+        actor=_role_with_schedule(
+            config.actor, total_steps=config.run.total_steps, updates_per_step=updates
+        ),
         critic=None
         if config.critic is None
-        else _role_with_schedule(config.critic, total_steps=config.run.total_steps, updates_per_step=updates),
+        else _role_with_schedule(
+            config.critic, total_steps=config.run.total_steps, updates_per_step=updates
+        ),
     )
 
 
-def with_schedule_length(engine: EngineConfig, *, total_steps: int, updates_per_step: int) -> EngineConfig:
+def with_schedule_length(
+    engine: EngineConfig, *, total_steps: int, updates_per_step: int
+) -> EngineConfig:
     """The engine whose schedule ends with the run where it says 0, in the unit that the schedule counts."""
     schedule = engine.schedule
     if schedule.total_steps != 0:
@@ -47,4 +62,9 @@ def with_schedule_length(engine: EngineConfig, *, total_steps: int, updates_per_
 
 
 def _role_with_schedule(role: RoleConfig, *, total_steps: int, updates_per_step: int) -> RoleConfig:
-    return replace(role, engine=with_schedule_length(role.engine, total_steps=total_steps, updates_per_step=updates_per_step))
+    return replace(
+        role,
+        engine=with_schedule_length(
+            role.engine, total_steps=total_steps, updates_per_step=updates_per_step
+        ),
+    )

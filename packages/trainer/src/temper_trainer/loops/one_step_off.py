@@ -51,7 +51,9 @@ class OneStepOff:
         """Of the first prompt that no step has trained on."""
         return self._rooms.prompts.cursor if self._next is None else self._next.cursor
 
-    def step(self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
+    def step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
         """One step; see the picture above."""
         rooms, clock, begin = self._rooms, StepClock(), time.perf_counter()
         batch, self._next = self._next or self._begin(step, controllers.rewards), None
@@ -60,17 +62,36 @@ class OneStepOff:
         if step < rooms.config.run.total_steps:
             self._next = self._begin(step + 1, collected.moments)
         controllers = replace(controllers, rewards=collected.moments)
-        found, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
-        metrics = collected.metrics | found | staleness_metrics(collected.rollouts, version=rooms.publisher.version)
+        found, controllers = train_on(
+            rooms,
+            collected.rollouts,
+            step=step,
+            objectives=objectives,
+            controllers=controllers,
+            clock=clock,
+        )
+        metrics = (
+            collected.metrics
+            | found
+            | staleness_metrics(collected.rollouts, version=rooms.publisher.version)
+        )
         if self._next is not None:
             with clock.phase("wait"):
                 self._next.future.exception()  # raised when it is taken; until then the sampler must be left alone
         with clock.phase("weight_sync"):
             metrics |= rooms.publisher.publish(rooms.canary)
-        seconds = {**clock.seconds, **batch.clock.seconds, "time/step_s": time.perf_counter() - begin}
-        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(batch.clock.seconds["time/rollout_s"], 1e-9)
+        seconds = {
+            **clock.seconds,
+            **batch.clock.seconds,
+            "time/step_s": time.perf_counter() - begin,
+        }
+        metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(
+            batch.clock.seconds["time/rollout_s"], 1e-9
+        )
         metrics["data/epoch"] = float(self.cursor.epoch)
-        return StepResult(metrics={**metrics, **seconds}, rollouts=collected.rollouts, controllers=controllers)
+        return StepResult(
+            metrics={**metrics, **seconds}, rollouts=collected.rollouts, controllers=controllers
+        )
 
     @contextmanager
     def settled(self) -> Iterator[None]:

@@ -37,19 +37,37 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
     Streamed rows and pairs are not among them: they are read by those who know what they are.
     """
     is_read_later = config.data.streaming or config.task in ("dpo", "rm")
-    sources: dict[str, SourceConfig | None] = {"train": None if is_read_later else config.data.train, "eval": config.data.eval}
+    sources: dict[str, SourceConfig | None] = {
+        "train": None if is_read_later else config.data.train,
+        "eval": config.data.eval,
+    }
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
-    return {"train": [], **{name: load_rows(source) for name, source in sources.items() if source is not None}}
+    return {
+        "train": [],
+        **{name: load_rows(source) for name, source in sources.items() if source is not None},
+    }
 
 
-def open_tokenizer(config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]) -> PreTrainedTokenizerBase:
+def open_tokenizer(
+    config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]
+) -> PreTrainedTokenizerBase:
     """The run's tokenizer: the one that an earlier start of this run saved, else loaded or trained now."""
-    texts = [config.data.prompt_template.replace("{prompt}", ""), *(text for row in rows for text in row.texts)]
-    return build_tokenizer(config.data.tokenizer, model_path=config.actor.engine.model.path, texts=texts, directory=folder.tokenizer)
+    texts = [
+        config.data.prompt_template.replace("{prompt}", ""),
+        *(text for row in rows for text in row.texts),
+    ]
+    return build_tokenizer(
+        config.data.tokenizer,
+        model_path=config.actor.engine.model.path,
+        texts=texts,
+        directory=folder.tokenizer,
+    )
 
 
-def fit_models(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, trained_model: str | None = None) -> TrainerConfig:
+def fit_models(
+    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, trained_model: str | None = None
+) -> TrainerConfig:
     """The configuration with every role's model fitted to the tokenizer.
 
     Args:
@@ -69,15 +87,26 @@ def fit_models(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, tra
 
     actor = fit(config.actor)
     assert actor is not None
-    return replace(config, actor=actor, critic=fit(config.critic), ref=fit(config.ref), teachers=_fit_teachers(config, tokenizer))
+    return replace(
+        config,
+        actor=actor,
+        critic=fit(config.critic),
+        ref=fit(config.ref),
+        teachers=_fit_teachers(config, tokenizer),
+    )
 
 
-def _fit_teachers(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, TeacherConfig]:
+def _fit_teachers(
+    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, TeacherConfig]:
     """Teachers from scratch with the tokenizer's vocabulary; those of a directory as they are."""
     return {
         name: teacher
         if teacher.engine.model.path is not None
-        else replace(teacher, engine=replace(teacher.engine, model=_with_vocabulary(teacher.engine.model, tokenizer)))
+        else replace(
+            teacher,
+            engine=replace(teacher.engine, model=_with_vocabulary(teacher.engine.model, tokenizer)),
+        )
         for name, teacher in config.teachers.items()
     }
 
@@ -93,13 +122,21 @@ def longest_demonstration(config: TrainerConfig) -> tuple[int, str]:
 def with_training(engine: EngineConfig, config: TrainerConfig) -> EngineConfig:
     """The actor's engine with the warm start's own optimiser and schedule."""
     assert config.warm_start is not None
-    return replace(engine, optimizer=config.warm_start.optimizer, schedule=config.warm_start.schedule)
+    return replace(
+        engine, optimizer=config.warm_start.optimizer, schedule=config.warm_start.schedule
+    )
 
 
 def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
     size = len(tokenizer)
     asked = model.architecture.get("vocab_size", size)
     if not isinstance(asked, int) or asked < size:
-        raise ConfigError(f"model.architecture.vocab_size is {asked}, but the tokenizer has {size} entries: raise it or leave it out.")
-    special: dict[str, Scalar] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        raise ConfigError(
+            f"model.architecture.vocab_size is {asked}, but the tokenizer has {size} entries: raise it or leave it out."
+        )
+    special: dict[str, Scalar] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     return replace(model, architecture={**special, **model.architecture, "vocab_size": asked})

@@ -13,7 +13,11 @@ from temper_engine_api.errors import TemperError
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.algorithms.objectives import policy_objective, value_objective, with_distillation
+from temper_trainer.algorithms.objectives import (
+    policy_objective,
+    value_objective,
+    with_distillation,
+)
 from temper_trainer.checkpoint.background import Saves
 from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
@@ -99,7 +103,9 @@ def run_rl(
         runtime=runtime,
     ) as rooms:
         if resume_from is not None:
-            checkpointer.read_roles(resume_from, roles={name: role.read_part for name, role in rooms.roles.items()})
+            checkpointer.read_roles(
+                resume_from, roles={name: role.read_part for name, role in rooms.roles.items()}
+            )
             log.say(f"going on from step {state.step} ({resume_from})")
         boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
@@ -110,7 +116,12 @@ def run_rl(
         _run_steps(rooms, state=state, checkpointer=checkpointer, stop=stop, boundary=boundary)
         found = evaluate_all(rooms, step=config.run.total_steps, moment="after RL")
         if config.run.save_model:
-            write_model(rooms.roles["actor"], engine=config.actor.engine, tokenizer=tokenizer, directory=folder.model)
+            write_model(
+                rooms.roles["actor"],
+                engine=config.actor.engine,
+                tokenizer=tokenizer,
+                directory=folder.model,
+            )
     return found
 
 
@@ -133,7 +144,10 @@ def open_rooms(
         for name, role in engines.items():
             if role is not None:
                 roles[name] = runtime.open_group(
-                    name, engine=role.engine, num_workers=role.num_workers, is_deprecated=config.use_legacy_worker_impl == "enable"
+                    name,
+                    engine=role.engine,
+                    num_workers=role.num_workers,
+                    is_deprecated=config.use_legacy_worker_impl == "enable",
                 )
                 stack.callback(roles[name].close)
         for group in roles.values():
@@ -158,15 +172,21 @@ def open_rooms(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor),
+            prompts=PromptStream(
+                prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
+            ),
             eval_prompts=eval_prompts,
             sampler=_sampler_of_loop(config, sampler),
             scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles=roles,
             publisher=publisher,
             teachers=teachers,
-            make_environment=None if config.environment is None else environment_maker(config.environment, tokenizer=tokenizer),
-            canary=_canary(config, roles["actor"], prompt=prompts[0]) if config.rollout.canary else None,
+            make_environment=None
+            if config.environment is None
+            else environment_maker(config.environment, tokenizer=tokenizer),
+            canary=_canary(config, roles["actor"], prompt=prompts[0])
+            if config.rollout.canary
+            else None,
             num_eval_trained=num_eval_trained,
         )
 
@@ -176,8 +196,13 @@ def _open_watched(rooms: Rooms, state: TrainerState, controllers: Controllers) -
     """The loop's steps, with a watchdog over every wait in them."""
     config = rooms.config
     if config.loop != "sync" and config.algorithm.rollout_correction is None:
-        rooms.log.say(f"loop {config.loop} trains on completions of older weights as if they were new: see algorithm.rollout_correction")
-    with Watchdog(config.runtime.watchdog_s, say=rooms.log.say), open_steps(rooms, state=state, controllers=controllers) as steps:
+        rooms.log.say(
+            f"loop {config.loop} trains on completions of older weights as if they were new: see algorithm.rollout_correction"
+        )
+    with (
+        Watchdog(config.runtime.watchdog_s, say=rooms.log.say),
+        open_steps(rooms, state=state, controllers=controllers) as steps,
+    ):
         yield steps
 
 
@@ -189,7 +214,14 @@ def _sampler_of_loop(config: TrainerConfig, sampler: Sampler) -> Sampler:
     return ContinuingSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
 
 
-def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer, stop: StopRequest, boundary: StepBoundary) -> None:
+def _run_steps(
+    rooms: Rooms,
+    *,
+    state: TrainerState,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+    boundary: StepBoundary,
+) -> None:
     config, run, log = rooms.config, rooms.config.run, rooms.log
     controllers = restored_controllers(config.algorithm, state)
     objectives = objectives_of(config, controllers=controllers)
@@ -202,11 +234,19 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
         _open_watched(rooms, state, controllers) as steps,
     ):
         for step in range(state.step + 1, run.total_steps + 1):
-            before = _state_after(rooms, step=step - 1, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
+            before = _state_after(
+                rooms,
+                step=step - 1,
+                cursor=steps.cursor,
+                controllers=controllers,
+                digest=state.config_digest,
+            )
             with _saved_on_failure(before, rooms=rooms, saves=saves, stop=stop, boundary=boundary):
                 result = steps.step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
-                objectives |= {"actor": objectives_of(config, controllers=result.controllers)["actor"]}
+                objectives |= {
+                    "actor": objectives_of(config, controllers=result.controllers)["actor"]
+                }
                 rooms.roles["actor"].set_objective(objectives["actor"])
             controllers = result.controllers
             saves.settle()
@@ -220,14 +260,22 @@ def _run_steps(rooms: Rooms, *, state: TrainerState, checkpointer: Checkpointer,
                 with steps.settled(), suppress(RunStopped), stop.abandonable():
                     evaluate_all(rooms, step=step, moment=f"step {step}")
             if boundary.is_save_due(step, is_last=is_last or stop.is_set):
-                made = _state_after(rooms, step=step, cursor=steps.cursor, controllers=controllers, digest=state.config_digest)
+                made = _state_after(
+                    rooms,
+                    step=step,
+                    cursor=steps.cursor,
+                    controllers=controllers,
+                    digest=state.config_digest,
+                )
                 boundary.set_saved(step, saves.save(made, waits=is_last or stop.is_set))
             if stop.is_set and not is_last:
                 raise boundary.interrupted(stop)
 
 
 @contextmanager
-def _saved_on_failure(before: TrainerState, *, rooms: Rooms, saves: Saves, stop: StopRequest, boundary: StepBoundary) -> Iterator[None]:
+def _saved_on_failure(
+    before: TrainerState, *, rooms: Rooms, saves: Saves, stop: StopRequest, boundary: StepBoundary
+) -> Iterator[None]:
     """Save the state before a step that fails, or is abandoned, before it has changed a weight.
 
     That is the case while it samples, scores or asks teachers, where most of its time goes.
@@ -243,12 +291,18 @@ def _saved_on_failure(before: TrainerState, *, rooms: Rooms, saves: Saves, stop:
             boundary.set_saved(before.step, saves.save(before, waits=True))
         raise boundary.interrupted(stop) from None
     except TemperError:
-        is_whole = _num_updates(rooms) == num_updates and not any(role.is_broken for role in rooms.roles.values())
+        is_whole = _num_updates(rooms) == num_updates and not any(
+            role.is_broken for role in rooms.roles.values()
+        )
         if is_whole and before.step != boundary.saved_step:
             try:
-                rooms.log.say(f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}")
+                rooms.log.say(
+                    f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}"
+                )
             except TemperError as second:  # the first one is what the run ends with
-                rooms.log.say(f"step {before.step + 1} failed, and step {before.step} could not be saved: {second}")
+                rooms.log.say(
+                    f"step {before.step + 1} failed, and step {before.step} could not be saved: {second}"
+                )
         raise
 
 
@@ -259,17 +313,27 @@ def _num_updates(rooms: Rooms) -> int:
 def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
     """What every trained role minimises, under the controllers' present coefficients."""
     correction = config.algorithm.rollout_correction
-    is_measured = measures_old_logprobs(config) or (correction is not None and correction.proximal == "rollout")
-    actor: Objective = policy_objective(config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef)
+    is_measured = measures_old_logprobs(config) or (
+        correction is not None and correction.proximal == "rollout"
+    )
+    actor: Objective = policy_objective(
+        config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef
+    )
     if config.teachers and config.distillation.apply_as == "loss":
-        actor = with_distillation(actor if config.task == "rl" else None, config=config.distillation, algorithm=config.algorithm)
+        actor = with_distillation(
+            actor if config.task == "rl" else None,
+            config=config.distillation,
+            algorithm=config.algorithm,
+        )
     objectives: dict[str, Objective] = {"actor": actor}
     if config.critic is not None:
         objectives["critic"] = value_objective(config.algorithm)
     return objectives
 
 
-def _state_after(rooms: Rooms, *, step: int, cursor: DataCursor, controllers: Controllers, digest: str) -> TrainerState:
+def _state_after(
+    rooms: Rooms, *, step: int, cursor: DataCursor, controllers: Controllers, digest: str
+) -> TrainerState:
     return TrainerState(
         phase="rl",
         step=step,
@@ -291,7 +355,14 @@ def _rows(result: StepResult, *, count: int) -> list[SampleRow]:
     for rollout in result.rollouts:
         if rollout.group_id not in seen and len(rows) < count:
             seen.add(rollout.group_id)
-            rows.append(SampleRow(prompt=rollout.prompt.text, completion=rollout.text, answer=rollout.prompt.answer, reward=rollout.reward))
+            rows.append(
+                SampleRow(
+                    prompt=rollout.prompt.text,
+                    completion=rollout.text,
+                    answer=rollout.prompt.answer,
+                    reward=rollout.reward,
+                )
+            )
     return rows
 
 
@@ -300,14 +371,24 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
     tokens = torch.tensor(prompt.tokens[-64:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
     batch = from_sequences([tokens], loss_masks=[torch.zeros(len(tokens), dtype=torch.bool)])
     plan = plan_mini_batch(
-        [len(tokens)], dp_size=actor.dp_size, max_tokens=config.batching.max_tokens, constraints=actor.topology.plan_constraints
+        [len(tokens)],
+        dp_size=actor.dp_size,
+        max_tokens=config.batching.max_tokens,
+        constraints=actor.topology.plan_constraints,
     )
     denominators = count_denominators(batch)
-    parts = [pack_rank(batch, plan=plan, rank=rank, denominators=denominators) for rank in range(actor.dp_size)]
+    parts = [
+        pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+        for rank in range(actor.dp_size)
+    ]
 
     def engine_logprobs() -> list[float]:
         outputs = actor.forward(parts, outputs=[Query.LOGPROB], sample_ids=batch.sample_ids)
         found: list[float] = outputs.columns[Query.LOGPROB][1:].tolist()
         return found
 
-    return Canary(tokens=tuple(tokens.tolist()), engine_logprobs=engine_logprobs, tolerance=config.rollout.canary_tolerance)
+    return Canary(
+        tokens=tuple(tokens.tolist()),
+        engine_logprobs=engine_logprobs,
+        tolerance=config.rollout.canary_tolerance,
+    )

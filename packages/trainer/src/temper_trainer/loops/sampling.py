@@ -43,7 +43,9 @@ def collect(rooms: Rooms, *, step: int, clock: StepClock, moments: RewardMoments
     config = rooms.config
     dynamic, wanted = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
     if dynamic is None:
-        rollouts, metrics = sample_rollouts(rooms, rooms.prompts.take(wanted), step=step, clock=clock)
+        rollouts, metrics = sample_rollouts(
+            rooms, rooms.prompts.take(wanted), step=step, clock=clock
+        )
         rollouts, moments, shaped = _shape(config, rollouts, moments=moments)
         return Collected(rollouts=rollouts, moments=moments, metrics=metrics | shaped)
     kept: list[Rollout] = []
@@ -51,7 +53,9 @@ def collect(rooms: Rooms, *, step: int, clock: StepClock, moments: RewardMoments
     num_groups = num_asked = num_flat = 0
     while num_groups < wanted and len(rounds) < dynamic.max_rounds:
         prompts = rooms.prompts.take(dynamic.prompts_per_round or wanted)
-        rollouts, metrics = sample_rollouts(rooms, prompts, step=step, clock=clock, first_group=num_asked)
+        rollouts, metrics = sample_rollouts(
+            rooms, prompts, step=step, clock=clock, first_group=num_asked
+        )
         num_asked += len(prompts)
         rounds.append(metrics)
         teaching = _groups_that_teach(config, rollouts, moments=moments)
@@ -98,7 +102,9 @@ def sample_rollouts(
     if config.algorithm.advantage == "remax":
         greedy = replace(config.sampling, temperature=0.0)
         requests += [
-            SamplingRequest(request_id=len(asked) + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0)
+            SamplingRequest(
+                request_id=len(asked) + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
+            )
             for i, prompt in enumerate(prompts)
         ]
         asked += prompts
@@ -131,11 +137,17 @@ def sample_rollouts(
         if reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
     if not rollouts:
-        raise BatchError(f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function.")
-    return rollouts, describe_round(rollouts, talks=talks[:num_sampled]) | turn_metrics | rooms.scorer.metrics()
+        raise BatchError(
+            f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function."
+        )
+    return rollouts, describe_round(
+        rollouts, talks=talks[:num_sampled]
+    ) | turn_metrics | rooms.scorer.metrics()
 
 
-def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]) -> dict[str, float]:
+def describe_round(
+    rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
+) -> dict[str, float]:
     """Numbers of one round: of the rollouts that have a reward, and of all that were sampled."""
     completions = [completion for talk in talks for completion in talk.completions]
     lengths = [sum(len(completion.tokens) for completion in talk.completions) for talk in talks]
@@ -147,7 +159,8 @@ def describe_round(rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions) / len(completions),
+        "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions)
+        / len(completions),
     }
 
 
@@ -171,28 +184,45 @@ def _shape(
         max_tokens=config.longest_completion,
         config=config.reward.shaping,
         moments=moments,
-        baselines=[(rollout.baseline, rollout.baseline_tokens) for rollout in rollouts if rollout.baseline is not None],
+        baselines=[
+            (rollout.baseline, rollout.baseline_tokens)
+            for rollout in rollouts
+            if rollout.baseline is not None
+        ],
     )
     baselines = iter(shaped.baselines)
     made = [
-        replace(rollout, reward=reward, baseline=None if rollout.baseline is None else next(baselines))
+        replace(
+            rollout, reward=reward, baseline=None if rollout.baseline is None else next(baselines)
+        )
         for rollout, reward in zip(rollouts, shaped.rewards, strict=True)
     ]
     return made, shaped.moments, shaped.metrics
 
 
-def _groups_that_teach(config: TrainerConfig, rollouts: list[Rollout], *, moments: RewardMoments) -> list[int]:
+def _groups_that_teach(
+    config: TrainerConfig, rollouts: list[Rollout], *, moments: RewardMoments
+) -> list[int]:
     """Ids of the groups whose scores, or rewards, differ, in their order."""
     dynamic = config.algorithm.dynamic_sampling
     assert dynamic is not None
     judged = rollouts if dynamic.on == "score" else _shape(config, rollouts, moments=moments)[0]
     ids = torch.tensor([rollout.group_id for rollout in judged])
-    flat = group_statistics(torch.tensor([rollout.reward for rollout in judged]), group_ids=ids).is_flat.tolist()
-    return list(dict.fromkeys(rollout.group_id for rollout, is_flat in zip(judged, flat, strict=True) if not is_flat))
+    flat = group_statistics(
+        torch.tensor([rollout.reward for rollout in judged]), group_ids=ids
+    ).is_flat.tolist()
+    return list(
+        dict.fromkeys(
+            rollout.group_id for rollout, is_flat in zip(judged, flat, strict=True) if not is_flat
+        )
+    )
 
 
 def _check_enough(rooms: Rooms, *, num_groups: int, num_asked: int, step: int) -> None:
-    dynamic, wanted = rooms.config.algorithm.dynamic_sampling, rooms.config.batching.prompts_per_step
+    dynamic, wanted = (
+        rooms.config.algorithm.dynamic_sampling,
+        rooms.config.batching.prompts_per_step,
+    )
     assert dynamic is not None
     if num_groups == wanted or (num_groups and dynamic.shortage == "train"):
         return
@@ -205,7 +235,9 @@ def _check_enough(rooms: Rooms, *, num_groups: int, num_asked: int, step: int) -
 
 def _renumbered(rollouts: list[Rollout]) -> list[Rollout]:
     """The same with group ids from 0, without gaps; sample ids are unique as they are."""
-    place = {group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
+    place = {
+        group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))
+    }
     return [replace(rollout, group_id=place[rollout.group_id]) for rollout in rollouts]
 
 

@@ -101,11 +101,17 @@ def run_sft(
     checkpointer = open_checkpointer(config, folder=stage.folder)
     stream = stage.open_stream(DataCursor())
     with ExitStack() as stack:
-        groups = {"actor": runtime.open_group("actor", engine=stage.engine, num_workers=config.actor.num_workers)}
+        groups = {
+            "actor": runtime.open_group(
+                "actor", engine=stage.engine, num_workers=config.actor.num_workers
+            )
+        }
         stack.callback(groups["actor"].close)
         if stage.reference == "ref":
             assert config.ref is not None
-            groups["ref"] = runtime.open_group("ref", engine=config.ref.engine, num_workers=config.ref.num_workers)
+            groups["ref"] = runtime.open_group(
+                "ref", engine=config.ref.engine, num_workers=config.ref.num_workers
+            )
             stack.callback(groups["ref"].close)
         for group in groups.values():
             group.init()
@@ -121,34 +127,54 @@ def run_sft(
                 stream, done = stage.open_stream(state.cursor), state.step
             else:
                 done = _pass_over(stage, stream, num_steps=alone)
-                log.say(f"{found} holds an engine without a trainer: the examples of {done} steps are passed over")
+                log.say(
+                    f"{found} holds an engine without a trainer: the examples of {done} steps are passed over"
+                )
             log.say(f"{stage.phase}: going on from step {done} ({found})")
         boundary.set_saved(done, found)
         if done < stage.total_steps:
             stage.folder.set_model_aside()
-        saves = stack.enter_context(Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background))
+        saves = stack.enter_context(
+            Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background)
+        )
         with stop.deferred(), log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
             for step in range(done + 1, stage.total_steps + 1):
-                log.log(step, _sft_update(config, stage, groups=groups, stream=stream, step=step), phase=stage.phase)
+                log.log(
+                    step,
+                    _sft_update(config, stage, groups=groups, stream=stream, step=step),
+                    phase=stage.phase,
+                )
                 boundary.end_step()
                 bar.advance()
                 saves.settle()
                 is_last = step == stage.total_steps or stop.is_set
                 if boundary.is_save_due(step, is_last=is_last):
-                    state = TrainerState(phase=stage.phase, step=step, cursor=stream.cursor, weight_version=0, config_digest=digest)
+                    state = TrainerState(
+                        phase=stage.phase,
+                        step=step,
+                        cursor=stream.cursor,
+                        weight_version=0,
+                        config_digest=digest,
+                    )
                     boundary.set_saved(step, saves.save(state, waits=is_last))
                 if stop.is_set:
                     raise boundary.interrupted(stop)
         if stage.saves_model:
-            write_model(group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model)
+            write_model(
+                group, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model
+            )
 
 
-def write_model(group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:
+def write_model(
+    group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> Path:
     """The group's present weights as a Hugging Face model directory; one that is already complete there is left as it is."""
     if (directory / "config.json").exists():
         return directory
     buckets = group.run(export_buckets, [(DEFAULT_BUCKET_BYTES,)] * group.num_workers)[0]
-    return write_model_directory(unpack_buckets(buckets), model=engine.model, tokenizer=tokenizer, directory=directory)
+    return write_model_directory(
+        unpack_buckets(buckets), model=engine.model, tokenizer=tokenizer, directory=directory
+    )
 
 
 def samples_of(examples: Sequence[Example]) -> SequenceBatch:
@@ -156,7 +182,9 @@ def samples_of(examples: Sequence[Example]) -> SequenceBatch:
     pairs = [example for example in examples if isinstance(example, Pair)]
     if pairs:
         return pairs_to_samples(pairs)
-    return demonstrations_to_samples([example for example in examples if isinstance(example, Demonstration)])
+    return demonstrations_to_samples(
+        [example for example in examples if isinstance(example, Demonstration)]
+    )
 
 
 def num_tokens(example: Example) -> int:
@@ -174,11 +202,20 @@ def _pass_over(stage: SftStage, stream: ExampleStream, *, num_steps: int) -> int
 def _next_examples(stage: SftStage, stream: ExampleStream) -> Sequence[Example]:
     """Of one update."""
     limit = stage.tokens_per_update
-    return stream.take(stage.batch_size) if limit is None else stream.take_within(limit, size_of=num_tokens)
+    return (
+        stream.take(stage.batch_size)
+        if limit is None
+        else stream.take_within(limit, size_of=num_tokens)
+    )
 
 
 def _sft_update(
-    config: TrainerConfig, stage: SftStage, *, groups: Mapping[str, WorkerGroup], stream: ExampleStream, step: int
+    config: TrainerConfig,
+    stage: SftStage,
+    *,
+    groups: Mapping[str, WorkerGroup],
+    stream: ExampleStream,
+    step: int,
 ) -> dict[str, float]:
     begin = time.perf_counter()
     examples = _next_examples(stage, stream)
@@ -189,13 +226,25 @@ def _sft_update(
     plan = plan_step(samples, batching, topologies=layouts, seed=seed)
     if stage.reference != "none":
         role = "ref" if stage.reference == "ref" else "actor"
-        found = forward_pass(groups[role], samples, plan, role=role, query=Query.LOGPROB, without_adapter=role == "actor")
+        found = forward_pass(
+            groups[role],
+            samples,
+            plan,
+            role=role,
+            query=Query.LOGPROB,
+            without_adapter=role == "actor",
+        )
         samples = samples.with_columns({"ref_logprobs": found})
     (mini_batch,) = plan.mini_batches
-    result = groups["actor"].update(pack(samples, mini_batch, "actor", objective=stage.objective), is_last_of_step=True)
+    result = groups["actor"].update(
+        pack(samples, mini_batch, "actor", objective=stage.objective), is_last_of_step=True
+    )
     seconds = time.perf_counter() - begin
     return {
-        **{name if "/" in name else f"actor/{name}": metric.result for name, metric in update_metrics(result).items()},
+        **{
+            name if "/" in name else f"actor/{name}": metric.result
+            for name, metric in update_metrics(result).items()
+        },
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
         "data/examples": float(len(examples)),

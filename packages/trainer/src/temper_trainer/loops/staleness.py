@@ -12,7 +12,9 @@ def max_staleness(config: TrainerConfig) -> int:
     return {"sync": 0, "one_step_off": 1, "async": config.asynchrony.max_staleness}[config.loop]
 
 
-def check_staleness(completions: Sequence[Completion], *, config: TrainerConfig, version: int) -> None:
+def check_staleness(
+    completions: Sequence[Completion], *, config: TrainerConfig, version: int
+) -> None:
     """Refuse completions of weights that the loop does not allow.
 
     Raises:
@@ -35,7 +37,11 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, version: int) -> dict[str,
         version: published when the step begins to train.
     """
     completions = [completion for rollout in rollouts for completion in rollout.completions]
-    ages = [version - drawn for c in completions for drawn in (c.token_versions or (c.weight_version,) * len(c.tokens))]
+    ages = [
+        version - drawn
+        for c in completions
+        for drawn in (c.token_versions or (c.weight_version,) * len(c.tokens))
+    ]
     mixed = sum(bool(c.token_versions) for c in completions)
     return {
         "staleness/mean": sum(ages) / max(len(ages), 1),

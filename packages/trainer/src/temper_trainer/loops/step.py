@@ -27,7 +27,13 @@ from temper_trainer.batching.idle import without_idle
 from temper_trainer.batching.packing import pack
 from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import TURNS_AFTER, to_samples
-from temper_trainer.batching.step_plan import RoleLayout, StepPlan, layout_of, plan_forward, plan_step
+from temper_trainer.batching.step_plan import (
+    RoleLayout,
+    StepPlan,
+    layout_of,
+    plan_forward,
+    plan_step,
+)
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
@@ -57,7 +63,9 @@ class StepResult:
     """Of the next step."""
 
 
-def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
+def rl_step(
+    rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+) -> StepResult:
     """One RL step over the rooms.
 
     Args:
@@ -72,7 +80,14 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], con
         collected = collect(rooms, step=step, clock=clock, moments=controllers.rewards)
     shares_device = isinstance(rooms.sampler, VllmSampler) and rooms.sampler.sleep()
     controllers = replace(controllers, rewards=collected.moments)
-    metrics, controllers = train_on(rooms, collected.rollouts, step=step, objectives=objectives, controllers=controllers, clock=clock)
+    metrics, controllers = train_on(
+        rooms,
+        collected.rollouts,
+        step=step,
+        objectives=objectives,
+        controllers=controllers,
+        clock=clock,
+    )
     metrics = collected.metrics | metrics
     with clock.phase("weight_sync"):
         if shares_device:
@@ -81,9 +96,13 @@ def rl_step(rooms: Rooms, *, step: int, objectives: Mapping[str, Objective], con
                 role.release_cache()
         metrics |= rooms.publisher.publish(rooms.canary)
     clock.seconds["time/step_s"] = time.perf_counter() - begin
-    metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(clock.seconds["time/rollout_s"], 1e-9)
+    metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(
+        clock.seconds["time/rollout_s"], 1e-9
+    )
     metrics["data/epoch"] = float(rooms.prompts.cursor.epoch)
-    return StepResult(metrics={**metrics, **clock.seconds}, rollouts=collected.rollouts, controllers=controllers)
+    return StepResult(
+        metrics={**metrics, **clock.seconds}, rollouts=collected.rollouts, controllers=controllers
+    )
 
 
 def train_on(
@@ -99,29 +118,53 @@ def train_on(
     config = rooms.config
     samples = to_samples(rollouts, temperature=config.sampling.temperature)
     layouts = {name: layout_of(role.topology) for name, role in rooms.roles.items()}
-    plan = plan_step(samples, config.batching, topologies=layouts, seed=derive_seed(config.run.seed, "mini-batches", step))
+    plan = plan_step(
+        samples,
+        config.batching,
+        topologies=layouts,
+        seed=derive_seed(config.run.seed, "mini-batches", step),
+    )
     if step == 1:
         rooms.log.say(describe(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
     samples, teacher_metrics = ask_teachers(rooms, samples, rollouts=rollouts, clock=clock)
-    samples, advantage_metrics, controllers = add_advantages(rooms, samples, rollouts=rollouts, controllers=controllers)
+    samples, advantage_metrics, controllers = add_advantages(
+        rooms, samples, rollouts=rollouts, controllers=controllers
+    )
     if config.algorithm.reweight is not None:
-        samples, plan, drawn = _draw_again(rooms, samples, rollouts=rollouts, step=step, layouts=layouts)
+        samples, plan, drawn = _draw_again(
+            rooms, samples, rollouts=rollouts, step=step, layouts=layouts
+        )
         advantage_metrics = advantage_metrics | drawn
     if can_skip_idle(config):
-        plan = without_idle(plan, samples, role="actor", layout=layouts["actor"], max_tokens=config.batching.max_tokens)
+        plan = without_idle(
+            plan,
+            samples,
+            role="actor",
+            layout=layouts["actor"],
+            max_tokens=config.batching.max_tokens,
+        )
     with abandonable_late():  # the last place at which a stop request may abandon the step
         pass
     with clock.phase("update"):
         merged = update_roles(rooms, samples, plan, objectives=objectives, step=step)
     if "policy/entropy" in merged and not math.isnan(merged["policy/entropy"]):
-        controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"]))
-    return plan_metrics(plan, samples, role="actor") | advantage_metrics | teacher_metrics | merged, controllers
+        controllers = replace(
+            controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"])
+        )
+    return plan_metrics(
+        plan, samples, role="actor"
+    ) | advantage_metrics | teacher_metrics | merged, controllers
 
 
 def _draw_again(
-    rooms: Rooms, samples: SequenceBatch, *, rollouts: Sequence[Rollout], step: int, layouts: Mapping[str, RoleLayout]
+    rooms: Rooms,
+    samples: SequenceBatch,
+    *,
+    rollouts: Sequence[Rollout],
+    step: int,
+    layouts: Mapping[str, RoleLayout],
 ) -> tuple[SequenceBatch, StepPlan, dict[str, float]]:
     """Samples drawn again by their rewards, under ids of their own, and their plan; advantages are those of the groups as sampled."""
     config, seed = rooms.config, rooms.config.run.seed
@@ -134,7 +177,9 @@ def _draw_again(
     )
     own = torch.arange(len(places))
     drawn = replace(samples.select(places), sample_ids=own, atom_ids=own)
-    plan = plan_step(drawn, config.batching, topologies=layouts, seed=derive_seed(seed, "mini-batches", step))
+    plan = plan_step(
+        drawn, config.batching, topologies=layouts, seed=derive_seed(seed, "mini-batches", step)
+    )
     return drawn, plan, {"reweight/distinct_share": len(places.unique()) / len(places)}
 
 
@@ -146,7 +191,9 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
     if "ref" in rooms.roles:
         columns["ref_logprobs"] = _forward(rooms, samples, plan, role="ref", query=Query.LOGPROB)
     if algorithm.kl_reference == "disabled_adapter":
-        columns["ref_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB, without_adapter=True)
+        columns["ref_logprobs"] = _forward(
+            rooms, samples, plan, role="actor", query=Query.LOGPROB, without_adapter=True
+        )
     if algorithm.advantage == "gae":
         columns["values"] = _forward(rooms, samples, plan, role="critic", query=Query.VALUE)
     return samples.with_columns(columns)
@@ -165,31 +212,55 @@ def ask_teachers(
     if rooms.teachers is None:
         return samples, {}
     with clock.phase("teacher"), abandonable_late():
-        columns, metrics = rooms.teachers.columns(samples, routes=[rollout.prompt.route for rollout in rollouts])
+        columns, metrics = rooms.teachers.columns(
+            samples, routes=[rollout.prompt.route for rollout in rollouts]
+        )
     return samples.with_columns(columns), metrics
 
 
 def can_skip_idle(config: TrainerConfig) -> bool:
     """Whether samples without an advantage add nothing to the actor's gradient, and no earlier pass fixed its micro-batches."""
     algorithm = config.algorithm
-    has_other_terms = algorithm.entropy_coef != 0 or algorithm.entropy_target is not None or algorithm.kl_loss_coef > 0
+    has_other_terms = (
+        algorithm.entropy_coef != 0
+        or algorithm.entropy_target is not None
+        or algorithm.kl_loss_coef > 0
+    )
     is_taught = bool(config.teachers) and config.distillation.apply_as == "loss"
     return not has_other_terms and not is_taught and not measures_old_logprobs(config)
 
 
-def _forward(rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query, without_adapter: bool = False) -> Tensor:
-    return forward_pass(rooms.roles[role], samples, plan, role=role, query=query, without_adapter=without_adapter)
+def _forward(
+    rooms: Rooms,
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    role: str,
+    query: Query,
+    without_adapter: bool = False,
+) -> Tensor:
+    return forward_pass(
+        rooms.roles[role], samples, plan, role=role, query=query, without_adapter=without_adapter
+    )
 
 
 def forward_pass(
-    group: WorkerGroup, samples: SequenceBatch, plan: StepPlan, *, role: str, query: Query, without_adapter: bool = False
+    group: WorkerGroup,
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    role: str,
+    query: Query,
+    without_adapter: bool = False,
 ) -> Tensor:
     """[T] answers of one role, or of the base of its adapter, over the mini-batches of the first pass."""
     parts = []
     for mini_batch in plan_forward(plan):
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
         share = pack(samples, mini_batch, role)
-        parts.append(group.forward(share, outputs=[query], sample_ids=ids, without_adapter=without_adapter))
+        parts.append(
+            group.forward(share, outputs=[query], sample_ids=ids, without_adapter=without_adapter)
+        )
     return gather_outputs(parts, sample_ids=samples.sample_ids).columns[query]
 
 
@@ -203,7 +274,11 @@ def add_advantages(
         metrics |= _mismatch(samples)
     token_kl = None
     if algorithm.kl_reward_coef > 0:
-        token_kl = estimate_kl(columns["old_logprobs"], ref_logprobs=columns["ref_logprobs"], estimator=algorithm.kl_estimator)
+        token_kl = estimate_kl(
+            columns["old_logprobs"],
+            ref_logprobs=columns["ref_logprobs"],
+            estimator=algorithm.kl_estimator,
+        )
     estimated = estimate_advantages(
         algorithm,
         samples=samples,
@@ -211,15 +286,21 @@ def add_advantages(
         values=columns.get("values"),
         kl=token_kl,
         kl_coef=kl.coef,
-        components=torch.tensor([rollout.components for rollout in rollouts]) if algorithm.advantage == "gdpo" else None,
+        components=torch.tensor([rollout.components for rollout in rollouts])
+        if algorithm.advantage == "gdpo"
+        else None,
         component_weights=tuple(rooms.config.reward.components.values()),
-        baselines=torch.tensor([rollout.baseline for rollout in rollouts]) if algorithm.advantage == "remax" else None,
+        baselines=torch.tensor([rollout.baseline for rollout in rollouts])
+        if algorithm.advantage == "remax"
+        else None,
     )
     if token_kl is not None:
         per_completion = sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": per_completion, "ref/kl_coef": kl.coef}
         kl = kl.updated(kl=per_completion, num_samples=samples.num_sequences)
-    advantages, taught = _with_teacher_reward(rooms, samples, _over_turns(rooms, samples, estimated.advantages))
+    advantages, taught = _with_teacher_reward(
+        rooms, samples, _over_turns(rooms, samples, estimated.advantages)
+    )
     added = {"advantages": advantages}
     if estimated.returns is not None:
         added["returns"] = estimated.returns
@@ -230,12 +311,20 @@ def add_advantages(
 def _over_turns(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> Tensor:
     """Advantages with the credit of earlier turns discounted, where there are several."""
     environment = rooms.config.environment
-    if environment is None or environment.turn_discount == 1.0 or TURNS_AFTER not in samples.columns:
+    if (
+        environment is None
+        or environment.turn_discount == 1.0
+        or TURNS_AFTER not in samples.columns
+    ):
         return advantages
-    return discounted_by_turn(advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount)
+    return discounted_by_turn(
+        advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount
+    )
 
 
-def _with_teacher_reward(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _with_teacher_reward(
+    rooms: Rooms, samples: SequenceBatch, advantages: Tensor
+) -> tuple[Tensor, dict[str, float]]:
     """The teachers' reward of each token added to its own advantage; in task distill it is all there is."""
     config = rooms.config.distillation
     if rooms.teachers is None or config.apply_as != "reward":
@@ -254,11 +343,17 @@ def _with_teacher_reward(rooms: Rooms, samples: SequenceBatch, advantages: Tenso
 
 def _mismatch(samples: SequenceBatch) -> dict[str, float]:
     columns = samples.columns
-    found = mismatch_metrics(columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"], loss_mask=samples.loss_mask)
+    found = mismatch_metrics(
+        columns["old_logprobs"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        loss_mask=samples.loss_mask,
+    )
     return _with_effective_share(found, {name: metric.result for name, metric in found.items()})
 
 
-def _with_effective_share(metrics: Mapping[str, Metric], found: dict[str, float]) -> dict[str, float]:
+def _with_effective_share(
+    metrics: Mapping[str, Metric], found: dict[str, float]
+) -> dict[str, float]:
     """The numbers for the log, the effective sample share in place of the piece that it is made from."""
     if SQUARES not in metrics:
         return found
@@ -266,7 +361,9 @@ def _with_effective_share(metrics: Mapping[str, Metric], found: dict[str, float]
     return {**kept, "mismatch/effective_sample_share": effective_sample_share(metrics)}
 
 
-def _with_correction(rooms: Rooms, samples: SequenceBatch) -> tuple[SequenceBatch, dict[str, float]]:
+def _with_correction(
+    rooms: Rooms, samples: SequenceBatch
+) -> tuple[SequenceBatch, dict[str, float]]:
     """The column of correction weights where they are asked for; with the sampler's log-probs as old ones where that is."""
     config, columns = rooms.config.algorithm.rollout_correction, samples.columns
     if config is None:
@@ -274,7 +371,10 @@ def _with_correction(rooms: Rooms, samples: SequenceBatch) -> tuple[SequenceBatc
     added, metrics = {}, {}
     if config.level != "none" or config.reject_kl is not None:
         made = rollout_correction(
-            config, samples=samples, old_logprobs=columns["old_logprobs"], rollout_logprobs=columns["rollout_logprobs"]
+            config,
+            samples=samples,
+            old_logprobs=columns["old_logprobs"],
+            rollout_logprobs=columns["rollout_logprobs"],
         )
         added[CORRECTION_WEIGHTS], metrics = made.weights, made.metrics
     if config.proximal == "rollout":
@@ -283,7 +383,12 @@ def _with_correction(rooms: Rooms, samples: SequenceBatch) -> tuple[SequenceBatc
 
 
 def update_roles(
-    rooms: Rooms, samples: SequenceBatch, plan: StepPlan, *, objectives: Mapping[str, Objective], step: int
+    rooms: Rooms,
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    objectives: Mapping[str, Objective],
+    step: int,
 ) -> dict[str, float]:
     """Every mini-batch of every pass, for every trained role."""
     found: dict[str, float] = {}
@@ -291,14 +396,23 @@ def update_roles(
         metrics: list[Mapping[str, Metric]] = []
         for i, mini_batch in enumerate(_counted(plan.mini_batches, name=f"{role} mini-batches")):
             is_last = i == len(plan.mini_batches) - 1
-            result = rooms.roles[role].update(pack(samples, mini_batch, role, objective=objective), is_last_of_step=is_last)
+            result = rooms.roles[role].update(
+                pack(samples, mini_batch, role, objective=objective), is_last_of_step=is_last
+            )
             if i == 0 and "policy/ratio_error_max" in result.metrics:
-                found["policy/first_ratio_error_max"] = result.metrics["policy/ratio_error_max"].result
+                found["policy/first_ratio_error_max"] = result.metrics[
+                    "policy/ratio_error_max"
+                ].result
             if result.report.outcome == "nonfinite":
-                rooms.log.say(f"step {step}: {role} skipped a non-finite update; samples {result.report.sample_ids[:8]}")
+                rooms.log.say(
+                    f"step {step}: {role} skipped a non-finite update; samples {result.report.sample_ids[:8]}"
+                )
             metrics.append(update_metrics(result))
         merged = merge_metrics(metrics)
-        named = {name if "/" in name else f"{role}/{name}": metric.result for name, metric in merged.items()}
+        named = {
+            name if "/" in name else f"{role}/{name}": metric.result
+            for name, metric in merged.items()
+        }
         found |= _with_effective_share(merged, named)
         if isinstance(objective, ValueObjective):
             found["value/explained_variance"] = explained_variance(merged)
@@ -319,7 +433,9 @@ def update_metrics(result: UpdateResult) -> dict[str, Metric]:
     return {
         **result.metrics,
         "loss": Metric(value=result.metrics["loss"].result),
-        "grad_norm": Metric(value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)),
+        "grad_norm": Metric(
+            value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)
+        ),
         "skipped_updates": Metric(value=float(result.report.outcome != "stepped"), reduction="sum"),
         "lr": Metric(value=result.lr),
     }

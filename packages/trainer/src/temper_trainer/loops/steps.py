@@ -23,7 +23,9 @@ class Steps(Protocol):
         """Of the first prompt that no step has trained on."""
         ...
 
-    def step(self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
+    def step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
         """The next step."""
         ...
 
@@ -43,7 +45,9 @@ class Synchronous:
         """Where the data stand."""
         return self._rooms.prompts.cursor
 
-    def step(self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers) -> StepResult:
+    def step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
         """See ``rl_step``."""
         return sync.rl_step(self._rooms, step=step, objectives=objectives, controllers=controllers)
 

@@ -59,7 +59,10 @@ class Conversation:
 
 def rewards_of(scores: Sequence[Score], *, talks: Sequence[Conversation]) -> list[float | None]:
     """Of each rollout, its score and what its environment gave; None where the score failed."""
-    return [None if score.reward is None else score.reward + talk.reward for score, talk in zip(scores, talks, strict=True)]
+    return [
+        None if score.reward is None else score.reward + talk.reward
+        for score, talk in zip(scores, talks, strict=True)
+    ]
 
 
 def all_tokens(talks: Sequence[Conversation]) -> list[list[int]]:
@@ -86,14 +89,24 @@ def complete(
     config = rooms.config.environment
     if config is None or rooms.make_environment is None:
         completions = rooms.sampler.sample(requests)
-        return [Conversation(request=r, environment=None, first=c) for r, c in zip(requests, completions, strict=True)], {}
+        return [
+            Conversation(request=r, environment=None, first=c)
+            for r, c in zip(requests, completions, strict=True)
+        ], {}
     longest = config.longest(max(request.sampling.max_tokens for request in requests))
     limits = Limits(max_turns=config.max_turns, max_tokens=longest, stop=config.call_end)
-    return converse(rooms.sampler, requests, prompts=prompts, make=rooms.make_environment, limits=limits)
+    return converse(
+        rooms.sampler, requests, prompts=prompts, make=rooms.make_environment, limits=limits
+    )
 
 
 def converse(
-    sampler: Sampler, requests: Sequence[SamplingRequest], *, prompts: Sequence[Prompt], make: MakeEnvironment, limits: Limits
+    sampler: Sampler,
+    requests: Sequence[SamplingRequest],
+    *,
+    prompts: Sequence[Prompt],
+    make: MakeEnvironment,
+    limits: Limits,
 ) -> tuple[list[Conversation], dict[str, float]]:
     """Every rollout to its end, all that are open sampled together in each turn.
 
@@ -117,7 +130,10 @@ def converse(
         open_ones = [talk for talk in talks if not talk.is_done]
         if not open_ones:
             break
-        asked = [_next_request(talk, turn=turn, place=i, limits=limits) for i, talk in enumerate(open_ones)]
+        asked = [
+            _next_request(talk, turn=turn, place=i, limits=limits)
+            for i, talk in enumerate(open_ones)
+        ]
         for talk, completion in zip(open_ones, sampler.sample(asked), strict=True):
             talk.add(completion)
         answer = partial(_answer, is_last=turn == limits.max_turns - 1, limits=limits)
@@ -126,7 +142,11 @@ def converse(
                 for name, count in found.items():
                     counts[name] = counts.get(name, 0.0) + count
     turns = [len(talk.completions) for talk in talks]
-    return talks, {**counts, "rollout/turns_mean": sum(turns) / len(turns), "rollout/turns_max": float(max(turns))}
+    return talks, {
+        **counts,
+        "rollout/turns_mean": sum(turns) / len(turns),
+        "rollout/turns_max": float(max(turns)),
+    }
 
 
 def _next_request(talk: Conversation, *, turn: int, place: int, limits: Limits) -> SamplingRequest:
@@ -134,7 +154,13 @@ def _next_request(talk: Conversation, *, turn: int, place: int, limits: Limits) 
     said = (*talk.tokens, *talk.pending)
     sampling = _within(base.sampling, stop=limits.stop, left=limits.max_tokens - len(said))
     seed = base.seed if turn == 0 else derive_seed(base.seed, "turn", turn)
-    return replace(base, request_id=place, prompt_tokens=(*base.prompt_tokens, *said), sampling=sampling, seed=seed)
+    return replace(
+        base,
+        request_id=place,
+        prompt_tokens=(*base.prompt_tokens, *said),
+        sampling=sampling,
+        seed=seed,
+    )
 
 
 def _within(sampling: SamplingConfig, *, stop: str, left: int) -> SamplingConfig:
@@ -149,6 +175,11 @@ def _answer(talk: Conversation, *, is_last: bool, limits: Limits) -> dict[str, f
     talk.reward += observation.reward
     # One token at least must be left for the policy to say.
     has_room = len(talk.tokens) + len(observation.tokens) < limits.max_tokens
-    talk.is_done = is_last or observation.is_done or not has_room or completion.finish_reason == FinishReason.END_TOKEN
+    talk.is_done = (
+        is_last
+        or observation.is_done
+        or not has_room
+        or completion.finish_reason == FinishReason.END_TOKEN
+    )
     talk.pending = () if talk.is_done else observation.tokens
     return observation.metrics

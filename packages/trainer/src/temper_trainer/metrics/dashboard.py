@@ -7,7 +7,15 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from temper_trainer.metrics.lines import TELLING, Telling, shown
@@ -22,22 +30,36 @@ class Dashboard:
 
     def __init__(self, console: Console, *, phase: str, total: int, start: int) -> None:
         self._steps = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total}"), TimeRemainingColumn()
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total}"),
+            TimeRemainingColumn(),
         )
         self._parts = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
         )
         self._task = self._steps.add_task(phase, total=total, completed=start)
         self._of_part: dict[Part, TaskID] = {}
         self._seen: dict[str, tuple[float, deque[float]]] = {}
-        self._live = Live(console=console, get_renderable=self.render, transient=True, refresh_per_second=4)
+        self._live = Live(
+            console=console, get_renderable=self.render, transient=True, refresh_per_second=4
+        )
 
     def __enter__(self) -> Self:
         """Begin to show."""
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Leave the terminal as it was."""
         self._live.stop()
 
@@ -59,14 +81,27 @@ class Dashboard:
         rows = [self._row(item) for item in TELLING if item.metric in self._seen]
         if not rows:
             return Group(self._steps, self._parts)
-        table = Table("", "now", f"mean of {NUM_RECENT}", "first", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        table = Table(
+            "",
+            "now",
+            f"mean of {NUM_RECENT}",
+            "first",
+            box=None,
+            header_style="dim",
+            padding=(0, 2, 0, 0),
+        )
         for row in rows:
             table.add_row(*row)
         return Group(table, self._steps, self._parts)
 
     def _row(self, item: Telling) -> tuple[str, str, str, str]:
         first, recent = self._seen[item.metric]
-        return item.label, shown(item, recent[-1]), shown(item, sum(recent) / len(recent)), shown(item, first)
+        return (
+            item.label,
+            shown(item, recent[-1]),
+            shown(item, sum(recent) / len(recent)),
+            shown(item, first),
+        )
 
     def _follow_parts(self) -> None:
         """A bar for each part under way, none for those that are over."""

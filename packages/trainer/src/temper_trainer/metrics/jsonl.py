@@ -16,7 +16,9 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Append one line."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(to_json(Row(step=step, phase=phase, time_s=time.time(), values=metrics)) + "\n")
+            file.write(
+                to_json(Row(step=step, phase=phase, time_s=time.time(), values=metrics)) + "\n"
+            )
 
     def begin_anew(self) -> None:
         """The log itself has moved those rows."""

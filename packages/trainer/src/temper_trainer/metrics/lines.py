@@ -51,7 +51,11 @@ def step_line(step: int, metrics: Mapping[str, float], *, phase: str, total: int
         total: steps of the phase, where known.
     """
     place = f"{step}" if total is None else f"{step:>{len(str(total))}}/{total}"
-    told = [f"{item.label} {shown(item, metrics[item.metric])}" for item in TELLING if item.metric in metrics]
+    told = [
+        f"{item.label} {shown(item, metrics[item.metric])}"
+        for item in TELLING
+        if item.metric in metrics
+    ]
     return "  ".join([f"{phase} {place}", *told])
 
 

@@ -86,7 +86,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._console = Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
+        self._console = (
+            Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
+        )
         self._has_bars = progress and self._console.is_terminal
         self._totals: dict[str, int] = {}
         self._dashboard: Dashboard | None = None
@@ -94,8 +96,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._reported_at: float | None = None
         self._report_interval_s = REPORT_INTERVAL_S
         done = -1 if resume_step is None else resume_step
-        moved = [self._set_aside(name, after_step=done) for name in ("metrics.jsonl", "samples.jsonl")]
-        self._trackers: list[Tracker] = [] if prometheus_port is None else [_prometheus(prometheus_address, prometheus_port, directory)]
+        moved = [
+            self._set_aside(name, after_step=done) for name in ("metrics.jsonl", "samples.jsonl")
+        ]
+        self._trackers: list[Tracker] = (
+            []
+            if prometheus_port is None
+            else [_prometheus(prometheus_address, prometheus_port, directory)]
+        )
         self._trackers += [_tracker(name, directory, is_superseded=moved[0]) for name in trackers]
 
     def _set_aside(self, name: str, *, after_step: int) -> bool:
@@ -112,7 +120,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         """The log itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close files and trackers."""
         for tracker in self._trackers:
             tracker.close(has_failed=error is not None)
@@ -151,12 +164,21 @@ class RunLog(AbstractContextManager["RunLog"]):
     def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Print a table of completions, and append them to ``samples.jsonl``."""
         with (self._directory / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(
+                json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows
+            )
         table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
         for heading in ("prompt", "completion", "answer", "reward"):
-            table.add_column(heading, justify="right" if heading == "reward" else "left", overflow="fold")
+            table.add_column(
+                heading, justify="right" if heading == "reward" else "left", overflow="fold"
+            )
         for row in rows:
-            table.add_row(*(Text(text.strip()) for text in (row.prompt, row.completion, row.answer, f"{row.reward:g}")))
+            table.add_row(
+                *(
+                    Text(text.strip())
+                    for text in (row.prompt, row.completion, row.answer, f"{row.reward:g}")
+                )
+            )
         self._console.print(table, soft_wrap=False)
 
     def say(self, text: str) -> None:
@@ -165,7 +187,9 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def report(self) -> Path | None:
         """Draw `curves.png` and write `report.html` from what is in the run folder; see `write_report`."""
-        with self._drawing:  # matplotlib's settings are global, and a stop request draws from its own thread
+        with (
+            self._drawing
+        ):  # matplotlib's settings are global, and a stop request draws from its own thread
             return write_report(self._directory)
 
     def refresh_report(self) -> None:

@@ -32,13 +32,23 @@ class MlflowTracker:
                 "run.trackers names mlflow, which is not installed: pip install 'temper-trainer[mlflow]', or take it out of run.trackers."
             ) from error
         self._entities = mlflow.entities
-        uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{directory.resolve() / 'mlflow.db'}"
+        uri = (
+            mlflow.get_tracking_uri()
+            if mlflow.is_tracking_uri_set()
+            else f"sqlite:///{directory.resolve() / 'mlflow.db'}"
+        )
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._directory = directory
         self._id_file = directory / "mlflow_run.txt"
         self._settings = {key: _written(value) for key, value in read_settings(directory).items()}
-        self._run_id = self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None
-        if self._run_id is None or is_superseded or self._client.get_run(self._run_id).data.params != self._settings:
+        self._run_id = (
+            self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None
+        )
+        if (
+            self._run_id is None
+            or is_superseded
+            or self._client.get_run(self._run_id).data.params != self._settings
+        ):
             self.begin_anew()
         else:
             self._client.update_run(self._run_id, status="RUNNING")
@@ -50,7 +60,11 @@ class MlflowTracker:
     def begin_anew(self) -> None:
         """Another run, with the rows that stay."""
         before, self._run_id = self._run_id, self._create()
-        self._send(read_rows(self._directory / "metrics.jsonl") if (self._directory / "metrics.jsonl").exists() else [])
+        self._send(
+            read_rows(self._directory / "metrics.jsonl")
+            if (self._directory / "metrics.jsonl").exists()
+            else []
+        )
         if before is not None:
             self._client.set_tag(before, "temper.superseded_by", self._run_id)
             self._client.set_terminated(before, status="KILLED")
@@ -62,8 +76,12 @@ class MlflowTracker:
 
     def _create(self) -> str:
         found = self._client.get_experiment_by_name(EXPERIMENT)
-        experiment = self._client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
-        run_id: str = self._client.create_run(experiment, run_name=self._directory.resolve().name).info.run_id
+        experiment = (
+            self._client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
+        )
+        run_id: str = self._client.create_run(
+            experiment, run_name=self._directory.resolve().name
+        ).info.run_id
         params = (self._entities.Param(key, value) for key, value in self._settings.items())
         for some in _in_parts(params, _MOST_PARAMS):
             self._client.log_batch(run_id, params=some)

@@ -59,12 +59,26 @@ class Panel:
 PANELS = (
     Panel(title="reward", phase="rl", metrics=("reward/mean",), is_share=True, is_wide=True),
     Panel(title="warm start: loss", phase="warm_start", metrics=("actor/loss",)),
-    Panel(title="warm start: gradient norm", phase="warm_start", metrics=("actor/grad_norm",), is_log=True),
+    Panel(
+        title="warm start: gradient norm",
+        phase="warm_start",
+        metrics=("actor/grad_norm",),
+        is_log=True,
+    ),
     Panel(title="sft: loss", phase="sft", metrics=("actor/loss",)),
     Panel(title="sft: gradient norm", phase="sft", metrics=("actor/grad_norm",), is_log=True),
     Panel(title="loss", phase="rl", metrics=("actor/loss", "critic/loss")),
-    Panel(title="gradient norm", phase="rl", metrics=("actor/grad_norm", "critic/grad_norm"), is_log=True),
-    Panel(title="completion length, tokens", phase="rl", metrics=("rollout/length_mean", "rollout/length_max")),
+    Panel(
+        title="gradient norm",
+        phase="rl",
+        metrics=("actor/grad_norm", "critic/grad_norm"),
+        is_log=True,
+    ),
+    Panel(
+        title="completion length, tokens",
+        phase="rl",
+        metrics=("rollout/length_mean", "rollout/length_max"),
+    ),
     Panel(title="ratio of new to old policy", phase="rl", metrics=("policy/ratio_mean",)),
     Panel(
         title="divergence, nats a token",
@@ -72,8 +86,17 @@ PANELS = (
         metrics=("policy/old_kl", "policy/ref_kl", "mismatch/kl"),
         is_log=True,
     ),
-    Panel(title="shares", phase="rl", metrics=("groups/dead_share", "rollout/cut_share", "policy/clip_share_high"), is_share=True),
-    Panel(title="seconds a step", phase="rl", metrics=("time/step_s", "time/rollout_s", "time/update_s")),
+    Panel(
+        title="shares",
+        phase="rl",
+        metrics=("groups/dead_share", "rollout/cut_share", "policy/clip_share_high"),
+        is_share=True,
+    ),
+    Panel(
+        title="seconds a step",
+        phase="rl",
+        metrics=("time/step_s", "time/rollout_s", "time/update_s"),
+    ),
 )
 
 EVALUATIONS = ("eval/greedy/reward", "eval/sampled/reward", "eval/eval/reward")
@@ -87,7 +110,11 @@ def draw_curves(directory: Path) -> Path | None:
     """
     source = directory / "metrics.jsonl"
     rows = _last_of_each(read_rows(source)) if source.exists() else []
-    panels = [panel for panel in PANELS if any(_points(rows, panel.phase, name)[0] for name in panel.metrics)]
+    panels = [
+        panel
+        for panel in PANELS
+        if any(_points(rows, panel.phase, name)[0] for name in panel.metrics)
+    ]
     if not panels:
         return None
     cells = _cells(panels)
@@ -96,7 +123,15 @@ def draw_curves(directory: Path) -> Path | None:
         width, height = WIDTH * NUM_COLUMNS, HEIGHT * num_rows + 0.5
         figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
-        figure.suptitle(directory.resolve().name, x=0.01, y=1 - 0.1 / height, ha="left", va="top", fontsize=13, fontweight="bold")
+        figure.suptitle(
+            directory.resolve().name,
+            x=0.01,
+            y=1 - 0.1 / height,
+            ha="left",
+            va="top",
+            fontsize=13,
+            fontweight="bold",
+        )
         figure.subplots_adjust(
             left=LEFT / width,
             right=1 - RIGHT / width,
@@ -107,7 +142,11 @@ def draw_curves(directory: Path) -> Path | None:
         )
         grid = figure.add_gridspec(num_rows, NUM_COLUMNS)
         for panel, (line, column) in zip(panels, cells, strict=True):
-            _draw_panel(figure.add_subplot(grid[line, :] if panel.is_wide else grid[line, column]), panel, rows=rows)
+            _draw_panel(
+                figure.add_subplot(grid[line, :] if panel.is_wide else grid[line, column]),
+                panel,
+                rows=rows,
+            )
         path = directory / "curves.png"
         partial = directory / ".curves.partial.png"
         figure.savefig(partial, dpi=130)
@@ -132,7 +171,9 @@ def _last_of_each(rows: Iterable[Row]) -> list[Row]:
 
 def _points(rows: Sequence[Row], phase: str, name: str) -> tuple[list[int], list[float]]:
     """Steps and finite values of one metric."""
-    found = [(row.step, row.values[name]) for row in rows if row.phase == phase and name in row.values]
+    found = [
+        (row.step, row.values[name]) for row in rows if row.phase == phase and name in row.values
+    ]
     finite = sorted((step, value) for step, value in found if math.isfinite(value))
     return [step for step, _ in finite], [value for _, value in finite]
 
@@ -156,14 +197,30 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
     axes.legend(loc="best")
 
 
-def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str, colour: str) -> None:
+def _draw_curve(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str, colour: str
+) -> None:
     """The raw values faintly, and their running mean on top where there are enough of them."""
     window = len(steps) // 20 | 1
     if window == 1:
-        axes.plot(steps, values, color=colour, linewidth=1.4, label=label, marker="o" if len(steps) < 20 else "", markersize=3)
+        axes.plot(
+            steps,
+            values,
+            color=colour,
+            linewidth=1.4,
+            label=label,
+            marker="o" if len(steps) < 20 else "",
+            markersize=3,
+        )
         return
     axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
-    axes.plot(steps, _running_mean(values, window=window), color=colour, linewidth=1.7, label=f"{label}, mean of {window}")
+    axes.plot(
+        steps,
+        _running_mean(values, window=window),
+        color=colour,
+        linewidth=1.7,
+        label=f"{label}, mean of {window}",
+    )
 
 
 def _running_mean(values: Sequence[float], *, window: int) -> list[float]:
@@ -174,13 +231,31 @@ def _running_mean(values: Sequence[float], *, window: int) -> list[float]:
 
 
 def _draw_evaluations(axes: Axes, *, rows: Sequence[Row]) -> None:
-    for name, colour, marker, above in zip(EVALUATIONS, COLOURS[1:], "DsP", (9, -15, 9), strict=True):
+    for name, colour, marker, above in zip(
+        EVALUATIONS, COLOURS[1:], "DsP", (9, -15, 9), strict=True
+    ):
         steps, values = _points(rows, "eval", name)
         if not steps:
             continue
         label = f"held out, {name.split('/')[1]}"
-        axes.plot(steps, values, linestyle="--", linewidth=0.9, color=colour, marker=marker, markersize=6, label=label, zorder=3)
+        axes.plot(
+            steps,
+            values,
+            linestyle="--",
+            linewidth=0.9,
+            color=colour,
+            marker=marker,
+            markersize=6,
+            label=label,
+            zorder=3,
+        )
         for step, value in ((steps[0], values[0]), (steps[-1], values[-1])):
             axes.annotate(
-                f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, above), ha="center", fontsize=8, color=colour
+                f"{value:.2f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(0, above),
+                ha="center",
+                fontsize=8,
+                color=colour,
             )

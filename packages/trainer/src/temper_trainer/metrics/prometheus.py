@@ -58,7 +58,9 @@ class PrometheusTracker:
             ) from error
         self._make_gauge = prometheus_client.Gauge
         self._registry = prometheus_client.CollectorRegistry()
-        self._step = prometheus_client.Gauge("temper_step", "Step that was logged last.", ["phase"], registry=self._registry)
+        self._step = prometheus_client.Gauge(
+            "temper_step", "Step that was logged last.", ["phase"], registry=self._registry
+        )
         # A time, not an age: an age would stand still together with a driver that hangs.
         self._step_time = prometheus_client.Gauge(
             "temper_step_timestamp_seconds",
@@ -83,7 +85,9 @@ class PrometheusTracker:
             ) from error
         self._token_file = token_file
         _write_private(token_file, token)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, daemon=True, name="prometheus"
+        )
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
@@ -107,7 +111,9 @@ class PrometheusTracker:
         name = "temper_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
         if name not in self._gauges:
             text = f"{metric}, see docs/metrics.md."
-            self._gauges[name] = self._make_gauge(name, text, ["metric", "phase"], registry=self._registry)
+            self._gauges[name] = self._make_gauge(
+                name, text, ["metric", "phase"], registry=self._registry
+            )
         return self._gauges[name]
 
 
@@ -133,7 +139,9 @@ def _guarded(app: "WSGIApplication", *, token: str) -> "WSGIApplication":
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if hmac.compare_digest(given, expected):
             return app(environ, start_response)
-        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        start_response(
+            "401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
+        )
         return [b"The token is in the file prometheus_token of the run folder.\n"]
 
     return answer

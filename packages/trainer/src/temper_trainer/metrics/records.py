@@ -38,7 +38,12 @@ def from_json(line: str) -> Row:
     fields = json.loads(line)
     step, phase, time_s = fields.pop("step"), fields.pop("phase"), fields.pop("time_s")
     odd = {name: float(text) for name, text in fields.pop("not_finite", {}).items()}
-    return Row(step=step, phase=phase, time_s=time_s, values={name: odd.get(name, value) for name, value in fields.items()})
+    return Row(
+        step=step,
+        phase=phase,
+        time_s=time_s,
+        values={name: odd.get(name, value) for name, value in fields.items()},
+    )
 
 
 def read_rows(path: Path) -> Iterator[Row]:

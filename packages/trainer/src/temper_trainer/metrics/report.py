@@ -57,7 +57,11 @@ def write_report(directory: Path) -> Path | None:
         The path of the report; None if the run has logged nothing.
     """
     metrics = directory / "metrics.jsonl"
-    rows = list({(row.phase, row.step): row for row in read_rows(metrics)}.values()) if metrics.exists() else []
+    rows = (
+        list({(row.phase, row.step): row for row in read_rows(metrics)}.values())
+        if metrics.exists()
+        else []
+    )
     if not rows:
         return None
     sections = {
@@ -82,7 +86,10 @@ def write_report(directory: Path) -> Path | None:
 def _evaluations(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row.phase == "eval"]
     names = list(dict.fromkeys(name for row in found for name in row.values))
-    return _table(("after step", *names), [(row.step, *(row.values.get(name) for name in names)) for row in found])
+    return _table(
+        ("after step", *names),
+        [(row.step, *(row.values.get(name) for name in names)) for row in found],
+    )
 
 
 def _curves(path: Path | None) -> str:
@@ -98,7 +105,16 @@ def _first_and_last(rows: Sequence[Row]) -> str:
         of_phase = sorted((row for row in rows if row.phase == phase), key=lambda row: row.step)
         for name in sorted({name for row in of_phase for name in row.values}):
             having = [row for row in of_phase if name in row.values]
-            lines.append((phase, name, having[0].step, having[0].values[name], having[-1].step, having[-1].values[name]))
+            lines.append(
+                (
+                    phase,
+                    name,
+                    having[0].step,
+                    having[0].values[name],
+                    having[-1].step,
+                    having[-1].values[name],
+                )
+            )
     shown = _table(("phase", "metric", "step", "first", "step", "last"), lines)
     return f"<details><summary>{len(lines)} metrics</summary>{shown}</details>"
 
@@ -116,7 +132,16 @@ def _times(rows: Sequence[Row]) -> str:
         whole = sum(parts.get("time/step_s", []))
         for name, values in sorted(parts.items(), key=lambda item: -sum(item[1])):
             share = f"{100 * sum(values) / whole:.0f} %" if whole else ""
-            lines.append((phase, name.removeprefix("time/").removesuffix("_s"), len(values), sum(values), statistics.median(values), share))
+            lines.append(
+                (
+                    phase,
+                    name.removeprefix("time/").removesuffix("_s"),
+                    len(values),
+                    sum(values),
+                    statistics.median(values),
+                    share,
+                )
+            )
     return _table(("phase", "part", "steps", "seconds", "median of a step", "share"), lines)
 
 
@@ -167,7 +192,10 @@ def _table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
     if not lines:
         return ""
     is_number = [isinstance(cell, (int, float)) for cell in lines[0]]
-    head = "".join(f"<th{' class=number' if right else ''}>{escape(text)}</th>" for text, right in zip(heading, is_number, strict=True))
+    head = "".join(
+        f"<th{' class=number' if right else ''}>{escape(text)}</th>"
+        for text, right in zip(heading, is_number, strict=True)
+    )
     return f"<table><tr>{head}</tr>{''.join(map(_line, lines))}</table>"
 
 

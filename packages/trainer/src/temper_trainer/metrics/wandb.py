@@ -21,7 +21,9 @@ class WandbTracker:
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4), encoding="utf-8")
         run_id = id_file.read_text(encoding="utf-8").strip()
-        self._run = wandb.init(project="temper", name=directory.name, dir=str(directory), id=run_id, resume="allow")
+        self._run = wandb.init(
+            project="temper", name=directory.name, dir=str(directory), id=run_id, resume="allow"
+        )
         self._phases: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
@@ -30,7 +32,9 @@ class WandbTracker:
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/step")
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-        self._run.log({f"{phase}/step": step} | {f"{phase}/{name}": value for name, value in metrics.items()})
+        self._run.log(
+            {f"{phase}/step": step} | {f"{phase}/{name}": value for name, value in metrics.items()}
+        )
 
     def begin_anew(self) -> None:
         """Wandb can take nothing back: its history has those steps twice, the later ones after the earlier."""

@@ -46,7 +46,9 @@ def reference_answer(prompt: Prompt) -> str:
 def _reference_number(prompt: Prompt) -> Decimal:
     answer = reference_answer(prompt)
     if not _ANY_NUMBER.fullmatch(answer):
-        raise ValueError(f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {answer!r}, but must be a number.")
+        raise ValueError(
+            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {answer!r}, but must be a number."
+        )
     return _number(answer)
 
 

@@ -15,7 +15,9 @@ class ScoresTokens(Protocol):
         ...
 
 
-def model_outcomes(model: ScoresTokens, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]) -> list[Outcome]:
+def model_outcomes(
+    model: ScoresTokens, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]
+) -> list[Outcome]:
     """One outcome per item, in order; a score that is no finite number is a failure."""
     found = []
     for (prompt, _), score in zip(items, model.scores(tokens), strict=True):

@@ -40,7 +40,10 @@ class Outcome:
 
     def as_score(self) -> Score:
         """What the loop sees."""
-        return Score(reward=self.reward, failure=None if self.kind is None else f"{self.kind}: {self.message}")
+        return Score(
+            reward=self.reward,
+            failure=None if self.kind is None else f"{self.kind}: {self.message}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,9 @@ class Call:
                 trace=traceback.format_exc(),
             )
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            message = f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
+            message = (
+                f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
+            )
             message += f" (prompt {prompt.prompt_id}, {prompt.source})"
             return Outcome(kind=FailureKind.NOT_FINITE, message=message)
         return Outcome(reward=float(value))

@@ -56,7 +56,9 @@ class ProcessScoring:
         self._call = call
         self._timeout_s = timeout_s
         # Workers die with the thread that started them: one that lives as long as they should.
-        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="temper-reward-starter")
+        self._starter = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="temper-reward-starter"
+        )
         self._workers = [self._start_worker() for _ in range(num_workers)]
         for worker in self._workers:
             worker.wait_until_ready()
@@ -127,7 +129,13 @@ class ProcessScoring:
         """Start a process in place of this one and give it the tasks that this one had left."""
         prompt, _ = item
         process = worker.process.pid
-        logger.warning("replaced reward process %s: prompt %s (%s) %s", process, prompt.prompt_id, prompt.source, reason)
+        logger.warning(
+            "replaced reward process %s: prompt %s (%s) %s",
+            process,
+            prompt.prompt_id,
+            prompt.source,
+            reason,
+        )
         worker.kill()
         successor = self._start_worker()
         self._workers[self._workers.index(worker)] = successor
@@ -142,7 +150,9 @@ class _Worker:
     def __init__(self, call: Call) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, call), name="temper-reward", daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, call), name="temper-reward", daemon=True
+        )
         self.process.start()
         theirs.close()
         self.tasks: deque[Task] = deque()

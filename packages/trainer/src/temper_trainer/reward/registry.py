@@ -50,7 +50,9 @@ def register_reward(name: str) -> Callable[[Function], Function]:
         if name == REWARD_MODEL:
             raise ConfigError(f"{name!r} means the score of reward.model: choose another name.")
         if _REGISTERED.setdefault(name, function) is not function:
-            raise ConfigError(f"there already is a reward named {name!r} ({_REGISTERED[name].__module__}): choose another name.")
+            raise ConfigError(
+                f"there already is a reward named {name!r} ({_REGISTERED[name].__module__}): choose another name."
+            )
         return function
 
     return register
@@ -69,7 +71,11 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
     Raises:
         ConfigError: no such name, module or function, an extra is missing, or the function does not take these arguments.
     """
-    by_path = import_named(config.function, key="reward.function") if is_import_path(config.function) else None
+    by_path = (
+        import_named(config.function, key="reward.function")
+        if is_import_path(config.function)
+        else None
+    )
     function: Callable[..., float] | None = by_path or _REGISTERED.get(config.function)
     if function is None:
         near = difflib.get_close_matches(config.function, _REGISTERED, n=1)
@@ -79,7 +85,9 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
             f"Registered are {', '.join(sorted(_REGISTERED))}; your own goes by import path, package.module:function."
         )
     if function is math_verify and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("the reward math_verify needs the math-verify library: pip install 'temper-trainer[math]'.")
+        raise ConfigError(
+            "the reward math_verify needs the math-verify library: pip install 'temper-trainer[math]'."
+        )
     try:
         inspect.signature(function).bind(None, "", **config.arguments)
     except TypeError as error:

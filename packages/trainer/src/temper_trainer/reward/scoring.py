@@ -43,7 +43,9 @@ class Scorer:
         self._config = config
         self._model = model
         self._calls = [
-            None if each.function == REWARD_MODEL else Call(function=resolve_reward(each), arguments=dict(each.arguments))
+            None
+            if each.function == REWARD_MODEL
+            else Call(function=resolve_reward(each), arguments=dict(each.arguments))
             for each in reward_parts(config)
         ]
         self._weights = list(config.components.values())
@@ -56,18 +58,27 @@ class Scorer:
             if call is None:
                 self._scorings.append(None)
             elif config.num_workers:
-                self._scorings.append(ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers))
+                self._scorings.append(
+                    ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
+                )
             else:
                 self._scorings.append(ThreadScoring(call, timeout_s=config.timeout_s))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for scoring in self._scorings:
             if scoring is not None:
                 scoring.close()
         self._scorings = []
 
-    def score(self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None) -> list[Score]:
+    def score(
+        self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None
+    ) -> list[Score]:
         """One score per (prompt, completion text), in order.
 
         Args:
@@ -79,9 +90,15 @@ class Scorer:
         """
         assert self._scorings, "a Scorer scores inside its `with` only"
         with part("rewards", total=len(items) * len(self._scorings)):
-            by_part = [self._by_model(items, tokens) if scoring is None else scoring.run(items) for scoring in self._scorings]
+            by_part = [
+                self._by_model(items, tokens) if scoring is None else scoring.run(items)
+                for scoring in self._scorings
+            ]
         # The first failure of an item speaks for it.
-        outcomes = [next((each for each in of_item if each.kind is not None), of_item[0]) for of_item in zip(*by_part, strict=True)]
+        outcomes = [
+            next((each for each in of_item if each.kind is not None), of_item[0])
+            for of_item in zip(*by_part, strict=True)
+        ]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
         self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
         if len(failed) > self._config.max_failure_share * len(items):
@@ -94,24 +111,38 @@ class Scorer:
         scores = [outcome.as_score() for outcome in outcomes]
         if not self._weights:
             return scores
-        return [self._weighed(score, of_item) for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)]
+        return [
+            self._weighed(score, of_item)
+            for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)
+        ]
 
-    def _by_model(self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None) -> list[Outcome]:
-        assert self._model is not None, "the configuration was checked: what names a reward model has one"
+    def _by_model(
+        self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None
+    ) -> list[Outcome]:
+        assert self._model is not None, (
+            "the configuration was checked: what names a reward model has one"
+        )
         assert tokens is not None
         return model_outcomes(self._model, items, tokens=tokens)
 
     @property
     def _name(self) -> str:
         parts = self._config.components
-        return f"reward.components {', '.join(parts)}" if parts else f"reward.function {self._config.function}"
+        return (
+            f"reward.components {', '.join(parts)}"
+            if parts
+            else f"reward.function {self._config.function}"
+        )
 
     def _weighed(self, score: Score, outcomes: Sequence[Outcome]) -> Score:
         """The weighted sum of an item's rewards, where none of them failed."""
         if score.reward is None:
             return score
         parts = [found for outcome in outcomes if (found := outcome.as_score().reward) is not None]
-        return Score(reward=sum(w * each for w, each in zip(self._weights, parts, strict=True)), components=tuple(parts))
+        return Score(
+            reward=sum(w * each for w, each in zip(self._weights, parts, strict=True)),
+            components=tuple(parts),
+        )
 
     def metrics(self) -> dict[str, float]:
         """How many calls of the last ``score`` failed, by kind."""

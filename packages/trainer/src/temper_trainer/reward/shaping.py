@@ -92,7 +92,11 @@ def shape_rewards(
     high = math.inf if config.high is None else config.high
 
     def penalty(length: int) -> float:
-        return 0.0 if config.overlong is None else overlong_penalty(length, max_tokens=max_tokens, config=config.overlong)
+        return (
+            0.0
+            if config.overlong is None
+            else overlong_penalty(length, max_tokens=max_tokens, config=config.overlong)
+        )
 
     def bounded(score: float, length: int) -> float:
         return min(max(config.scale * score + penalty(length), low), high)
@@ -115,4 +119,9 @@ def shape_rewards(
     def normalised(values: list[float]) -> list[float]:
         return [(value - yardstick.mean) / (yardstick.std + EPSILON) for value in values]
 
-    return Shaped(rewards=normalised(rewards), baselines=normalised(compared), moments=moments, metrics=metrics)
+    return Shaped(
+        rewards=normalised(rewards),
+        baselines=normalised(compared),
+        moments=moments,
+        metrics=metrics,
+    )

@@ -119,7 +119,9 @@ class _Piece:
         return data[self.values_at : self.values_at + count * self.dtype.itemsize].view(self.dtype)
 
 
-def find_changes(part: Sequence[NamedWeight], held: Sequence[Tensor], *, max_share: float) -> list[Change]:
+def find_changes(
+    part: Sequence[NamedWeight], held: Sequence[Tensor], *, max_share: float
+) -> list[Change]:
     """What of a bucket differs from what its receivers hold.
 
     Args:
@@ -127,7 +129,10 @@ def find_changes(part: Sequence[NamedWeight], held: Sequence[Tensor], *, max_sha
         held: the same tensors as they were sent last, on the CPU.
         max_share: a tensor of which a larger share changed is sent whole; so is one whose changes would take more bytes than itself.
     """
-    return [_compare(weight.tensor.detach(), old, max_share=max_share) for weight, old in zip(part, held, strict=True)]
+    return [
+        _compare(weight.tensor.detach(), old, max_share=max_share)
+        for weight, old in zip(part, held, strict=True)
+    ]
 
 
 def size_of(entries: Sequence[ParcelEntry], counts: Sequence[int]) -> int:
@@ -137,7 +142,10 @@ def size_of(entries: Sequence[ParcelEntry], counts: Sequence[int]) -> int:
 
 def num_sent(entries: Sequence[ParcelEntry], counts: Sequence[int]) -> int:
     """Elements of a bucket that are sent."""
-    return sum(_numel(entry) if count == WHOLE else count for entry, count in zip(entries, counts, strict=True))
+    return sum(
+        _numel(entry) if count == WHOLE else count
+        for entry, count in zip(entries, counts, strict=True)
+    )
 
 
 def fill_changes(data: Tensor, changes: Sequence[Change], entries: Sequence[ParcelEntry]) -> None:
@@ -149,7 +157,9 @@ def fill_changes(data: Tensor, changes: Sequence[Change], entries: Sequence[Parc
         piece.values(data).copy_(change.values.reshape(-1))
 
 
-def read_changes(data: Tensor, entries: Sequence[ParcelEntry], counts: Sequence[int]) -> Iterator[tuple[ParcelEntry, Change]]:
+def read_changes(
+    data: Tensor, entries: Sequence[ParcelEntry], counts: Sequence[int]
+) -> Iterator[tuple[ParcelEntry, Change]]:
     """The tensors that changed and what changed in them, as views of the bytes.
 
     Raises:
@@ -157,11 +167,16 @@ def read_changes(data: Tensor, entries: Sequence[ParcelEntry], counts: Sequence[
     """
     for piece in _pieces(entries, counts)[0]:
         if piece.count == WHOLE:
-            yield piece.entry, Change(indices=None, values=piece.values(data).view(piece.entry.shape))
+            yield (
+                piece.entry,
+                Change(indices=None, values=piece.values(data).view(piece.entry.shape)),
+            )
         elif piece.count:
             indices = piece.indices(data)
             if int(indices.min()) < 0 or int(indices.max()) >= _numel(piece.entry):
-                raise WeightError(f"changes of {piece.entry.name} name places outside it: publish the weights again.")
+                raise WeightError(
+                    f"changes of {piece.entry.name} name places outside it: publish the weights again."
+                )
             yield piece.entry, Change(indices=indices, values=piece.values(data))
 
 
@@ -173,13 +188,19 @@ def check_buckets(buckets: Sequence[ChangeBucket]) -> None:
     """
     order = [(bucket.index, bucket.is_last) for bucket in buckets]
     if order != [(i, i == len(buckets) - 1) for i in range(len(buckets))] or not buckets:
-        raise WeightError(f"{len(buckets)} buckets of changes came, but not all in order: publish the weights again.")
+        raise WeightError(
+            f"{len(buckets)} buckets of changes came, but not all in order: publish the weights again."
+        )
     for bucket in buckets:
         if digest_of(bucket.data) != bucket.digest:
-            raise WeightError(f"changes of weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again.")
+            raise WeightError(
+                f"changes of weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again."
+            )
 
 
-def apply_changes(held: Sequence[Tensor], data: Tensor, entries: Sequence[ParcelEntry], counts: Sequence[int]) -> None:
+def apply_changes(
+    held: Sequence[Tensor], data: Tensor, entries: Sequence[ParcelEntry], counts: Sequence[int]
+) -> None:
     """Write changes into the tensors of a bucket. To do it twice is to do it once.
 
     Args:
@@ -207,10 +228,15 @@ def write_change(target: Tensor, change: Change) -> None:
 
 def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
     """A checksum of tensors in order, each on its own device: that of each, times an odd number of its place, summed modulo 2^64."""
-    return sum((2 * place + 1) * digest_of(_bytes(tensor)) for place, tensor in enumerate(tensors)) % 2**64
+    return (
+        sum((2 * place + 1) * digest_of(_bytes(tensor)) for place, tensor in enumerate(tensors))
+        % 2**64
+    )
 
 
-def check_result(held: Sequence[Tensor], expected: int | None, *, version: int, base_version: int) -> None:
+def check_result(
+    held: Sequence[Tensor], expected: int | None, *, version: int, base_version: int
+) -> None:
     """Whether a bucket with its changes is what the sender has.
 
     Raises:
@@ -224,7 +250,12 @@ def check_result(held: Sequence[Tensor], expected: int | None, *, version: int, 
 
 
 def write_change_parcel(
-    part: Sequence[NamedWeight], changes: Sequence[Change], entries: Sequence[ParcelEntry], path: Path, *, with_digest: bool
+    part: Sequence[NamedWeight],
+    changes: Sequence[Change],
+    entries: Sequence[ParcelEntry],
+    path: Path,
+    *,
+    with_digest: bool,
 ) -> ChangeParcel:
     """The changes of one bucket as a file; none where nothing changed.
 
@@ -239,7 +270,9 @@ def write_change_parcel(
         counts=counts,
         num_bytes=num_bytes,
         digest=digest_of(data) if with_digest and num_bytes else None,
-        result_digest=digest_of_tensors([weight.tensor for weight in part]) if with_digest else None,
+        result_digest=digest_of_tensors([weight.tensor for weight in part])
+        if with_digest
+        else None,
         path=str(path) if num_bytes else None,
     )
 
@@ -254,7 +287,9 @@ def open_change_parcel(parcel: ChangeParcel) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     data = open_file(Path(parcel.path), num_bytes=parcel.num_bytes, is_shared=False)
     if parcel.digest is not None and digest_of(data) != parcel.digest:
-        raise WeightError(f"changes of weights in {parcel.path} arrived damaged (checksum differs): publish the weights again.")
+        raise WeightError(
+            f"changes of weights in {parcel.path} arrived damaged (checksum differs): publish the weights again."
+        )
     return data
 
 
@@ -262,7 +297,9 @@ def _compare(tensor: Tensor, held: Tensor, *, max_share: float) -> Change:
     given, old = _bits(tensor.contiguous().view(-1)), _bits(held.reshape(-1))
     dtype = _index_dtype(len(given))
     # A change of C elements takes C places and values, each rounded up; the whole tensor takes its own bytes.
-    affordable = (len(given) * given.element_size() - 2 * ALIGNMENT) // (given.element_size() + dtype.itemsize)
+    affordable = (len(given) * given.element_size() - 2 * ALIGNMENT) // (
+        given.element_size() + dtype.itemsize
+    )
     most, count, found = min(int(max_share * len(given)), affordable), 0, []
     for start in range(0, len(given), _BLOCK):
         block = given[start : start + _BLOCK]

@@ -70,7 +70,14 @@ class _Group(Protocol):
 class Channel:
     """One member's end of a channel."""
 
-    def __init__(self, spec: ChannelSpec, *, rank: int, device: torch.device, server: StoreServer | None = None) -> None:
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        rank: int,
+        device: torch.device,
+        server: StoreServer | None = None,
+    ) -> None:
         """Meet the other members; returns when all of them have come, with nccl at the first transfer.
 
         Args:
@@ -130,10 +137,19 @@ class Channel:
             self._broadcast(data)
         if self._spec.with_digest:
             (digest,) = self.receive_words(1)
-            check_digest(data, Parcel(entries=parcel.entries, num_bytes=parcel.num_bytes, digest=digest % 2**64))
+            check_digest(
+                data,
+                Parcel(entries=parcel.entries, num_bytes=parcel.num_bytes, digest=digest % 2**64),
+            )
         return data
 
-    def send_changes(self, changes: Sequence[Change], *, entries: Sequence[ParcelEntry], result_digest: int | None) -> int:
+    def send_changes(
+        self,
+        changes: Sequence[Change],
+        *,
+        entries: Sequence[ParcelEntry],
+        result_digest: int | None,
+    ) -> int:
         """Hand the changes of one bucket to every receiver; returns how many bytes they take."""
         counts = [change.count for change in changes]
         self.send_words([*counts, _signed(result_digest or 0)])
@@ -156,7 +172,10 @@ class Channel:
         if num_bytes:
             data = self.receive(Parcel(entries=entries, num_bytes=num_bytes, digest=None)).cpu()
         parcel = ChangeParcel(
-            counts=tuple(counts), num_bytes=num_bytes, digest=None, result_digest=result % 2**64 if self._spec.with_digest else None
+            counts=tuple(counts),
+            num_bytes=num_bytes,
+            digest=None,
+            result_digest=result % 2**64 if self._spec.with_digest else None,
         )
         return parcel, data
 
@@ -210,7 +229,9 @@ class Channel:
             self._store.set("buffer", share_buffer(own, nonce=self._spec.nonce).to_json())
             return own
         num_bytes = self._spec.buffer_bytes
-        shared = read_shared_buffer(self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes)
+        shared = read_shared_buffer(
+            self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes
+        )
         return shared.map(num_bytes, device=self._device)
 
 
@@ -224,7 +245,9 @@ def _gloo_options(spec: ChannelSpec, *, timeout: timedelta) -> object:
     """Gloo on the network that leads to the sender: left to itself it takes what the host's own name means, which is often the loopback."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(towards=spec.address))]
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname=own_address(towards=spec.address))
+    ]
     options._threads = 2
     return options
 

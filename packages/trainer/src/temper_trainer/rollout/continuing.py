@@ -149,10 +149,18 @@ def _add(parts: _Parts, completion: Completion) -> None:
 
 def _continued(request: SamplingRequest, completion: Completion) -> SamplingRequest:
     """What is left to ask, with a seed of its own: draws count from the request's first token."""
-    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens))
+    sampling = replace(
+        request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens)
+    )
     seed = (request.seed + SEED_STEP * len(completion.tokens)) % 2**63
     session = hash(request.prompt_tokens) if request.session is None else request.session
-    return replace(request, prompt_tokens=request.prompt_tokens + completion.tokens, sampling=sampling, seed=seed, session=session)
+    return replace(
+        request,
+        prompt_tokens=request.prompt_tokens + completion.tokens,
+        sampling=sampling,
+        seed=seed,
+        session=session,
+    )
 
 
 def _joined(parts: _Parts, last: Completion) -> Completion:

@@ -69,11 +69,15 @@ class Decoding:
         self._is_interrupted = is_interrupted
         self._compute_lock = compute_lock or nullcontext()
         self._device = model.device
-        self._waiting = deque(_Sequence(index=i, request=request) for i, request in enumerate(requests))
+        self._waiting = deque(
+            _Sequence(index=i, request=request) for i, request in enumerate(requests)
+        )
         self._num_slots = min(max_concurrent, len(requests))
         self._live: list[_Sequence] = []
         self._memory = SlotMemory(num_layers=model.config.get_text_config().num_hidden_layers)
-        self._max_length = max((len(r.prompt_tokens) + r.sampling.max_tokens for r in requests), default=0)
+        self._max_length = max(
+            (len(r.prompt_tokens) + r.sampling.max_tokens for r in requests), default=0
+        )
         self._completions: dict[int, Completion] = {}
 
     def run(self) -> list[Completion]:
@@ -96,7 +100,9 @@ class Decoding:
 
     def _options(self) -> DrawOptions:
         requests = [sequence.request for sequence in self._live]
-        return DrawOptions.of([r.sampling for r in requests], seeds=[r.seed for r in requests], device=self._device)
+        return DrawOptions.of(
+            [r.sampling for r in requests], seeds=[r.seed for r in requests], device=self._device
+        )
 
     def _admit(self, num_free: int) -> None:
         """Give free slots to waiting requests and compute their prompts, each distinct one once."""
@@ -114,11 +120,15 @@ class Decoding:
             self._prefill(chosen, [slots[prefix] for prefix in chosen])
 
     def _prefill(self, prefixes: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]) -> None:
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True).to(self._device)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(prefix) for prefix in prefixes], batch_first=True
+        ).to(self._device)
         places = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
         attention = PrefillAttention(self._memory, slots=slots, device=self._device)
         # The model without its head: only keys and values are wanted.
-        self._model.base_model(input_ids=padded, position_ids=places, use_cache=False, slots=attention)
+        self._model.base_model(
+            input_ids=padded, position_ids=places, use_cache=False, slots=attention
+        )
 
     def _reserve(self, *, num_slots: int) -> None:
         longest = max(sequence.position for sequence in self._live) + 1
@@ -131,10 +141,21 @@ class Decoding:
         positions = torch.tensor(places, device=self._device)
         current = torch.tensor([sequence.current for sequence in self._live], device=self._device)
         attention = DecodeAttention(self._memory, positions=positions, longest=max(places))
-        outputs = self._model(input_ids=current[:, None], position_ids=positions[:, None], use_cache=False, slots=attention)
-        drawn, logprobs = draw(outputs.logits[:, 0].float(), options=options, positions=[len(s.tokens) for s in self._live])
+        outputs = self._model(
+            input_ids=current[:, None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            slots=attention,
+        )
+        drawn, logprobs = draw(
+            outputs.logits[:, 0].float(),
+            options=options,
+            positions=[len(s.tokens) for s in self._live],
+        )
         finished = []
-        for slot, (sequence, token, logprob) in enumerate(zip(self._live, drawn.tolist(), logprobs.tolist(), strict=True)):
+        for slot, (sequence, token, logprob) in enumerate(
+            zip(self._live, drawn.tolist(), logprobs.tolist(), strict=True)
+        ):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             reason = self._finish_reason(sequence)

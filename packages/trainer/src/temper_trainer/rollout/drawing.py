@@ -40,15 +40,21 @@ class DrawOptions:
     """Whether a row has top_p below 1 or a top_k."""
 
     @classmethod
-    def of(cls, samplings: Sequence[SamplingConfig], *, seeds: Sequence[int], device: torch.device) -> "DrawOptions":
+    def of(
+        cls, samplings: Sequence[SamplingConfig], *, seeds: Sequence[int], device: torch.device
+    ) -> "DrawOptions":
         """The options of n requests; a seed of any size counts modulo 2^64."""
         greedy = [sampling.temperature == 0 for sampling in samplings]
         everything = torch.iinfo(torch.int64).max
         return cls(
-            temperature=torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=device),
+            temperature=torch.tensor(
+                [sampling.temperature or 1.0 for sampling in samplings], device=device
+            ),
             is_greedy=torch.tensor(greedy, device=device),
             top_p=torch.tensor([sampling.top_p for sampling in samplings], device=device),
-            top_k=torch.tensor([sampling.top_k or everything for sampling in samplings], device=device),
+            top_k=torch.tensor(
+                [sampling.top_k or everything for sampling in samplings], device=device
+            ),
             seeds=np.array([seed % 2**64 for seed in seeds], dtype=np.uint64),
             any_greedy=any(greedy),
             all_greedy=all(greedy),
@@ -56,7 +62,9 @@ class DrawOptions:
         )
 
 
-def draw(logits: Tensor, *, options: DrawOptions, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, *, options: DrawOptions, positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs after temperature and before top-p and top-k.
 
     Args:
@@ -73,7 +81,9 @@ def draw(logits: Tensor, *, options: DrawOptions, positions: Sequence[int]) -> t
     logits /= options.temperature[:, None]
     normaliser = logits.logsumexp(-1)
     if not bool(normaliser.isfinite().all()):
-        raise WeightError("the model's logits are not finite: its weights have overflowed or were damaged on their way.")
+        raise WeightError(
+            "the model's logits are not finite: its weights have overflowed or were damaged on their way."
+        )
     tokens = logits.argmax(-1) if options.any_greedy else None
     if tokens is None or not options.all_greedy:
         probabilities = (logits - normaliser[:, None]).exp_()
@@ -107,11 +117,15 @@ def invert(probabilities: Tensor, *, points: Tensor) -> Tensor:
     """
     num_tokens = probabilities.shape[-1]
     size = min(_BLOCK, num_tokens)
-    padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % size)).unflatten(-1, (-1, size))
+    padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % size)).unflatten(
+        -1, (-1, size)
+    )
     before = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = points * before[:, -1]
     block = (before <= target[:, None]).sum(-1)
-    within = padded[torch.arange(len(block), device=block.device), block].cumsum(-1, dtype=torch.float64)
+    within = padded[torch.arange(len(block), device=block.device), block].cumsum(
+        -1, dtype=torch.float64
+    )
     start = torch.nn.functional.pad(before, (1, 0)).gather(-1, block[:, None])[:, 0]
     # The block's own running sum may end a rounding below its total.
     inside = torch.minimum(target - start, within[:, -1] * (1 - 2.0**-50)).clamp_min(0)

@@ -49,7 +49,9 @@ class HfSampler:
             ConfigError: The model can't be built, or there is no end token.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._model: PreTrainedModel | None = build_model(model, dtype=_DTYPES[config.dtype], device=self._device)
+        self._model: PreTrainedModel | None = build_model(
+            model, dtype=_DTYPES[config.dtype], device=self._device
+        )
         self._ends = end_token_ids(self._model, model, tokenizer_end=tokenizer.eos_token_id)
         self._tokenizer = tokenizer
         self._config = config
@@ -89,7 +91,9 @@ class HfSampler:
         self._version = version
         self._interrupted.clear()
 
-    def load_changes(self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int) -> None:
+    def load_changes(
+        self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int
+    ) -> None:
         """Take what changed since the weights that are held; on an error they stay as they are.
 
         Raises:
@@ -97,7 +101,9 @@ class HfSampler:
             WeightError: a bucket is damaged or does not fit.
         """
         if self._version != base_version:
-            raise StaleBaseError(f"changes of weights {base_version} came, but the sampler holds weights {self._version}.")
+            raise StaleBaseError(
+                f"changes of weights {base_version} came, but the sampler holds weights {self._version}."
+            )
         load_changes(self._open_model(), buckets)
         self._version = version
         self._interrupted.clear()
@@ -113,18 +119,27 @@ class HfSampler:
             chosen = tokens[first : first + rows]
             with self._compute_lock:
                 values = self._teacher_forced(model, chosen, temperature=temperature)
-            found += [row[: len(sequence) - 1] for row, sequence in zip(values.tolist(), chosen, strict=True)]
+            found += [
+                row[: len(sequence) - 1]
+                for row, sequence in zip(values.tolist(), chosen, strict=True)
+            ]
         return found
 
     def close(self) -> None:
         """Free the model."""
         self._model = None
 
-    def _teacher_forced(self, model: PreTrainedModel, tokens: Sequence[Sequence[int]], *, temperature: float) -> Tensor:
+    def _teacher_forced(
+        self, model: PreTrainedModel, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> Tensor:
         """[B, L - 1] float32 log-probs of sequences padded on the right."""
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in tokens], batch_first=True).to(self._device)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(sequence) for sequence in tokens], batch_first=True
+        ).to(self._device)
         places = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
-        logits = model(input_ids=padded, position_ids=places, use_cache=False, slots=CausalAttention()).logits
+        logits = model(
+            input_ids=padded, position_ids=places, use_cache=False, slots=CausalAttention()
+        ).logits
         tempered = logits[:, :-1].float() / temperature
         chosen: Tensor = tempered.gather(-1, padded[:, 1:, None])[..., 0] - tempered.logsumexp(-1)
         return chosen
@@ -135,7 +150,11 @@ class HfSampler:
             raise ConfigError("two sampling requests share a request_id: give each its own.")
         for request in requests:
             length = len(request.prompt_tokens) + request.sampling.max_tokens
-            if not request.prompt_tokens or max(request.prompt_tokens) >= config.vocab_size or min(request.prompt_tokens) < 0:
+            if (
+                not request.prompt_tokens
+                or max(request.prompt_tokens) >= config.vocab_size
+                or min(request.prompt_tokens) < 0
+            ):
                 raise ConfigError(
                     f"request {request.request_id}: a prompt needs at least one token, all from 0 to {config.vocab_size - 1}, "
                     f"but is {request.prompt_tokens!s:.80}: does the tokenizer belong to the model?"

@@ -20,7 +20,9 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
         ConfigError: nothing can be loaded from model.path, or transformers does not know model.architecture.
     """
     if spec.path is not None and not Path(spec.path).is_dir():
-        raise ConfigError(f"the sampler can't build a model from {spec.path!r}: there is no such directory.")
+        raise ConfigError(
+            f"the sampler can't build a model from {spec.path!r}: there is no such directory."
+        )
     try:
         if spec.path is not None:
             model = AutoModelForCausalLM.from_pretrained(
@@ -34,7 +36,9 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
             config = AutoConfig.for_model(**spec.architecture)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=SLOT_ATTENTION)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=SLOT_ATTENTION
+                )
     except (OSError, ValueError) as error:
         origin = spec.path or dict(spec.architecture)
         raise ConfigError(f"the sampler can't build a model from {origin!r}: {error}") from error
@@ -55,7 +59,9 @@ def _leave_the_file(model: PreTrainedModel) -> None:
         tensor.data = tensor.data.clone()
 
 
-def end_token_ids(model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
+def end_token_ids(
+    model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None
+) -> frozenset[int]:
     """The tokenizer's end token, and those that a loaded model's own generation config names.
 
     A model from scratch has no say: the end token in its architecture's defaults belongs to another tokenizer.
@@ -68,7 +74,9 @@ def end_token_ids(model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int
         named = model.generation_config.eos_token_id
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:
-        raise ConfigError("neither the tokenizer nor the model's generation config has an end token, so no completion could end.")
+        raise ConfigError(
+            "neither the tokenizer nor the model's generation config has an end token, so no completion could end."
+        )
     return frozenset(ends)
 
 
@@ -83,11 +91,15 @@ def named_end_tokens(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset
         try:
             generation = GenerationConfig.from_pretrained(spec.path, local_files_only=True)
         except OSError:  # without generation_config.json, the model's own config speaks
-            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code))
+            generation = GenerationConfig.from_model_config(
+                AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+            )
         named = generation.eos_token_id
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:
-        raise ConfigError("neither the tokenizer nor the model's generation config has an end token, so no completion could end.")
+        raise ConfigError(
+            "neither the tokenizer nor the model's generation config has an end token, so no completion could end."
+        )
     return frozenset(ends)
 
 
@@ -107,8 +119,15 @@ def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
         if place.data_ptr() not in seen:
             seen.add(place.data_ptr())
             places |= _by_names_in_files(name, place)
-    arrived = [NamedWeight(name, tensor) for whole in stream for name, tensor in _by_names_in_files(*whole).items()]
-    check_complete((_entry(name, place) for name, place in places.items()), [_entry(w.name, w.tensor) for w in arrived])
+    arrived = [
+        NamedWeight(name, tensor)
+        for whole in stream
+        for name, tensor in _by_names_in_files(*whole).items()
+    ]
+    check_complete(
+        (_entry(name, place) for name, place in places.items()),
+        [_entry(w.name, w.tensor) for w in arrived],
+    )
     with torch.no_grad():
         for weight in arrived:
             places[weight.name].copy_(weight.tensor)
@@ -124,11 +143,17 @@ def load_changes(model: PreTrainedModel, buckets: Sequence[ChangeBucket]) -> Non
     places: dict[str, torch.Tensor] = {}
     for name, place in model.state_dict().items():
         places |= {name: place, **_by_names_in_files(name, place)}
-    found = [pair for bucket in buckets for pair in read_changes(bucket.data, bucket.entries, bucket.counts)]
+    found = [
+        pair
+        for bucket in buckets
+        for pair in read_changes(bucket.data, bucket.entries, bucket.counts)
+    ]
     for entry in (entry for bucket in buckets for entry in bucket.entries):
         if entry.name not in places or tuple(places[entry.name].shape) != entry.shape:
             shape = tuple(places[entry.name].shape) if entry.name in places else "no such tensor"
-            raise WeightError(f"changes do not match the model: {entry.name} of shape {entry.shape}, expected {shape}. Nothing was loaded.")
+            raise WeightError(
+                f"changes do not match the model: {entry.name} of shape {entry.shape}, expected {shape}. Nothing was loaded."
+            )
     with torch.no_grad():
         for entry, change in found:
             write_change(places[entry.name], change)

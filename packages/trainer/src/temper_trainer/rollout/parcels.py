@@ -60,7 +60,9 @@ def layout_of(weights: Sequence[NamedWeight]) -> tuple[tuple[ParcelEntry, ...], 
     entries, offset = [], 0
     for name, tensor in weights:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(ParcelEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset))
+        entries.append(
+            ParcelEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
+        )
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return tuple(entries), max(offset, ALIGNMENT)
 
@@ -80,7 +82,12 @@ def write_parcel(weights: Sequence[NamedWeight], path: Path, *, with_digest: boo
     entries, num_bytes = layout_of(weights)
     data = make_file(path, num_bytes=num_bytes)
     fill(data, weights, entries)
-    return Parcel(entries=entries, num_bytes=num_bytes, digest=digest_of(data) if with_digest else None, path=str(path))
+    return Parcel(
+        entries=entries,
+        num_bytes=num_bytes,
+        digest=digest_of(data) if with_digest else None,
+        path=str(path),
+    )
 
 
 def make_file(path: Path, *, num_bytes: int) -> Tensor:
@@ -124,7 +131,9 @@ def open_file(path: Path, *, num_bytes: int, is_shared: bool) -> Tensor:
     """
     if not path.is_file() or path.stat().st_size != num_bytes:
         size = path.stat().st_size if path.is_file() else "missing"
-        raise WeightError(f"the weights' file {path} is {size}, but should have {num_bytes} bytes: is this its machine?")
+        raise WeightError(
+            f"the weights' file {path} is {size}, but should have {num_bytes} bytes: is this its machine?"
+        )
     return torch.from_file(str(path), shared=is_shared, size=num_bytes, dtype=torch.uint8)
 
 
@@ -136,7 +145,9 @@ def check_digest(data: Tensor, parcel: Parcel) -> None:
     """
     if parcel.digest is not None and digest_of(data) != parcel.digest:
         first = parcel.entries[0].name if parcel.entries else "nothing"
-        raise WeightError(f"the bucket of weights from {first} on arrived damaged (checksum differs): publish the weights again.")
+        raise WeightError(
+            f"the bucket of weights from {first} on arrived damaged (checksum differs): publish the weights again."
+        )
 
 
 def named_weights(data: Tensor, parcel: Parcel) -> Iterator[NamedWeight]:
@@ -168,7 +179,11 @@ def digest_of(data: Tensor) -> int:
     rest = torch.nn.functional.pad(data[len(words) * 8 :], (0, 8 - len(data) % 8)).view(torch.int64)
     places = torch.arange(min(_BLOCK, len(words)), device=data.device) * 2 + 1
     num_whole = len(words) // _BLOCK
-    rows = words[: num_whole * _BLOCK].view(num_whole, _BLOCK).split(_BLOCKS_AT_ONCE if data.is_cuda else 1)
+    rows = (
+        words[: num_whole * _BLOCK]
+        .view(num_whole, _BLOCK)
+        .split(_BLOCKS_AT_ONCE if data.is_cuda else 1)
+    )
     sums = [(row * places).sum(dim=1) for row in rows if len(row)]
     last = words[num_whole * _BLOCK :]
     sums.append((last * places[: len(last)]).sum(dim=0, keepdim=True))

@@ -46,7 +46,9 @@ class ScriptedSampler:
     def _complete(self, request: SamplingRequest) -> Completion:
         tokens = tuple(self._script(request))[: request.sampling.max_tokens]
         if not tokens:
-            raise ConfigError(f"the script gave no tokens for request {request.request_id}: a completion has at least one.")
+            raise ConfigError(
+                f"the script gave no tokens for request {request.request_id}: a completion has at least one."
+            )
         ended = tokens[-1] == self._end_token_id
         return Completion(
             request_id=request.request_id,

@@ -24,7 +24,16 @@ _BLOCK = 64
 class Attention(Protocol):
     """What attention means in one forward pass."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         """[rows, H x G, L, D] for query [rows, H x G, L, D], key and value [rows, H, L, D]."""
         ...
 
@@ -32,14 +41,29 @@ class Attention(Protocol):
 class CausalAttention:
     """Whole sequences, padded on the right, nothing remembered."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         """See Attention."""
         length = query.shape[2]
         if window is None or length <= window:
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+            return functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
+        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(
+            length, device=query.device
+        )
         mask = (distance >= 0) & (distance < window)
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+        )
 
 
 class SlotMemory:
@@ -81,7 +105,16 @@ class SlotMemory:
         self._keys[layer][slots, :, :length] = key[rows]
         self._values[layer][slots, :, :length] = value[rows]
 
-    def append(self, layer: int, key: Tensor, value: Tensor, *, slots: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def append(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        *,
+        slots: Tensor,
+        positions: Tensor,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
         """Remember one position of each of the first n slots; what they remember up to ``length``, as views [n, H, length, D]."""
         self._allocate(layer, key)
         keys, values = self._keys[layer], self._values[layer]
@@ -108,13 +141,26 @@ class PrefillAttention(CausalAttention):
     What the padding leaves behind a prompt is overwritten, position by position, before a mask lets it be seen.
     """
 
-    def __init__(self, memory: SlotMemory, *, slots: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self, memory: SlotMemory, *, slots: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
         """``slots[row]`` are those that the row's keys and values go to."""
         self._memory = memory
         self._slots = torch.tensor([slot for chosen in slots for slot in chosen], device=device)
-        self._rows = torch.tensor([row for row, chosen in enumerate(slots) for _ in chosen], device=device)
+        self._rows = torch.tensor(
+            [row for row, chosen in enumerate(slots) for _ in chosen], device=device
+        )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         """See Attention."""
         self._memory.write(layer, key, value, slots=self._slots, rows=self._rows)
         return CausalAttention.attend(self, layer, query, key, value, scale=scale, window=window)
@@ -131,22 +177,39 @@ class DecodeAttention:
         self._length = longest + 1
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         """See Attention. Query heads that share a key-value head become its query rows, so that nothing is repeated."""
-        keys, values = self._memory.append(layer, key, value, slots=self._slots, positions=self._positions, length=self._length)
+        keys, values = self._memory.append(
+            layer, key, value, slots=self._slots, positions=self._positions, length=self._length
+        )
         rows, heads, _, size = query.shape
         grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], size)
         mask = self._mask(window, query.dtype)
-        found = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        found = functional.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scale
+        )
         return found.reshape(rows, heads, 1, size)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, 1, S]: 0 where a position is seen, else minus infinity; one per forward pass and kind of layer."""
         mask = self._masks.get((window, dtype))
         if mask is None:
-            distance = self._positions[:, None] - torch.arange(self._length, device=self._positions.device)
+            distance = self._positions[:, None] - torch.arange(
+                self._length, device=self._positions.device
+            )
             is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf)[:, None, None]
+            mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf)[
+                :, None, None
+            ]
             self._masks[window, dtype] = mask
         return mask
 

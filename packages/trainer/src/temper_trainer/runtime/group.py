@@ -86,7 +86,12 @@ class WorkerGroup(ABC):
         self.run(TrainingWorker.set_objective, [(objective,)] * self.num_workers)
 
     def forward(
-        self, parts: Sequence[PackedBatch], *, outputs: Collection[Query], sample_ids: Tensor, without_adapter: bool = False
+        self,
+        parts: Sequence[PackedBatch],
+        *,
+        outputs: Collection[Query],
+        sample_ids: Tensor,
+        without_adapter: bool = False,
     ) -> Outputs:
         """Answers of one mini-batch in the order of ``sample_ids`` [B].
 
@@ -96,7 +101,10 @@ class WorkerGroup(ABC):
             sample_ids: order of the result.
             without_adapter: ask the base of the role's adapter alone.
         """
-        results = self.run(TrainingWorker.forward, [(part, tuple(outputs), without_adapter) for part in self._by_rank(parts)])
+        results = self.run(
+            TrainingWorker.forward,
+            [(part, tuple(outputs), without_adapter) for part in self._by_rank(parts)],
+        )
         return gather_outputs([result.outputs for result in results], sample_ids=sample_ids)
 
     def evaluate(self, parts: Sequence[PackedBatch]) -> dict[str, Metric]:
@@ -107,11 +115,15 @@ class WorkerGroup(ABC):
     def update(self, parts: Sequence[PackedBatch], *, is_last_of_step: bool) -> UpdateResult:
         """One optimiser update of one mini-batch; metrics merged over replicas, times are the slowest rank's."""
         self.num_updates += 1
-        results = self.run(TrainingWorker.update, [(part, is_last_of_step) for part in self._by_rank(parts)])
+        results = self.run(
+            TrainingWorker.update, [(part, is_last_of_step) for part in self._by_rank(parts)]
+        )
         ids = tuple(sorted({i for result in results for i in result.report.sample_ids}))
         report = results[0].report
         if {r.report.outcome for r in results} != {report.outcome}:
-            raise EngineStateError(f"ranks of {self.role} disagree on an update: {[r.report.outcome for r in results]}.")
+            raise EngineStateError(
+                f"ranks of {self.role} disagree on an update: {[r.report.outcome for r in results]}."
+            )
         return UpdateResult(
             report=type(report)(grad_norm=report.grad_norm, outcome=report.outcome, sample_ids=ids),
             lr=results[0].lr,
@@ -154,12 +166,18 @@ class WorkerGroup(ABC):
     def _by_rank(self, parts: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The same share to every rank of a model-parallel replica."""
         if len(parts) != self.dp_size:
-            raise EngineStateError(f"{self.role} has {self.dp_size} data-parallel ranks, but {len(parts)} shares were given.")
+            raise EngineStateError(
+                f"{self.role} has {self.dp_size} data-parallel ranks, but {len(parts)} shares were given."
+            )
         return [parts[topology.dp.rank] for topology in self.topologies]
 
     def _merge(self, metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """One rank of each replica speaks for it."""
-        return merge_metrics(m for m, topology in zip(metrics, self.topologies, strict=True) if topology.returns_outputs)
+        return merge_metrics(
+            m
+            for m, topology in zip(metrics, self.topologies, strict=True)
+            if topology.returns_outputs
+        )
 
 
 class InlineWorkerGroup(WorkerGroup):
@@ -185,7 +203,9 @@ class InlineWorkerGroup(WorkerGroup):
         is_on_cpu = config.device == "cpu" or not torch.cuda.is_available()
         changes_settings = is_on_cpu or config.deterministic
         self._compute_lock = compute_lock if compute_lock and changes_settings else nullcontext()
-        self._worker = open_worker(engine_name=engine_name, config=config, num_threads=None, is_deprecated=is_deprecated)
+        self._worker = open_worker(
+            engine_name=engine_name, config=config, num_threads=None, is_deprecated=is_deprecated
+        )
 
     @property
     def num_workers(self) -> int:

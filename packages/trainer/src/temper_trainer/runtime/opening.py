@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 class Runtime(Protocol):
     """Makes the roles and the sampler of a run."""
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
+    def open_group(
+        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
+    ) -> WorkerGroup:
         """The ranks of one role, not yet initialised; deprecated ones where asked."""
         ...
 
@@ -48,7 +50,9 @@ class InlineRuntime:
         # Reentrant: publishing runs inside a call to a role and may ask the sampler.
         self._compute_lock = threading.RLock()
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
+    def open_group(
+        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
+    ) -> WorkerGroup:
         """One rank."""
         assert num_workers == 1
         return InlineWorkerGroup(
@@ -94,6 +98,8 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError("runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.") from error
+        raise ConfigError(
+            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline."
+        ) from error
     with open_ray_runtime(config, roles=role_requests(config)) as runtime:
         yield runtime

@@ -48,7 +48,11 @@ class Placement:
 
     def bundle_of(self, role: str, rank: int) -> int:
         """Index of the bundle of one worker."""
-        return next(i for i, bundle in enumerate(self.bundles) if role in bundle.roles and bundle.rank == rank)
+        return next(
+            i
+            for i, bundle in enumerate(self.bundles)
+            if role in bundle.roles and bundle.rank == rank
+        )
 
     def share_of(self, role: str, rank: int) -> tuple[float, float]:
         """(CPU cores, GPUs) of one worker: an equal share of its bundle."""
@@ -57,7 +61,10 @@ class Placement:
 
     def describe(self) -> str:
         """One line a bundle."""
-        return "\n".join(f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU" for b in self.bundles)
+        return "\n".join(
+            f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU"
+            for b in self.bundles
+        )
 
 
 def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
@@ -65,11 +72,17 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     if config.task in ("eval", "generate"):
         roles = {}
-    requests = {n: RoleRequest(num_workers=r.num_workers, pool=r.pool) for n, r in roles.items() if r is not None}
+    requests = {
+        n: RoleRequest(num_workers=r.num_workers, pool=r.pool)
+        for n, r in roles.items()
+        if r is not None
+    }
     if config.samples:
         rollout = config.rollout
         per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
-        requests["rollout"] = RoleRequest(num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica)
+        requests["rollout"] = RoleRequest(
+            num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica
+        )
     if config.samples and (model := config.reward.model) is not None:
         requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
     for name, teacher in teacher_roles(config.teachers).items():
@@ -90,10 +103,16 @@ def teacher_role(name: str, replica: int) -> str:
 
 def teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
     """The replicas of all teachers by role name."""
-    return {teacher_role(name, replica): teacher for name, teacher in teachers.items() for replica in range(teacher.num_replicas)}
+    return {
+        teacher_role(name, replica): teacher
+        for name, teacher in teachers.items()
+        for replica in range(teacher.num_replicas)
+    }
 
 
-def plan_placement(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, cpus: float, gpus: float) -> Placement:
+def plan_placement(
+    roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, cpus: float, gpus: float
+) -> Placement:
     """Bundles for every role.
 
     Args:
@@ -132,7 +151,9 @@ def _devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
     """Devices of a pool's bundles; roles that share them need the same number."""
     sizes = {request.devices_per_worker for request in members.values()}
     if len(sizes) > 1:
-        listed = ", ".join(f"{name}: {request.devices_per_worker}" for name, request in members.items())
+        listed = ", ".join(
+            f"{name}: {request.devices_per_worker}" for name, request in members.items()
+        )
         raise ConfigError(
             f"roles of pool {pool!r} need different numbers of devices per worker ({listed}): set rollout.pool to a pool of its own, or "
             "rollout.vllm.tensor_parallel_size=1."
@@ -140,10 +161,15 @@ def _devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
     return sizes.pop()
 
 
-def _check_fits(bundles: Sequence[Bundle], roles: Mapping[str, RoleRequest], *, cpus: float, gpus: float) -> None:
+def _check_fits(
+    bundles: Sequence[Bundle], roles: Mapping[str, RoleRequest], *, cpus: float, gpus: float
+) -> None:
     asked_cpus, asked_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
     if asked_cpus > cpus or asked_gpus > gpus:
-        sizes = ", ".join(f"{name}: {request.num_workers} in pool {request.pool!r}" for name, request in roles.items())
+        sizes = ", ".join(
+            f"{name}: {request.num_workers} in pool {request.pool!r}"
+            for name, request in roles.items()
+        )
         raise ConfigError(
             f"the roles ({sizes}) need {asked_cpus:g} CPU and {asked_gpus:g} GPU, but the cluster has {cpus:g} and {gpus:g}: lower "
             "runtime.cpus_per_worker, runtime.gpus_per_worker or a role's num_workers, or give roles the same pool."

@@ -21,13 +21,20 @@ def planned(config: TrainerConfig) -> list[str]:
 
 def _planned_inline(config: TrainerConfig) -> list[str]:
     """One process, and the servers beside it."""
-    found = [f"this process: {', '.join(name for name in role_requests(config) if not _is_server(name, config))}"]
+    found = [
+        f"this process: {', '.join(name for name in role_requests(config) if not _is_server(name, config))}"
+    ]
     if config.samples and config.rollout.sampler == "vllm":
         devices = config.runtime.rollout_devices
-        found += [_server_line("rollout", i, devices=devices) for i in range(config.rollout.num_replicas)]
+        found += [
+            _server_line("rollout", i, devices=devices) for i in range(config.rollout.num_replicas)
+        ]
     for name, teacher in config.teachers.items():
         if teacher.backend == "vllm":
-            found += [_server_line(f"teacher {name}", i, devices=teacher.devices) for i in range(teacher.num_replicas)]
+            found += [
+                _server_line(f"teacher {name}", i, devices=teacher.devices)
+                for i in range(teacher.num_replicas)
+            ]
     return found
 
 
@@ -38,7 +45,9 @@ def _is_server(role: str, config: TrainerConfig) -> bool:
 
 
 def _server_line(name: str, number: int, *, devices: Sequence[str]) -> str:
-    return f"{name} replica {number}: a server beside it" + (f" on devices {devices[number]}" if devices else ", on this process's devices")
+    return f"{name} replica {number}: a server beside it" + (
+        f" on devices {devices[number]}" if devices else ", on this process's devices"
+    )
 
 
 def planned_weights(config: TrainerConfig) -> list[str]:
@@ -54,4 +63,7 @@ def planned_weights(config: TrainerConfig) -> list[str]:
         way = "chosen when actor and servers are up: CUDA IPC on one GPU, NCCL to others, shared memory on one host of CPUs, else gloo"
     else:
         way = f"by {sync.transport}"
-    return [f"weights to the sampler: {way}" + (", what changed alone" if sync.content == "delta" else "")]
+    return [
+        f"weights to the sampler: {way}"
+        + (", what changed alone" if sync.content == "delta" else "")
+    ]

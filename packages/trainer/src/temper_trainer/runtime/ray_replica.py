@@ -66,7 +66,9 @@ class ReplicaActor:
 class RayReplica:
     """A Replica in a Ray actor; a death of the actor or of its node is a death of the replica."""
 
-    def __init__(self, make_actor: Callable[[], ReplicaHandle], *, name: str, start_timeout_s: float) -> None:
+    def __init__(
+        self, make_actor: Callable[[], ReplicaHandle], *, name: str, start_timeout_s: float
+    ) -> None:
         self._make_actor = make_actor
         self._name = name
         self._start_timeout_s = start_timeout_s
@@ -95,7 +97,9 @@ class RayReplica:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
         """Completions in order."""
-        return cast("Future[list[Completion]]", self._ask(lambda actor: actor.sample.remote(list(requests))))
+        return cast(
+            "Future[list[Completion]]", self._ask(lambda actor: actor.sample.remote(list(requests)))
+        )
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
         """A method of the server's engine."""

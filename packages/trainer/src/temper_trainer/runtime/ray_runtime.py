@@ -25,8 +25,19 @@ from temper_trainer.runtime.group import WorkerError, WorkerGroup
 from temper_trainer.runtime.placement import Placement, RoleRequest, plan_placement, teacher_role
 from temper_trainer.runtime.planned import planned_weights
 from temper_trainer.runtime.ray_guard import RayGuard
-from temper_trainer.runtime.ray_replica import CALLS_AT_ONCE, RayReplica, ReplicaActor, ReplicaHandle
-from temper_trainer.runtime.ray_workers import ActorHandle, RaySampler, RayWorkerGroup, RoleActor, SamplerActor
+from temper_trainer.runtime.ray_replica import (
+    CALLS_AT_ONCE,
+    RayReplica,
+    ReplicaActor,
+    ReplicaHandle,
+)
+from temper_trainer.runtime.ray_workers import (
+    ActorHandle,
+    RaySampler,
+    RayWorkerGroup,
+    RoleActor,
+    SamplerActor,
+)
 from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teacher_plans
 from temper_trainer.temporary_folders import announced_session, claim_folder, remove_claimed
 
@@ -52,17 +63,29 @@ class RayRuntime:
         runtime = config.runtime
         self._owns_ray = connect(runtime)
         resources = ray.cluster_resources()
-        self.placement: Placement = plan_placement(roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
-        logger.info("placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)]))
+        self.placement: Placement = plan_placement(
+            roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)
+        )
+        logger.info(
+            "placement:\n%s", "\n".join([self.placement.describe(), *planned_weights(config)])
+        )
         bundles = [_resources(bundle.cpus, bundle.gpus) for bundle in self.placement.bundles]
         self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
-            raise WorkerError(f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s.")
+            raise WorkerError(
+                f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s."
+            )
         logger.info(
-            "granted:\n%s", "\n".join(f"{b.pool}[{b.rank}]: {node}" for b, node in zip(self.placement.bundles, self._nodes(), strict=True))
+            "granted:\n%s",
+            "\n".join(
+                f"{b.pool}[{b.rank}]: {node}"
+                for b, node in zip(self.placement.bundles, self._nodes(), strict=True)
+            ),
         )
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
+    def open_group(
+        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
+    ) -> WorkerGroup:
         """One actor a rank."""
         return RayWorkerGroup(
             role,
@@ -81,21 +104,34 @@ class RayRuntime:
         arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
         # In loop async an interrupt must get through while completions are being made.
         calls_at_once = 2 if config.loop == "async" else 1
-        actor = self._start(SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once)
+        actor = self._start(
+            SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once
+        )
         return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
 
     def teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
         """Each in a bundle of its own."""
-        return [self._replica(plan, role=teacher_role(name, i), rank=0) for i, plan in enumerate(teacher_plans(name, config))]
+        return [
+            self._replica(plan, role=teacher_role(name, i), rank=0)
+            for i, plan in enumerate(teacher_plans(name, config))
+        ]
 
-    def _open_servers(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
+    def _open_servers(
+        self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
+    ) -> VllmSampler:
         spec = server_spec(config, tokenizer=tokenizer)
-        replicas = [self._replica(plan, role="rollout", rank=i) for i, plan in enumerate(rollout_plans(config, spec=spec))]
+        replicas = [
+            self._replica(plan, role="rollout", rank=i)
+            for i, plan in enumerate(rollout_plans(config, spec=spec))
+        ]
         return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
 
     def _replica(self, plan: ServerPlan, *, role: str, rank: int) -> Replica:
         def make_actor() -> ReplicaHandle:
-            return cast("ReplicaHandle", self._start(ReplicaActor, plan, role=role, rank=rank, calls_at_once=CALLS_AT_ONCE))
+            return cast(
+                "ReplicaHandle",
+                self._start(ReplicaActor, plan, role=role, rank=rank, calls_at_once=CALLS_AT_ONCE),
+            )
 
         return RayReplica(make_actor, name=plan.name, start_timeout_s=plan.start_timeout_s)
 
@@ -110,24 +146,40 @@ class RayRuntime:
 
     def _nodes(self) -> list[str]:
         """The address of each bundle's node."""
-        addresses: dict[str, str] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses: dict[str, str] = {
+            node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
+        }
         of_bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [addresses[of_bundles[i]] for i in range(len(self.placement.bundles))]
 
-    def _start(self, actor_class: type[object], *arguments: object, role: str, rank: int, calls_at_once: int = 1) -> ActorHandle:
+    def _start(
+        self,
+        actor_class: type[object],
+        *arguments: object,
+        role: str,
+        rank: int,
+        calls_at_once: int = 1,
+    ) -> ActorHandle:
         """One actor in the bundle of its role and rank."""
         cpus, gpus = self.placement.share_of(role, rank)
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=self.placement.bundle_of(role, rank)
+            placement_group=self._group,
+            placement_group_bundle_index=self.placement.bundle_of(role, rank),
         )
         remote = ray.remote(actor_class).options(
-            num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0, max_concurrency=calls_at_once
+            num_cpus=cpus,
+            num_gpus=gpus,
+            scheduling_strategy=strategy,
+            max_restarts=0,
+            max_concurrency=calls_at_once,
         )
         return cast("ActorHandle", remote.remote(*arguments))
 
 
 @contextmanager
-def open_ray_runtime(config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> Iterator[RayRuntime]:
+def open_ray_runtime(
+    config: TrainerConfig, *, roles: Mapping[str, RoleRequest]
+) -> Iterator[RayRuntime]:
     """Ray for the body; closed also when it raises."""
     runtime = RayRuntime(config, roles=roles)
     try:
@@ -164,13 +216,18 @@ def _begin(address: str | None, bind_address: str) -> None:
     # except in the mode that is its default on macOS and Windows. The driver has read the variable
     # when it imported Ray; Ray's own processes read it now.
     ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
+        int(ray_constants.ENABLE_RAY_CLUSTER)
+    )
     with ExitStack() as stack:
         if starts_here:
             remove_claimed(_SESSIONS)
             stack.enter_context(announced_session(_SESSIONS))
             _guards.append(stack.enter_context(RayGuard()))
-        _init(address="local" if starts_here else address, bind_address=bind_address if starts_here else None)
+        _init(
+            address="local" if starts_here else address,
+            bind_address=bind_address if starts_here else None,
+        )
         if starts_here:
             claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
 

@@ -37,12 +37,21 @@ class StoredBucket:
             WeightError: a tensor arrived damaged.
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable.*")  # what is mapped from the store is read only, and only read
+            warnings.filterwarnings(
+                "ignore", message=".*not writable.*"
+            )  # what is mapped from the store is read only, and only read
             data = [torch.from_numpy(array) for array in self.arrays]
-        for entry, one, digest in zip(self.entries, data, self.digests or [None] * len(data), strict=True):
+        for entry, one, digest in zip(
+            self.entries, data, self.digests or [None] * len(data), strict=True
+        ):
             if digest is not None and digest_of(one) != digest:
-                raise WeightError(f"{entry.name} arrived damaged (checksum differs): publish the weights again.")
-        return [NamedWeight(entry.name, one.view(entry.dtype).view(entry.shape)) for entry, one in zip(self.entries, data, strict=True)]
+                raise WeightError(
+                    f"{entry.name} arrived damaged (checksum differs): publish the weights again."
+                )
+        return [
+            NamedWeight(entry.name, one.view(entry.dtype).view(entry.shape))
+            for entry, one in zip(self.entries, data, strict=True)
+        ]
 
 
 def store_bucket(part: Sequence[NamedWeight], *, index: int, with_digest: bool) -> StoredBucket:
@@ -50,7 +59,10 @@ def store_bucket(part: Sequence[NamedWeight], *, index: int, with_digest: bool) 
     data = [weight.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for weight in part]
     return StoredBucket(
         index=index,
-        entries=tuple(WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in part),
+        entries=tuple(
+            WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype)
+            for w in part
+        ),
         arrays=tuple(one.numpy() for one in data),
         digests=tuple(map(digest_of, data)) if with_digest else None,
     )
@@ -66,7 +78,12 @@ class HandedOver:
     """Of all buckets."""
 
 
-def hand_over(worker: TrainingWorker, give: Callable[[StoredBucket], object], bucket_bytes: int, with_digest: bool) -> HandedOver:
+def hand_over(
+    worker: TrainingWorker,
+    give: Callable[[StoredBucket], object],
+    bucket_bytes: int,
+    with_digest: bool,
+) -> HandedOver:
     """Runs on every rank of the actor: rank 0 gives away bucket after bucket, the others take part in the gathering."""
     given, num_bytes = [], 0
     with worker.export_weights() as stream:

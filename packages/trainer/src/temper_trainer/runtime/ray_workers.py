@@ -81,10 +81,21 @@ class RoleActor:
         is_deprecated: bool,
     ) -> None:
         """Take a place in the role's process group."""
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK="0",
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+        )
         os.environ[TOKEN_VARIABLE] = token
         bind_collectives(ray.util.get_node_ip_address())
-        self._worker = open_worker(engine_name=engine_name, config=config, num_threads=num_threads, is_deprecated=is_deprecated)
+        self._worker = open_worker(
+            engine_name=engine_name,
+            config=config,
+            num_threads=num_threads,
+            is_deprecated=is_deprecated,
+        )
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Run a function on the worker."""
@@ -95,7 +106,13 @@ class RoleActor:
 class SamplerActor:
     """The sampler in its own process."""
 
-    def __init__(self, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, num_threads: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        num_threads: int | None,
+    ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._sampler = HfSampler(model=model, tokenizer=tokenizer, config=config)
@@ -114,8 +131,12 @@ class SamplerActor:
         """Load the set that was held; returns the version the sampler now has."""
         held, self._held = self._held, {}
         if set(held) != set(range(count)):
-            raise WeightError(f"the sampler received {len(held)} of {count} buckets of weights: publish the weights again.")
-        self._sampler.load_weights((weight for i in range(count) for weight in held[i]), version=version)
+            raise WeightError(
+                f"the sampler received {len(held)} of {count} buckets of weights: publish the weights again."
+            )
+        self._sampler.load_weights(
+            (weight for i in range(count) for weight in held[i]), version=version
+        )
         return self._sampler.weight_version
 
     def hold_changes(self, bucket: ChangeBucket) -> None:
@@ -162,7 +183,10 @@ class RayWorkerGroup(WorkerGroup):
             self._take_places()
         what = f"{self.role}: {call.__qualname__}"
         with _told_when_full(what):
-            refs = [actor.call.remote(call, given) for actor, given in zip(self._actors, arguments, strict=True)]
+            refs = [
+                actor.call.remote(call, given)
+                for actor, given in zip(self._actors, arguments, strict=True)
+            ]
         try:
             return cast("list[T]", _wait_all(refs, timeout_s=self._timeout_s, what=what))
         except FullStoreError:
@@ -180,11 +204,21 @@ class RayWorkerGroup(WorkerGroup):
         """Tell every rank where rank 0 is, at the first call."""
         _wait_all(self._preparing, timeout_s=self._timeout_s, what=f"{self.role}: start")
         (place,) = _wait_all(
-            [self._actors[0].rendezvous.remote(run_token())], timeout_s=self._timeout_s, what=f"{self.role} rank 0: rendezvous"
+            [self._actors[0].rendezvous.remote(run_token())],
+            timeout_s=self._timeout_s,
+            what=f"{self.role} rank 0: rendezvous",
         )
         address, port = cast("tuple[str, int]", place)
         refs = [
-            actor.configure.remote(*self._settings, rank, len(self._actors), address, port, run_token(), self._is_deprecated)
+            actor.configure.remote(
+                *self._settings,
+                rank,
+                len(self._actors),
+                address,
+                port,
+                run_token(),
+                self._is_deprecated,
+            )
             for rank, actor in enumerate(self._actors)
         ]
         _wait_all(refs, timeout_s=self._timeout_s, what=f"{self.role}: configure")
@@ -222,7 +256,10 @@ class RaySampler:
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """Log-prob of each token but the first."""
-        return cast("list[list[float]]", self._call(_sampler_logprobs, [tuple(row) for row in tokens], temperature))
+        return cast(
+            "list[list[float]]",
+            self._call(_sampler_logprobs, [tuple(row) for row in tokens], temperature),
+        )
 
     def interrupt(self) -> None:
         """End open calls with what they have."""
@@ -236,7 +273,9 @@ class RaySampler:
         """
         raise ConfigError("the sampler on Ray fetches its weights from the actor, not as a stream.")
 
-    def fetch_weights(self, actor: WorkerGroup, *, bucket_bytes: int, with_digest: bool, version: int) -> int:
+    def fetch_weights(
+        self, actor: WorkerGroup, *, bucket_bytes: int, with_digest: bool, version: int
+    ) -> int:
         """Let rank 0 of the actor write a set into the object store, and load it when it is complete; returns its bytes."""
         arguments = (_GivesBuckets(self._actor), bucket_bytes, with_digest)
         handed = actor.run(hand_over, [arguments] * actor.num_workers)[0]
@@ -247,7 +286,9 @@ class RaySampler:
         self._version = cast("int", held)
         return handed.num_bytes
 
-    def load_changes(self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int) -> None:
+    def load_changes(
+        self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int
+    ) -> None:
         """Send what changed bucket by bucket; the actor loads it only when it is complete."""
         for bucket in buckets:
             with _told_when_full("rollout: receive changes"):
@@ -269,7 +310,9 @@ class RaySampler:
         return result
 
 
-def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what: str) -> list[object]:
+def _wait_all(
+    refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what: str
+) -> list[object]:
     """Results in order; raises as soon as one of them failed, though others still wait in a collective."""
     pending, deadline = list(refs), time.monotonic() + timeout_s
 
@@ -278,9 +321,13 @@ def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what
 
     with waiting(what, who=lambda: f"; ranks {late()} have not answered"):
         while pending:
-            ready, left = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            ready, left = ray.wait(
+                pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
-                raise WorkerError(f"{what}: ranks {late()} did not answer within runtime.worker_timeout_s = {timeout_s} s.")
+                raise WorkerError(
+                    f"{what}: ranks {late()} did not answer within runtime.worker_timeout_s = {timeout_s} s."
+                )
             pending = left
             failure = _failure(ready[0], rank=refs.index(ready[0]), what=what)
             if failure is not None:
@@ -288,11 +335,15 @@ def _wait_all(refs: "Sequence[ray.ObjectRef[object]]", *, timeout_s: float, what
     return list(ray.get(list(refs)))
 
 
-def _death_among(refs: "Sequence[ray.ObjectRef[object]]", pending: "list[ray.ObjectRef[object]]", *, what: str) -> WorkerError | None:
+def _death_among(
+    refs: "Sequence[ray.ObjectRef[object]]", pending: "list[ray.ObjectRef[object]]", *, what: str
+) -> WorkerError | None:
     """A rank that lost its peer in a collective answers before Ray has noticed that the peer is dead; the dead one is the cause."""
     deadline = time.monotonic() + DEATH_NOTICE_S
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             return None
         failure = _failure(ready[0], rank=refs.index(ready[0]), what=what)
@@ -334,17 +385,23 @@ def _failure(ref: "ray.ObjectRef[object]", *, rank: int, what: str) -> Exception
             cause.__cause__ = error
         return cause or error
     except ray.exceptions.RayActorError as error:
-        died = WorkerError(f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]}).")
+        died = WorkerError(
+            f"{what}: the worker of rank {rank} died ({str(error).splitlines()[0]})."
+        )
         died.__cause__ = error
         return died
     except _FULL as error:
         return _full(f"{what}, answer of rank {rank}", error)
     except ray.exceptions.RayError as error:
-        lost = WorkerError(f"{what}: the answer of rank {rank} was lost ({str(error).splitlines()[0]}).")
+        lost = WorkerError(
+            f"{what}: the answer of rank {rank} was lost ({str(error).splitlines()[0]})."
+        )
         lost.__cause__ = error
         return lost
     return None
 
 
-def _sampler_logprobs(sampler: HfSampler, tokens: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+def _sampler_logprobs(
+    sampler: HfSampler, tokens: Sequence[Sequence[int]], temperature: float
+) -> list[list[float]]:
     return sampler.logprobs(tokens, temperature=temperature)

@@ -34,7 +34,10 @@ class EngineRewardModel:
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The head's answer after the last token of each sequence, in order."""
-        batch = from_sequences([torch.tensor(row) for row in rows], loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows])
+        batch = from_sequences(
+            [torch.tensor(row) for row in rows],
+            loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows],
+        )
         group = self._group
         plan = plan_mini_batch(
             batch.lengths.tolist(),
@@ -43,7 +46,10 @@ class EngineRewardModel:
             constraints=group.topology.plan_constraints,
         )
         denominators = count_denominators(batch)
-        parts = [pack_rank(batch, plan=plan, rank=rank, denominators=denominators) for rank in range(group.dp_size)]
+        parts = [
+            pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+            for rank in range(group.dp_size)
+        ]
         outputs = group.forward(parts, outputs=[Query.SCORE], sample_ids=batch.sample_ids)
         found: list[float] = outputs.columns[Query.SCORE].tolist()
         return found
@@ -53,7 +59,9 @@ class EngineRewardModel:
         self._group.close()
 
 
-def open_reward_model(config: TrainerConfig, *, runtime: OpensGroups, tokenizer: PreTrainedTokenizerBase) -> EngineRewardModel | None:
+def open_reward_model(
+    config: TrainerConfig, *, runtime: OpensGroups, tokenizer: PreTrainedTokenizerBase
+) -> EngineRewardModel | None:
     """The reward model that ``reward.model`` names; None where there is none.
 
     Raises:
@@ -64,7 +72,9 @@ def open_reward_model(config: TrainerConfig, *, runtime: OpensGroups, tokenizer:
         return None
     path = model.engine.model.path
     assert path is not None
-    if not any((Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+    if not any(
+        (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
+    ):
         raise ConfigError(
             f"reward.model.engine.model.path {path} holds no tokenizer, so nothing says whether its tokens are the policy's: copy the "
             "tokenizer's files there."
@@ -75,7 +85,11 @@ def open_reward_model(config: TrainerConfig, *, runtime: OpensGroups, tokenizer:
             f"the reward model in {path} has another tokenizer than the policy: {difference}. Take one that was trained with the policy's "
             "tokenizer (data.tokenizer.path), or write a reward function that decodes and asks it."
         )
-    group = runtime.open_group(REWARD_MODEL_ROLE, engine=replace(model.engine, optimizer=None), num_workers=model.num_workers)
+    group = runtime.open_group(
+        REWARD_MODEL_ROLE,
+        engine=replace(model.engine, optimizer=None),
+        num_workers=model.num_workers,
+    )
     try:
         group.init()
     except BaseException:

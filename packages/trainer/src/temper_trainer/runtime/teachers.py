@@ -53,7 +53,9 @@ class JudgedTokens:
 class EngineTeacher:
     """A frozen model on any engine; see Teacher."""
 
-    def __init__(self, name: str, *, replicas: Sequence[WorkerGroup], max_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self, name: str, *, replicas: Sequence[WorkerGroup], max_tokens: int, vocab_size: int
+    ) -> None:
         """A teacher whose groups are initialised.
 
         Args:
@@ -72,7 +74,9 @@ class EngineTeacher:
         """Worker groups."""
         return len(self._replicas)
 
-    def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+    def answer(
+        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
+    ) -> list[TeacherAnswer]:
         """One answer for each question; see Teacher."""
         answers: dict[int, TeacherAnswer] = {}
         shares = share_out(questions, num_replicas=self.num_replicas)
@@ -85,7 +89,10 @@ class EngineTeacher:
                 if share
             ]
             for future in running:
-                answers |= {answer.question_id: answer for answer in future.result(timeout=max(0.0, deadline - time.monotonic()))}
+                answers |= {
+                    answer.question_id: answer
+                    for answer in future.result(timeout=max(0.0, deadline - time.monotonic()))
+                }
         except FutureTimeoutError as error:
             raise TeacherError(
                 f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: raise it, or "
@@ -101,10 +108,14 @@ class EngineTeacher:
         for group in self._replicas:
             group.close()
 
-    def _ask(self, group: WorkerGroup, questions: Sequence[Question], *, top_k: int) -> list[TeacherAnswer]:
+    def _ask(
+        self, group: WorkerGroup, questions: Sequence[Question], *, top_k: int
+    ) -> list[TeacherAnswer]:
         batch = from_sequences(
             [torch.tensor(question.tokens) for question in questions],
-            loss_masks=[torch.arange(len(question.tokens)) >= question.first for question in questions],
+            loss_masks=[
+                torch.arange(len(question.tokens)) >= question.first for question in questions
+            ],
             temperature=[question.temperature for question in questions],
         )
         longest = max(len(question.tokens) for question in questions)
@@ -116,13 +127,18 @@ class EngineTeacher:
             constraints=topology.plan_constraints,
         )
         denominators = count_denominators(batch)
-        parts = [pack_rank(batch, plan=plan, rank=rank, denominators=denominators) for rank in range(topology.dp.size)]
+        parts = [
+            pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+            for rank in range(topology.dp.size)
+        ]
         by_rank = [(parts[place.dp.rank], top_k, self._vocab_size) for place in group.topologies]
         judged = [part for part in group.run(judge_tokens, by_rank) if part is not None]
         return _answers(judged, questions, top_k=top_k)
 
 
-def judge_tokens(worker: TrainingWorker, part: PackedBatch, top_k: int, vocab_size: int) -> JudgedTokens | None:
+def judge_tokens(
+    worker: TrainingWorker, part: PackedBatch, top_k: int, vocab_size: int
+) -> JudgedTokens | None:
     """This rank's log-probs of a share, and its likeliest tokens where ``top_k`` is above 0; None where it returns no outputs.
 
     Engines answer log-probs of given ids, so the likeliest are found by asking for all of them, one micro-batch after the other:
@@ -153,7 +169,9 @@ def judge_tokens(worker: TrainingWorker, part: PackedBatch, top_k: int, vocab_si
         ids, logs = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0)
         if top_k:
             logs, ids = outputs.columns[Query.LOGPROB_AT].topk(min(top_k, vocab_size), dim=-1)
-        found.append((replace(outputs, columns={Query.LOGPROB: outputs.columns[Query.LOGPROB]}), ids, logs))
+        found.append(
+            (replace(outputs, columns={Query.LOGPROB: outputs.columns[Query.LOGPROB]}), ids, logs)
+        )
     if not found:
         return None
     return JudgedTokens(
@@ -165,7 +183,9 @@ def judge_tokens(worker: TrainingWorker, part: PackedBatch, top_k: int, vocab_si
     )
 
 
-def _answers(judged: Sequence[JudgedTokens], questions: Sequence[Question], *, top_k: int) -> list[TeacherAnswer]:
+def _answers(
+    judged: Sequence[JudgedTokens], questions: Sequence[Question], *, top_k: int
+) -> list[TeacherAnswer]:
     rows: dict[int, TeacherAnswer] = {}
     for part in judged:
         start = 0
@@ -176,7 +196,9 @@ def _answers(judged: Sequence[JudgedTokens], questions: Sequence[Question], *, t
                 question_id=question.question_id,
                 logprobs=part.logprobs[own],
                 top_ids=_filled(part.top_ids[own], width=top_k, filler=0) if top_k else None,
-                top_logprobs=_filled(part.top_logprobs[own], width=top_k, filler=-torch.inf) if top_k else None,
+                top_logprobs=_filled(part.top_logprobs[own], width=top_k, filler=-torch.inf)
+                if top_k
+                else None,
             )
             start += length
     return [rows[i] for i in range(len(questions))]
@@ -190,7 +212,9 @@ def _filled(rows: Tensor, *, width: int, filler: float) -> Tensor:
 class OpensGroups(Protocol):
     """A runtime, as far as models on engines are concerned."""
 
-    def open_group(self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False) -> WorkerGroup:
+    def open_group(
+        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
+    ) -> WorkerGroup:
         """The ranks of one role, not yet initialised."""
         ...
 
@@ -203,7 +227,9 @@ class OpensTeachers(OpensGroups, Protocol):
         ...
 
 
-def open_teachers(config: TrainerConfig, *, runtime: OpensTeachers, tokenizer: PreTrainedTokenizerBase) -> TeacherClient | None:
+def open_teachers(
+    config: TrainerConfig, *, runtime: OpensTeachers, tokenizer: PreTrainedTokenizerBase
+) -> TeacherClient | None:
     """Every teacher of a run with its token map; None where there is none. What was opened is closed again when one fails.
 
     Raises:
@@ -221,39 +247,63 @@ def open_teachers(config: TrainerConfig, *, runtime: OpensTeachers, tokenizer: P
         for name, teacher in config.teachers.items():
             vocab_size = len(maps[name].backward) if name in maps else len(tokenizer)
             if teacher.backend == "vllm":
-                teachers[name] = open_vllm_teacher(name, config, replicas=runtime.teacher_servers(name, config), vocab_size=vocab_size)
+                teachers[name] = open_vllm_teacher(
+                    name,
+                    config,
+                    replicas=runtime.teacher_servers(name, config),
+                    vocab_size=vocab_size,
+                )
             else:
-                teachers[name] = _open_engine_teacher(name, teacher, config=config, runtime=runtime, vocab_size=vocab_size)
+                teachers[name] = _open_engine_teacher(
+                    name, teacher, config=config, runtime=runtime, vocab_size=vocab_size
+                )
             stack.callback(teachers[name].close)
         stack.pop_all()
-    return TeacherClient(spec=teacher_spec(config.teachers, config.distillation), teachers=teachers, token_maps=maps)
+    return TeacherClient(
+        spec=teacher_spec(config.teachers, config.distillation), teachers=teachers, token_maps=maps
+    )
 
 
 def _open_engine_teacher(
-    name: str, teacher: TeacherConfig, *, config: TrainerConfig, runtime: OpensGroups, vocab_size: int
+    name: str,
+    teacher: TeacherConfig,
+    *,
+    config: TrainerConfig,
+    runtime: OpensGroups,
+    vocab_size: int,
 ) -> EngineTeacher:
     replicas: list[WorkerGroup] = []
     with ExitStack() as stack:
         for replica in range(teacher.num_replicas):
             group = runtime.open_group(
-                teacher_role(name, replica), engine=replace(teacher.engine, optimizer=None), num_workers=teacher.num_workers
+                teacher_role(name, replica),
+                engine=replace(teacher.engine, optimizer=None),
+                num_workers=teacher.num_workers,
             )
             stack.callback(group.close)
             group.init()
             replicas.append(group)
         stack.pop_all()
-    return EngineTeacher(name, replicas=replicas, max_tokens=config.batching.max_tokens, vocab_size=vocab_size)
+    return EngineTeacher(
+        name, replicas=replicas, max_tokens=config.batching.max_tokens, vocab_size=vocab_size
+    )
 
 
-def _token_map(name: str, teacher: TeacherConfig, *, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> TokenMap | None:
+def _token_map(
+    name: str, teacher: TeacherConfig, *, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
+) -> TokenMap | None:
     """None for a teacher from scratch, which takes the policy's tokenizer."""
     path = teacher.engine.model.path
     if path is None:
         return None
-    if not any((Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+    if not any(
+        (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
+    ):
         raise ConfigError(
             f"teachers.{name}.engine.model.path {path} holds no tokenizer, so nothing says whether its tokens are the policy's: copy the "
             "tokenizer's files there."
         )
     theirs = AutoTokenizer.from_pretrained(path)
-    return compare_tokenizers(tokenizer, theirs, name=name, may_map=config.distillation.tokenizer_mismatch == "map")
+    return compare_tokenizers(
+        tokenizer, theirs, name=name, may_map=config.distillation.tokenizer_mismatch == "map"
+    )

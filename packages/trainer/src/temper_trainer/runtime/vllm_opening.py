@@ -50,7 +50,10 @@ class ServerPlan:
 def rollout_plans(config: TrainerConfig, *, spec: ServerSpec) -> list[ServerPlan]:
     """The sampler's servers; their logs lie in the run folder."""
     numbers = range(config.rollout.num_replicas)
-    return [_plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log") for i in numbers]
+    return [
+        _plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log")
+        for i in numbers
+    ]
 
 
 def teacher_plans(name: str, config: TrainerConfig) -> list[ServerPlan]:
@@ -58,7 +61,10 @@ def teacher_plans(name: str, config: TrainerConfig) -> list[ServerPlan]:
     teacher = config.teachers[name]
     spec = teacher_server_spec(name, teacher, config=config)
     numbers = range(teacher.num_replicas)
-    return [_plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log") for i in numbers]
+    return [
+        _plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log")
+        for i in numbers
+    ]
 
 
 def open_local_servers(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
@@ -76,7 +82,10 @@ def local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica]:
 def _local(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
     """Each on devices of its own where they are named."""
     if devices:
-        plans = [replace(plan, spec=_on_devices(plan.spec, names)) for plan, names in zip(plans, devices, strict=True)]
+        plans = [
+            replace(plan, spec=_on_devices(plan.spec, names))
+            for plan, names in zip(plans, devices, strict=True)
+        ]
     return [plan.make() for plan in plans]
 
 

@@ -38,7 +38,9 @@ class VllmTeacher:
         """Servers."""
         return len(self.servers.replicas)
 
-    def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+    def answer(
+        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
+    ) -> list[TeacherAnswer]:
         """One answer for each question; see Teacher.
 
         Raises:
@@ -51,10 +53,15 @@ class VllmTeacher:
                 f"{hot.temperature}: set it to 1, or use backend=engine."
             )
         shares = share_out(questions, num_replicas=self.num_replicas)
-        arguments = [([(questions[i].tokens, questions[i].first) for i in share], top_k) if share else None for share in shares]
+        arguments = [
+            ([(questions[i].tokens, questions[i].first) for i in share], top_k) if share else None
+            for share in shares
+        ]
         with ThreadPoolExecutor(max_workers=1) as pool:
             try:
-                rows = pool.submit(self.servers.call_each, "judge", arguments).result(timeout=timeout_s)
+                rows = pool.submit(self.servers.call_each, "judge", arguments).result(
+                    timeout=timeout_s
+                )
             except FutureTimeoutError as error:
                 self.servers.close()
                 raise TeacherError(
@@ -65,8 +72,14 @@ class VllmTeacher:
                 raise TeacherError(f"teacher {self._name}: {error}") from error
         answers: dict[int, TeacherAnswer] = {}
         for share, row in zip(shares, rows, strict=True):
-            for place, judged in zip(share, cast("list[tuple[list[float], list[list[int]], list[list[float]]]]", row or []), strict=True):
-                answers[place] = _answer(questions[place], judged, top_k=top_k, vocab_size=self._vocab_size)
+            for place, judged in zip(
+                share,
+                cast("list[tuple[list[float], list[list[int]], list[list[float]]]]", row or []),
+                strict=True,
+            ):
+                answers[place] = _answer(
+                    questions[place], judged, top_k=top_k, vocab_size=self._vocab_size
+                )
         return [answers[place] for place in range(len(questions))]
 
     def close(self) -> None:
@@ -74,7 +87,9 @@ class VllmTeacher:
         self.servers.close()
 
 
-def open_vllm_teacher(name: str, config: TrainerConfig, *, replicas: Sequence[Replica], vocab_size: int) -> VllmTeacher:
+def open_vllm_teacher(
+    name: str, config: TrainerConfig, *, replicas: Sequence[Replica], vocab_size: int
+) -> VllmTeacher:
     """A teacher on servers that the runtime has placed; they start here."""
     spec = teacher_server_spec(name, config.teachers[name], config=config)
     servers = VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
@@ -82,13 +97,25 @@ def open_vllm_teacher(name: str, config: TrainerConfig, *, replicas: Sequence[Re
 
 
 def _answer(
-    question: Question, judged: tuple[list[float], list[list[int]], list[list[float]]], *, top_k: int, vocab_size: int
+    question: Question,
+    judged: tuple[list[float], list[list[int]], list[list[float]]],
+    *,
+    top_k: int,
+    vocab_size: int,
 ) -> TeacherAnswer:
     given, ids, logs = judged
     answer = TeacherAnswer(question_id=question.question_id, logprobs=torch.tensor(given))
     if not top_k:
         return answer
-    named = torch.tensor([[*row, *[0] * (top_k - len(row))] for row in ids], dtype=torch.int64).view(-1, top_k)
-    logprobs = torch.tensor([[*row, *[-torch.inf] * (top_k - len(row))] for row in logs]).view(-1, top_k)
+    named = torch.tensor(
+        [[*row, *[0] * (top_k - len(row))] for row in ids], dtype=torch.int64
+    ).view(-1, top_k)
+    logprobs = torch.tensor([[*row, *[-torch.inf] * (top_k - len(row))] for row in logs]).view(
+        -1, top_k
+    )
     is_token = named < vocab_size
-    return replace(answer, top_ids=torch.where(is_token, named, 0), top_logprobs=torch.where(is_token, logprobs, -torch.inf))
+    return replace(
+        answer,
+        top_ids=torch.where(is_token, named, 0),
+        top_logprobs=torch.where(is_token, logprobs, -torch.inf),
+    )

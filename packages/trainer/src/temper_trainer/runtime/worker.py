@@ -58,7 +58,9 @@ class TrainingWorker:
         """What ``update`` minimises from now on."""
         self._engine.set_loss_fn(objective)
 
-    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False) -> StepResult:
+    def forward(
+        self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False
+    ) -> StepResult:
         """Answers without gradients, in input order; None as outputs where this rank returns none."""
         base_alone = self._engine.adapter_disabled() if without_adapter else nullcontext()
         with self._engine.eval_mode(), base_alone:
@@ -86,7 +88,9 @@ class TrainingWorker:
         report = engine.last_update
         if self._advances_per_update or is_last_of_step:
             engine.lr_scheduler_step()
-        return UpdateResult(report=report, lr=lr, elapsed_s=time.perf_counter() - begin, metrics=result.metrics)
+        return UpdateResult(
+            report=report, lr=lr, elapsed_s=time.perf_counter() - begin, metrics=result.metrics
+        )
 
     def release_cache(self) -> None:
         """Give the device back what its allocator keeps for later, so that another process there can take it."""
@@ -135,7 +139,9 @@ class TrainingWorker:
         self._engine.close()
 
 
-def open_worker(*, engine_name: str, config: EngineConfig, num_threads: int | None, is_deprecated: bool) -> TrainingWorker:
+def open_worker(
+    *, engine_name: str, config: EngineConfig, num_threads: int | None, is_deprecated: bool
+) -> TrainingWorker:
     """The worker of one rank.
 
     Args:

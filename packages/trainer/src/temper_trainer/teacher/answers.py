@@ -49,7 +49,9 @@ class Teacher(Protocol):
         """Copies that answer at once."""
         ...
 
-    def answer(self, questions: Sequence[Question], *, top_k: int, timeout_s: float) -> list[TeacherAnswer]:
+    def answer(
+        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
+    ) -> list[TeacherAnswer]:
         """One answer for each question, in their order.
 
         Args:
@@ -76,11 +78,20 @@ def check_answer(answer: TeacherAnswer, question: Question, *, top_k: int, teach
     expected = len(question.tokens) - question.first
     found = len(answer.logprobs)
     if answer.question_id != question.question_id or found != expected:
-        raise TeacherError(f"teacher {teacher} answered {found} of {expected} positions of question {question.question_id}: ask it again.")
+        raise TeacherError(
+            f"teacher {teacher} answered {found} of {expected} positions of question {question.question_id}: ask it again."
+        )
     numbers = [column for column in (answer.logprobs, answer.top_logprobs) if column is not None]
     if any(bool(column.isnan().any()) for column in numbers):
-        raise TeacherError(f"teacher {teacher} answered NaN to question {question.question_id}: look at its weights and precision.")
+        raise TeacherError(
+            f"teacher {teacher} answered NaN to question {question.question_id}: look at its weights and precision."
+        )
     if top_k:
-        shapes = [None if column is None else tuple(column.shape) for column in (answer.top_ids, answer.top_logprobs)]
+        shapes = [
+            None if column is None else tuple(column.shape)
+            for column in (answer.top_ids, answer.top_logprobs)
+        ]
         if shapes != [(expected, top_k)] * 2:
-            raise TeacherError(f"teacher {teacher} named tokens of shapes {shapes}, but ({expected}, {top_k}) was asked for.")
+            raise TeacherError(
+                f"teacher {teacher} named tokens of shapes {shapes}, but ({expected}, {top_k}) was asked for."
+            )

@@ -10,7 +10,13 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS
-from temper_trainer.teacher.answers import Question, Teacher, TeacherAnswer, TeacherError, check_answer
+from temper_trainer.teacher.answers import (
+    Question,
+    Teacher,
+    TeacherAnswer,
+    TeacherError,
+    check_answer,
+)
 from temper_trainer.teacher.spec import TeacherSpec
 from temper_trainer.teacher.tokens import TokenMap
 
@@ -33,7 +39,9 @@ class TeacherClient:
     token_maps: Mapping[str, TokenMap] = field(default_factory=dict)
     """Of the teachers whose tokenizer differs."""
 
-    def columns(self, samples: SequenceBatch, *, routes: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def columns(
+        self, samples: SequenceBatch, *, routes: Sequence[str]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The teachers' columns of a step, and numbers for the log.
 
         Args:
@@ -55,19 +63,34 @@ class TeacherClient:
             if tokens is None:
                 num_unmapped += 1
                 continue
-            asked[name].append(Question(question_id=i, tokens=tokens, first=firsts[i] or 1, temperature=float(samples.temperature[i])))
+            asked[name].append(
+                Question(
+                    question_id=i,
+                    tokens=tokens,
+                    first=firsts[i] or 1,
+                    temperature=float(samples.temperature[i]),
+                )
+            )
         self._check_taught(num_asked=sum(map(len, asked.values())), num_unmapped=num_unmapped)
         columns = self._empty(samples)
         pool = ThreadPoolExecutor(max_workers=max(1, len(asked)))
         try:
-            found = {name: pool.submit(self._ask, name, questions) for name, questions in asked.items() if questions}
+            found = {
+                name: pool.submit(self._ask, name, questions)
+                for name, questions in asked.items()
+                if questions
+            }
             for name, answers in found.items():
                 for question, answer in zip(asked[name], answers.result(), strict=True):
-                    self._fill(columns, answer, at=starts[question.question_id] + question.first, name=name)
+                    self._fill(
+                        columns, answer, at=starts[question.question_id] + question.first, name=name
+                    )
         finally:
             # Not waited for: where one teacher fails, another may hang.
             pool.shutdown(wait=False, cancel_futures=True)
-        metrics = {f"teacher/{name}/samples": float(len(questions)) for name, questions in asked.items()}
+        metrics = {
+            f"teacher/{name}/samples": float(len(questions)) for name, questions in asked.items()
+        }
         return columns, {**metrics, "teacher/unmapped_samples": float(num_unmapped)}
 
     def close(self) -> None:
@@ -92,10 +115,14 @@ class TeacherClient:
         return name
 
     def _translated(self, name: str, tokens: list[int]) -> tuple[int, ...] | None:
-        return self.token_maps[name].to_teacher(tokens) if name in self.token_maps else tuple(tokens)
+        return (
+            self.token_maps[name].to_teacher(tokens) if name in self.token_maps else tuple(tokens)
+        )
 
     def _ask(self, name: str, questions: Sequence[Question]) -> list[TeacherAnswer]:
-        answers = self.teachers[name].answer(questions, top_k=self.spec.top_k, timeout_s=self.spec.timeout_s)
+        answers = self.teachers[name].answer(
+            questions, top_k=self.spec.top_k, timeout_s=self.spec.timeout_s
+        )
         for question, answer in zip(questions, answers, strict=True):
             check_answer(answer, question, top_k=self.spec.top_k, teacher=name)
         return answers
@@ -110,7 +137,9 @@ class TeacherClient:
             }
         return columns
 
-    def _fill(self, columns: dict[str, Tensor], answer: TeacherAnswer, *, at: int, name: str) -> None:
+    def _fill(
+        self, columns: dict[str, Tensor], answer: TeacherAnswer, *, at: int, name: str
+    ) -> None:
         place = slice(at, at + len(answer.logprobs))
         columns[TEACHER_LOGPROBS][place] = answer.logprobs
         columns[TEACHER_WEIGHTS][place] = self.spec.weight_of(name)
@@ -124,7 +153,9 @@ class TeacherClient:
 def _first_trained(samples: SequenceBatch) -> list[int | None]:
     """Position of each sample's first trained token within it; None where nothing is trained."""
     found: list[int | None] = []
-    for first, last in zip(samples.sequence_starts[:-1].tolist(), samples.sequence_starts[1:].tolist(), strict=True):
+    for first, last in zip(
+        samples.sequence_starts[:-1].tolist(), samples.sequence_starts[1:].tolist(), strict=True
+    ):
         trained = torch.nonzero(samples.loss_mask[first:last])[:, 0]
         found.append(int(trained[0]) if len(trained) else None)
     return found

@@ -38,9 +38,14 @@ def teacher_spec(teachers: Mapping[str, TeacherConfig], config: DistillationConf
     Raises:
         ConfigError: two teachers have one route.
     """
-    routes = tuple((teacher.route if teacher.route is not None else name, name) for name, teacher in teachers.items())
+    routes = tuple(
+        (teacher.route if teacher.route is not None else name, name)
+        for name, teacher in teachers.items()
+    )
     if len(dict(routes)) < len(routes):
-        raise ConfigError(f"two teachers have one route ({', '.join(f'{name}: {route}' for route, name in routes)}): give each its own.")
+        raise ConfigError(
+            f"two teachers have one route ({', '.join(f'{name}: {route}' for route, name in routes)}): give each its own."
+        )
     return TeacherSpec(
         routes=routes,
         weights=tuple((name, teacher.weight) for name, teacher in teachers.items()),

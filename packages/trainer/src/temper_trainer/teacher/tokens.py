@@ -30,7 +30,9 @@ class TokenMap:
         return ids.clamp(min=0), torch.where(ids >= 0, top_logprobs, -torch.inf)
 
 
-def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, may_map: bool) -> TokenMap | None:
+def compare_tokenizers(
+    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, may_map: bool
+) -> TokenMap | None:
     """None where the vocabularies are the same; else the map between them, if that is allowed.
 
     Tokens are the same that are written the same; the end tokens are the same also where they are not.
@@ -49,7 +51,9 @@ def compare_tokenizers(policy: PreTrainedTokenizerBase, teacher: PreTrainedToken
     ours, theirs = policy.get_vocab(), teacher.get_vocab()
     shared = ours.keys() & theirs.keys()
     if not shared:
-        raise ConfigError(f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher.")
+        raise ConfigError(
+            f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher."
+        )
     forward = {ours[token]: theirs[token] for token in shared}
     backward = torch.full((max(theirs.values()) + 1,), -1, dtype=torch.int64)
     for policy_id, teacher_id in forward.items():
@@ -70,5 +74,9 @@ def same_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase)
         return ""
     shared = ours.keys() & theirs.keys()
     moved = [token for token in sorted(shared) if ours[token] != theirs[token]]
-    example = f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other" if moved else ""
+    example = (
+        f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other"
+        if moved
+        else ""
+    )
     return f"{len(ours)} and {len(theirs)} tokens, {len(shared)} of them in both{example}"

@@ -58,7 +58,9 @@ def export_buckets(worker: ExportsWeights, bucket_bytes: int) -> list[WeightBuck
     return []
 
 
-def pack_buckets(stream: Iterable[NamedWeight], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[WeightBucket]:
+def pack_buckets(
+    stream: Iterable[NamedWeight], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[WeightBucket]:
     """Cut a stream into buckets of at most ``bucket_bytes``, a larger tensor alone in its own."""
     held: list[NamedWeight] = []
     size, index = 0, 0
@@ -86,17 +88,27 @@ def unpack_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedWeight]:
     expected, is_closed = 0, False
     for bucket in buckets:
         if bucket.index != expected or is_closed:
-            raise WeightError(f"weight bucket {bucket.index} came where {expected} was due: publish the weights again.")
+            raise WeightError(
+                f"weight bucket {bucket.index} came where {expected} was due: publish the weights again."
+            )
         if checksum(bucket.tensors) != bucket.sha256:
-            raise WeightError(f"weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again.")
+            raise WeightError(
+                f"weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again."
+            )
         for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
             yield NamedWeight(entry.name, tensor)
         expected, is_closed = expected + 1, bucket.is_last
     if not is_closed:
-        raise WeightError(f"the set of weights ended after {expected} buckets without its last one: publish the weights again.")
+        raise WeightError(
+            f"the set of weights ended after {expected} buckets without its last one: publish the weights again."
+        )
 
 
 def _bucket(held: list[NamedWeight], *, index: int, is_last: bool) -> WeightBucket:
     tensors = tuple(weight.tensor for weight in held)
-    entries = tuple(WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in held)
-    return WeightBucket(index=index, is_last=is_last, entries=entries, tensors=tensors, sha256=checksum(tensors))
+    entries = tuple(
+        WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in held
+    )
+    return WeightBucket(
+        index=index, is_last=is_last, entries=entries, tensors=tensors, sha256=checksum(tensors)
+    )

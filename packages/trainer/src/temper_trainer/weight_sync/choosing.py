@@ -35,11 +35,17 @@ def choose_transport(sender: Place, receivers: Sequence[Place]) -> Choice:
     gpus = [receiver.gpu for receiver in receivers]
     on_gpus = sender.gpu is not None and None not in gpus
     if on_gpus and all(gpu == sender.gpu for gpu in gpus):
-        return Choice(transport="cuda_ipc", reason="the servers are on the GPU of the actor's rank 0")
+        return Choice(
+            transport="cuda_ipc", reason="the servers are on the GPU of the actor's rank 0"
+        )
     if on_gpus and sender.gpu not in gpus and len(set(gpus)) == len(gpus):
         return Choice(transport="collective", reason="the servers have GPUs of their own (NCCL)")
     if is_one_host:
-        why = "they are on the CPUs of one host" if sender.gpu is None and not any(gpus) else _why_not_gpu(sender, gpus)
+        why = (
+            "they are on the CPUs of one host"
+            if sender.gpu is None and not any(gpus)
+            else _why_not_gpu(sender, gpus)
+        )
         return Choice(transport="shared_memory", reason=why)
     if sender.gpu is None and not any(gpus):
         return Choice(transport="collective", reason="they are on the CPUs of several hosts (gloo)")

@@ -95,7 +95,11 @@ class CollectiveTransport:
             return replica.call("receive_changes", self._layout, base_version, version)
 
         def send() -> None:
-            found.append(self._broadcast(self._spec, version) if base_version is None else self._broadcast_changes(base_version, version))
+            found.append(
+                self._broadcast(self._spec, version)
+                if base_version is None
+                else self._broadcast_changes(base_version, version)
+            )
 
         reload = self._send_again if self._may_send_again else None
         self._sampler.load_while(receive, send, version=version, reload=reload)
@@ -114,15 +118,21 @@ class CollectiveTransport:
         if version is None:
             return None
         asked = [replica.call("held_version") for replica in self._sampler.replicas]
-        for replica, held in zip(self._sampler.replicas, [future.result() for future in asked], strict=True):
+        for replica, held in zip(
+            self._sampler.replicas, [future.result() for future in asked], strict=True
+        ):
             if held != version:
-                logger.warning("%s does not hold weights %d, so the whole set is sent.", replica.name, version)
+                logger.warning(
+                    "%s does not hold weights %d, so the whole set is sent.", replica.name, version
+                )
                 return None
         return version
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
         """A channel to these servers, which leave the one that they are in."""
-        address, port, token = self._actor.run(listen, [(self._bind_address,)] * self._actor.num_workers)[0]
+        address, port, token = self._actor.run(
+            listen, [(self._bind_address,)] * self._actor.num_workers
+        )[0]
         spec = ChannelSpec(
             backend=self._backend,
             address=address,
@@ -149,7 +159,9 @@ class CollectiveTransport:
         """
         num_updates, version = self._sent
         if self._actor.num_updates != num_updates:
-            raise ReplicaError(f"{replica.name} was started again, but the actor's weights have changed since version {version}.")
+            raise ReplicaError(
+                f"{replica.name} was started again, but the actor's weights have changed since version {version}."
+            )
         self._is_whole = False
         spec = self._open([replica])
         received = self._receive_whole(replica, version)
@@ -168,7 +180,14 @@ class CollectiveTransport:
         return self._actor.run(send_set, [arguments] * self._actor.num_workers)[0]
 
     def _broadcast_changes(self, base_version: int, version: int) -> Sent:
-        arguments = (self._spec, self._bucket_bytes, self._key, base_version, version, self._max_share)
+        arguments = (
+            self._spec,
+            self._bucket_bytes,
+            self._key,
+            base_version,
+            version,
+            self._max_share,
+        )
         return self._actor.run(send_changes, [arguments] * self._actor.num_workers)[0]
 
     def _leave(self, spec: ChannelSpec) -> None:
@@ -178,7 +197,9 @@ class CollectiveTransport:
 def sender_place(worker: ExportsWeights, may_have_gpu: bool) -> Place:
     """Runs on the actor: where its weights are."""
     on_gpu = may_have_gpu and torch.cuda.is_available()
-    return place_of(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    return place_of(
+        torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    )
 
 
 def listen(worker: ExportsWeights, bind_address: str) -> tuple[str, int, str]:
@@ -201,19 +222,30 @@ def plan_set(worker: ExportsWeights, bucket_bytes: int) -> list[Parcel]:
     """Runs on every rank of the actor: what each bucket will hold; the same in every set."""
     with worker.export_weights() as stream:
         layouts = [layout_of(part) for part in cut(stream, bucket_bytes=bucket_bytes)]
-    return [Parcel(entries=entries, num_bytes=num_bytes, digest=None) for entries, num_bytes in layouts]
+    return [
+        Parcel(entries=entries, num_bytes=num_bytes, digest=None) for entries, num_bytes in layouts
+    ]
 
 
 def open_sender(worker: ExportsWeights, spec: ChannelSpec) -> None:
     """Runs on every rank of the actor: rank 0 opens its end."""
     if worker.is_first:
-        device = torch.device("cpu") if spec.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        device = (
+            torch.device("cpu")
+            if spec.backend == "gloo"
+            else torch.device("cuda", torch.cuda.current_device())
+        )
         place = f"{spec.address}:{spec.port}"
         _channels[place] = Channel(spec, rank=0, device=device, server=_servers.pop(place))
 
 
 def send_set(
-    worker: ExportsWeights, spec: ChannelSpec, layout: Sequence[Parcel], bucket_bytes: int, key: str | None = None, version: int = 0
+    worker: ExportsWeights,
+    spec: ChannelSpec,
+    layout: Sequence[Parcel],
+    bucket_bytes: int,
+    key: str | None = None,
+    version: int = 0,
 ) -> Sent:
     """Runs on every rank of the actor: rank 0 packs and sends bucket after bucket, the others take part in the gathering.
 
@@ -235,9 +267,13 @@ def send_set(
     entries = tuple(parcel.entries for parcel in layout)
     held: list[tuple[Tensor, ...]] = []
     if key is not None:
-        forget_held(worker, key)  # an earlier set would stay until this one is complete: the model twice
+        forget_held(
+            worker, key
+        )  # an earlier set would stay until this one is complete: the model twice
     with worker.export_weights() as stream:
-        for (part, expected), parcel in zip(in_step(stream, entries, bucket_bytes=bucket_bytes), layout, strict=True):
+        for (part, expected), parcel in zip(
+            in_step(stream, entries, bucket_bytes=bucket_bytes), layout, strict=True
+        ):
             data = channel.buffer(parcel.num_bytes)
             fill(data, part, expected)
             channel.send(data)
@@ -250,7 +286,13 @@ def send_set(
 
 
 def send_changes(
-    worker: ExportsWeights, spec: ChannelSpec, bucket_bytes: int, key: str, base_version: int, version: int, max_share: float
+    worker: ExportsWeights,
+    spec: ChannelSpec,
+    bucket_bytes: int,
+    key: str,
+    base_version: int,
+    version: int,
+    max_share: float,
 ) -> Sent:
     """Runs on every rank of the actor: rank 0 compares and sends bucket after bucket, the others take part in the gathering.
 
@@ -264,9 +306,13 @@ def send_changes(
     held = take_held(key, version=base_version)
     num_bytes, num_elements = 0, 0
     with worker.export_weights() as stream:
-        for place, (part, entries) in enumerate(in_step(stream, held.entries, bucket_bytes=bucket_bytes)):
+        for place, (part, entries) in enumerate(
+            in_step(stream, held.entries, bucket_bytes=bucket_bytes)
+        ):
             changes = find_changes(part, held.tensors[place], max_share=max_share)
-            digest = digest_of_tensors([weight.tensor for weight in part]) if spec.with_digest else None
+            digest = (
+                digest_of_tensors([weight.tensor for weight in part]) if spec.with_digest else None
+            )
             num_bytes += channel.send_changes(changes, entries=entries, result_digest=digest)
             num_elements += sum(change.values.numel() for change in changes)
             for target, change in zip(held.tensors[place], changes, strict=True):

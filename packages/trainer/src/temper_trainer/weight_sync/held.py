@@ -45,7 +45,9 @@ def take_held(key: str, *, version: int) -> HeldSet:
     """
     held = _sets.pop(key, None)
     if held is None or held.version != version:
-        raise WeightError(f"the actor's rank 0 does not hold weights {version} any more, so it can't say what changed since.")
+        raise WeightError(
+            f"the actor's rank 0 does not hold weights {version} any more, so it can't say what changed since."
+        )
     return held
 
 
@@ -54,7 +56,9 @@ def forget_held(worker: ExportsWeights, key: str) -> None:
     _sets.pop(key, None)
 
 
-def in_step(stream: Iterator[NamedWeight], entries: Sequence[Entries], *, bucket_bytes: int) -> Iterator[tuple[list[NamedWeight], Entries]]:
+def in_step(
+    stream: Iterator[NamedWeight], entries: Sequence[Entries], *, bucket_bytes: int
+) -> Iterator[tuple[list[NamedWeight], Entries]]:
     """A stream in the buckets that were agreed on.
 
     Raises:
@@ -64,7 +68,9 @@ def in_step(stream: Iterator[NamedWeight], entries: Sequence[Entries], *, bucket
     for expected in entries:
         part = next(parts, None)
         if part is None or layout_of(part)[0] != expected:
-            raise WeightError("the actor's weights have other names, shapes or types than when the first set was sent.")
+            raise WeightError(
+                "the actor's weights have other names, shapes or types than when the first set was sent."
+            )
         yield part, expected
 
 

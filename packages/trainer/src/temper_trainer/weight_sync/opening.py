@@ -16,7 +16,13 @@ from temper_trainer.weight_sync.collective import CollectiveTransport, sender_pl
 from temper_trainer.weight_sync.shared_changes import SharedChangeTransport
 from temper_trainer.weight_sync.shared_memory import AdapterTransport, SharedMemoryTransport
 from temper_trainer.weight_sync.stream_changes import StreamChangeTransport, TakesChanges
-from temper_trainer.weight_sync.transport import FetchesWeights, FetchTransport, RunsOnRanks, StreamTransport, Transport
+from temper_trainer.weight_sync.transport import (
+    FetchesWeights,
+    FetchTransport,
+    RunsOnRanks,
+    StreamTransport,
+    Transport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +37,25 @@ def open_transport(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sample
     transport = sync.transport
     if transport == "auto":
         choice = choose_transport(_sender(config, actor), _receivers(sampler))
-        logger.info("placement: weights get to the servers by %s, because %s", choice.transport, choice.reason)
+        logger.info(
+            "placement: weights get to the servers by %s, because %s",
+            choice.transport,
+            choice.reason,
+        )
         transport = choice.transport
     max_share = sync.max_changed_share if sync.content == "delta" else None
     if transport == "shared_memory" and max_share is not None:
         return SharedChangeTransport(
-            actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum, max_share=max_share
+            actor=actor,
+            sampler=sampler,
+            bucket_bytes=sync.bucket_bytes,
+            with_digest=sync.checksum,
+            max_share=max_share,
         )
     if transport == "shared_memory":
-        return SharedMemoryTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
+        return SharedMemoryTransport(
+            actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
+        )
     on_gpu = _sender(config, actor).gpu is not None
     backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if on_gpu else "gloo"
     return CollectiveTransport(
@@ -63,15 +79,27 @@ def _sender(config: TrainerConfig, actor: RunsOnRanks) -> Place:
 def _to_transformers(config: TrainerConfig, *, actor: RunsOnRanks, sampler: Sampler) -> Transport:
     sync = config.weight_sync
     whole: Transport = (
-        FetchTransport(actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum)
+        FetchTransport(
+            actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
+        )
         if isinstance(sampler, FetchesWeights)
-        else StreamTransport(export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler)
+        else StreamTransport(
+            export=_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler
+        )
     )
     if sync.content != "delta":
         return whole
     if not isinstance(sampler, TakesChanges):
-        raise ConfigError(f"weight_sync.content is delta, but {type(sampler).__name__} takes whole sets only: set it to full.")
-    return StreamChangeTransport(whole, actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, max_share=sync.max_changed_share)
+        raise ConfigError(
+            f"weight_sync.content is delta, but {type(sampler).__name__} takes whole sets only: set it to full."
+        )
+    return StreamChangeTransport(
+        whole,
+        actor=actor,
+        sampler=sampler,
+        bucket_bytes=sync.bucket_bytes,
+        max_share=sync.max_changed_share,
+    )
 
 
 def _receivers(sampler: VllmSampler) -> list[Place]:

@@ -76,7 +76,9 @@ class Publisher:
         version = self.version + 1
         sent = self._transport.send(version)
         if self._sampler.weight_version != version:
-            raise WeightError(f"weights {version} were published, but the sampler holds {self._sampler.weight_version}.")
+            raise WeightError(
+                f"weights {version} were published, but the sampler holds {self._sampler.weight_version}."
+            )
         self.version = version
         metrics = {
             "weight_sync/time_s": time.perf_counter() - begin,

@@ -26,14 +26,28 @@ from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.weight_sync.buckets import ExportsWeights
 from temper_trainer.weight_sync.held import in_step
-from temper_trainer.weight_sync.shared_memory import folder_for, fresh, remove, remove_folder, write_set
+from temper_trainer.weight_sync.shared_memory import (
+    folder_for,
+    fresh,
+    remove,
+    remove_folder,
+    write_set,
+)
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
 
 class SharedChangeTransport:
     """See the module. The files of the whole set are brought up to date when the next changes are looked for."""
 
-    def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler, bucket_bytes: int, with_digest: bool, max_share: float) -> None:
+    def __init__(
+        self,
+        *,
+        actor: RunsOnRanks,
+        sampler: VllmSampler,
+        bucket_bytes: int,
+        with_digest: bool,
+        max_share: float,
+    ) -> None:
         self._actor = actor
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
@@ -49,7 +63,15 @@ class SharedChangeTransport:
         if not self._base:
             return self._send_whole(version)
         folder = self._changes_folder(version)
-        arguments = (self._base, self._loaded, version, str(folder), self._bucket_bytes, self._with_digest, self._max_share)
+        arguments = (
+            self._base,
+            self._loaded,
+            version,
+            str(folder),
+            self._bucket_bytes,
+            self._with_digest,
+            self._max_share,
+        )
         manifest = self._actor.run(write_changes, [arguments] * self._actor.num_workers)[0]
 
         def load(replica: Replica) -> "Future[object]":
@@ -79,7 +101,9 @@ class SharedChangeTransport:
     def _sent(self, manifest: ChangeManifest) -> Sent:
         pairs = list(zip(self._base, manifest.parcels, strict=True))
         num_elements = sum(num_sent(base.entries, [WHOLE] * len(base.entries)) for base, _ in pairs)
-        share = sum(num_sent(base.entries, changes.counts) for base, changes in pairs) / num_elements
+        share = (
+            sum(num_sent(base.entries, changes.counts) for base, changes in pairs) / num_elements
+        )
         return Sent(num_bytes=sum(changes.num_bytes for _, changes in pairs), share=share)
 
     def _changes_folder(self, version: int) -> Path:
@@ -125,15 +149,23 @@ def write_changes(
             held = [_up_to_date(parcel, loaded, place) for place, parcel in enumerate(base)]
             fresh(Path(folder))
             parcels = []
-            for place, (part, entries) in enumerate(in_step(stream, [p.entries for p in base], bucket_bytes=bucket_bytes)):
+            for place, (part, entries) in enumerate(
+                in_step(stream, [p.entries for p in base], bucket_bytes=bucket_bytes)
+            ):
                 found = find_changes(part, held[place], max_share=max_share)
-                parcels.append(write_change_parcel(part, found, entries, Path(folder) / f"{place:05d}", with_digest=with_digest))
+                parcels.append(
+                    write_change_parcel(
+                        part, found, entries, Path(folder) / f"{place:05d}", with_digest=with_digest
+                    )
+                )
         except (WeightError, OSError) as error:
             for _ in stream:
                 pass
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise WeightError(f"changes of weights can't be written into {folder}: {error.strerror}.") from error
+                raise WeightError(
+                    f"changes of weights can't be written into {folder}: {error.strerror}."
+                ) from error
             raise
     return replace(manifest, parcels=tuple(parcels))
 

@@ -41,7 +41,9 @@ class ExportsAdapter(Protocol):
 class SharedMemoryTransport:
     """Whole sets of weights; see the module."""
 
-    def __init__(self, *, actor: RunsOnRanks, sampler: VllmSampler, bucket_bytes: int, with_digest: bool) -> None:
+    def __init__(
+        self, *, actor: RunsOnRanks, sampler: VllmSampler, bucket_bytes: int, with_digest: bool
+    ) -> None:
         self._actor = actor
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
@@ -87,7 +89,9 @@ class AdapterTransport:
         folder = self._folder / f"version-{version}"
         num_bytes = self._actor.run(write_adapter, [(str(folder),)] * self._actor.num_workers)[0]
         if not num_bytes:
-            raise WeightError("the actor's adapter has no tensors: look at actor.engine.lora.target_modules.")
+            raise WeightError(
+                "the actor's adapter has no tensors: look at actor.engine.lora.target_modules."
+            )
 
         def load(replica: Replica) -> "Future[object]":
             return replica.call("load_adapter", str(folder), version)
@@ -103,7 +107,9 @@ class AdapterTransport:
         remove(self._folder, actor=self._actor)
 
 
-def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_digest: bool) -> list[Parcel]:
+def write_set(
+    worker: ExportsWeights, folder: str, bucket_bytes: int, with_digest: bool
+) -> list[Parcel]:
     """Runs on every rank of the actor: rank 0 writes the buckets, the others take part in the gathering and return nothing.
 
     Raises:
@@ -117,13 +123,18 @@ def write_set(worker: ExportsWeights, folder: str, bucket_bytes: int, with_diges
         try:
             fresh(Path(folder))
             parts = enumerate(cut(stream, bucket_bytes=bucket_bytes))
-            return [write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest) for i, part in parts]
+            return [
+                write_parcel(part, Path(folder) / f"{i:05d}", with_digest=with_digest)
+                for i, part in parts
+            ]
         except (WeightError, OSError) as error:
             for _ in stream:
                 pass
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise WeightError(f"weights can't be written into {folder}: {error.strerror}.") from error
+                raise WeightError(
+                    f"weights can't be written into {folder}: {error.strerror}."
+                ) from error
             raise
 
 

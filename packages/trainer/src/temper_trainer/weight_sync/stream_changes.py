@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 class TakesChanges(Protocol):
     """A sampler that also takes what changed since the set that it holds."""
 
-    def load_changes(self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int) -> None:
+    def load_changes(
+        self, buckets: Sequence[ChangeBucket], *, base_version: int, version: int
+    ) -> None:
         """All of them or none.
 
         Raises:
@@ -41,7 +43,15 @@ class TakesChanges(Protocol):
 class StreamChangeTransport:
     """The first set whole, then changes; whole again for a sampler that holds something else."""
 
-    def __init__(self, whole: Transport, *, actor: RunsOnRanks, sampler: TakesChanges, bucket_bytes: int, max_share: float) -> None:
+    def __init__(
+        self,
+        whole: Transport,
+        *,
+        actor: RunsOnRanks,
+        sampler: TakesChanges,
+        bucket_bytes: int,
+        max_share: float,
+    ) -> None:
         self._whole = whole
         self._actor = actor
         self._sampler = sampler
@@ -57,7 +67,9 @@ class StreamChangeTransport:
         if sent is None:
             sent = self._whole.send(version)
             # Gathered once more, so that whoever carries a whole set need not know of changes; rare, and nothing trains in between.
-            self._actor.run(keep_set, [(self._key, self._bucket_bytes, version)] * self._actor.num_workers)
+            self._actor.run(
+                keep_set, [(self._key, self._bucket_bytes, version)] * self._actor.num_workers
+            )
         self._base_version = version
         return sent
 
@@ -75,7 +87,9 @@ class StreamChangeTransport:
         except StaleBaseError as error:
             logger.warning("%s The whole set is sent.", error)
             return None
-        share = sum(bucket.num_sent for bucket in buckets) / sum(bucket.num_elements for bucket in buckets)
+        share = sum(bucket.num_sent for bucket in buckets) / sum(
+            bucket.num_elements for bucket in buckets
+        )
         return Sent(num_bytes=sum(len(bucket.data) for bucket in buckets), share=share)
 
 
@@ -84,7 +98,9 @@ def keep_set(worker: ExportsWeights, key: str, bucket_bytes: int, version: int) 
     if not worker.is_first:
         drain(worker)
         return
-    forget_held(worker, key)  # an earlier set would stay until this one is complete: the model twice
+    forget_held(
+        worker, key
+    )  # an earlier set would stay until this one is complete: the model twice
     entries, tensors = [], []
     with worker.export_weights() as stream:
         for part in cut(stream, bucket_bytes=bucket_bytes):
@@ -94,7 +110,12 @@ def keep_set(worker: ExportsWeights, key: str, bucket_bytes: int, version: int) 
 
 
 def export_changes(
-    worker: ExportsWeights, key: str, bucket_bytes: int, version: int, base_version: int, max_share: float
+    worker: ExportsWeights,
+    key: str,
+    bucket_bytes: int,
+    version: int,
+    base_version: int,
+    max_share: float,
 ) -> list[ChangeBucket]:
     """Runs on every rank of the actor: rank 0 returns what changed since ``base_version``, the others take part in the gathering.
 
@@ -107,7 +128,9 @@ def export_changes(
     held = take_held(key, version=base_version)
     buckets = []
     with worker.export_weights() as stream:
-        for index, (part, entries) in enumerate(in_step(stream, held.entries, bucket_bytes=bucket_bytes)):
+        for index, (part, entries) in enumerate(
+            in_step(stream, held.entries, bucket_bytes=bucket_bytes)
+        ):
             found = find_changes(part, held.tensors[index], max_share=max_share)
             counts = tuple(change.count for change in found)
             data = torch.zeros(size_of(entries, counts), dtype=torch.uint8)
@@ -115,6 +138,15 @@ def export_changes(
             apply_changes(held.tensors[index], data, entries, counts)
             is_last = index == len(held.entries) - 1
             digest = digest_of(data)
-            buckets.append(ChangeBucket(index=index, is_last=is_last, entries=entries, counts=counts, data=data, digest=digest))
+            buckets.append(
+                ChangeBucket(
+                    index=index,
+                    is_last=is_last,
+                    entries=entries,
+                    counts=counts,
+                    data=data,
+                    digest=digest,
+                )
+            )
     hold(key, replace(held, version=version))
     return buckets

@@ -66,7 +66,9 @@ class TakesStream(Protocol):
 class StreamTransport:
     """Buckets with checksums, in one process."""
 
-    def __init__(self, *, export: Callable[[], Iterable[WeightBucket]], sampler: TakesStream) -> None:
+    def __init__(
+        self, *, export: Callable[[], Iterable[WeightBucket]], sampler: TakesStream
+    ) -> None:
         self._export = export
         self._sampler = sampler
 
@@ -84,7 +86,9 @@ class StreamTransport:
 class FetchesWeights(Protocol):
     """A sampler in another process, which has its own way to the actor's."""
 
-    def fetch_weights(self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int) -> int:
+    def fetch_weights(
+        self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int
+    ) -> int:
         """Load the actor's present weights, strict both ways; returns their bytes."""
         ...
 
@@ -92,7 +96,9 @@ class FetchesWeights(Protocol):
 class FetchTransport:
     """The sampler's own way: through Ray's object store, past the driver."""
 
-    def __init__(self, *, actor: RunsOnRanks, sampler: FetchesWeights, bucket_bytes: int, with_digest: bool) -> None:
+    def __init__(
+        self, *, actor: RunsOnRanks, sampler: FetchesWeights, bucket_bytes: int, with_digest: bool
+    ) -> None:
         self._actor = actor
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
@@ -101,7 +107,10 @@ class FetchTransport:
     def send(self, version: int) -> Sent:
         """Let the sampler fetch."""
         num_bytes = self._sampler.fetch_weights(
-            self._actor, bucket_bytes=self._bucket_bytes, with_digest=self._with_digest, version=version
+            self._actor,
+            bucket_bytes=self._bucket_bytes,
+            with_digest=self._with_digest,
+            version=version,
         )
         return Sent(num_bytes=num_bytes, share=1.0)
 

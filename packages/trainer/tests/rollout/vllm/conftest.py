@@ -29,7 +29,9 @@ def rollout_python() -> str:
     """An interpreter with vLLM in it."""
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this")
+        pytest.skip(
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+        )
     return named or sys.executable
 
 
@@ -45,14 +47,20 @@ class Served:
         """Write the model's weights as an engine exports them: tied weights once."""
         folder = self._folder / f"version-{version}-{bucket_bytes}"
         folder.mkdir()
-        weights = [NamedWeight(name, value.detach()) for name, value in self.pair.model.named_parameters()]
+        weights = [
+            NamedWeight(name, value.detach()) for name, value in self.pair.model.named_parameters()
+        ]
         parts = cut(weights, bucket_bytes=bucket_bytes)
-        return [write_parcel(part, folder / str(i), with_digest=True) for i, part in enumerate(parts)]
+        return [
+            write_parcel(part, folder / str(i), with_digest=True) for i, part in enumerate(parts)
+        ]
 
     def publish(self, version: int, *, bucket_bytes: int = 1 << 20) -> None:
         """The model's present weights under a version."""
         parcels = self.parcels(version, bucket_bytes=bucket_bytes)
-        self.sampler.load(lambda replica: replica.call("load_files", parcels, version), version=version)
+        self.sampler.load(
+            lambda replica: replica.call("load_files", parcels, version), version=version
+        )
 
     def publish_next(self, *, bucket_bytes: int = 1 << 20) -> int:
         """The next version's number, after its publish."""
@@ -77,11 +85,16 @@ def serve(rollout_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Start servers for a model; ended with the session."""
     started: list[VllmSampler] = []
 
-    def start(pair: Pair, *, num_replicas: int = 1, more: Mapping[str, Argument] | None = None) -> Served:
+    def start(
+        pair: Pair, *, num_replicas: int = 1, more: Mapping[str, Argument] | None = None
+    ) -> Served:
         folder = tmp_path_factory.mktemp("served")
         make_tokenizer().save_pretrained(pair.directory)
         spec = server_spec_for_tests(pair, more=more)
-        replicas = [server_for_tests(spec, number=i, python=rollout_python, folder=folder) for i in range(num_replicas)]
+        replicas = [
+            server_for_tests(spec, number=i, python=rollout_python, folder=folder)
+            for i in range(num_replicas)
+        ]
         started.append(VllmSampler(replicas, spec=spec, max_restarts=4))
         return Served(pair, started[-1], folder)
 
@@ -103,7 +116,11 @@ def server_spec_for_tests(pair: Pair, *, more: Mapping[str, Argument] | None = N
         "generation_config": "vllm",
     }
     return ServerSpec(
-        arguments=arguments | dict(more or {}), end_token_ids=(END,), max_length=256, vocab_size=VOCAB_SIZE, environment=ENVIRONMENT
+        arguments=arguments | dict(more or {}),
+        end_token_ids=(END,),
+        max_length=256,
+        vocab_size=VOCAB_SIZE,
+        environment=ENVIRONMENT,
     )
 
 

@@ -11,7 +11,15 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from temper_trainer.rollout.vllm.messages import Ask, Heartbeat, Hello, Ready, ServerSpec, decode, encode
+from temper_trainer.rollout.vllm.messages import (
+    Ask,
+    Heartbeat,
+    Hello,
+    Ready,
+    ServerSpec,
+    decode,
+    encode,
+)
 from temper_trainer.rollout.vllm.server import read_messages
 
 if __name__ == "__main__":

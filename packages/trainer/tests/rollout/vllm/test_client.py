@@ -43,7 +43,13 @@ def completion_of(request: SamplingRequest) -> Completion:
 class FakeReplica:
     """Does what a real server does only when it is broken: answers wrongly, or dies at a given call."""
 
-    def __init__(self, number: int, *, spoil: Callable[[Completion], Completion] = lambda c: c, dies_at: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        spoil: Callable[[Completion], Completion] = lambda c: c,
+        dies_at: Sequence[int] = (),
+    ) -> None:
         self.name = f"rollout replica {number}"
         self._spoil = spoil
         self._dies_at = list(dies_at)
@@ -87,19 +93,39 @@ def test_server_without_vllm_says_what_to_install(tmp_path: Path) -> None:
     spec = replace(SPEC, environment={"PYTHONWARNINGS": "ignore"})
     log = tmp_path / "replica.log"
     broken = tmp_path / "sitecustomize.py"
-    broken.write_text("import sys\nsys.modules['vllm'] = None\n")  # also where this environment has vLLM
-    server = ServerProcess(spec, name="rollout replica 0", python=sys.executable, log_file=log, start_timeout_s=240, stall_timeout_s=60)
+    broken.write_text(
+        "import sys\nsys.modules['vllm'] = None\n"
+    )  # also where this environment has vLLM
+    server = ServerProcess(
+        spec,
+        name="rollout replica 0",
+        python=sys.executable,
+        log_file=log,
+        start_timeout_s=240,
+        stall_timeout_s=60,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        sentence = r"rollout replica 0 cannot start: .* has no vLLM, .*pip install 'vllm>=0\.26,<0\.33'"
+        sentence = (
+            r"rollout replica 0 cannot start: .* has no vLLM, .*pip install 'vllm>=0\.26,<0\.33'"
+        )
         with pytest.raises(ConfigError, match=sentence):
             server.start()
     assert server.process_id is None
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
-    server = ServerProcess(SPEC, name="r", python="/no/python", log_file=tmp_path / "log", start_timeout_s=60, stall_timeout_s=60)
-    with pytest.raises(ConfigError, match=r"runtime\.rollout_python is /no/python, which can't be run"):
+    server = ServerProcess(
+        SPEC,
+        name="r",
+        python="/no/python",
+        log_file=tmp_path / "log",
+        start_timeout_s=60,
+        stall_timeout_s=60,
+    )
+    with pytest.raises(
+        ConfigError, match=r"runtime\.rollout_python is /no/python, which can't be run"
+    ):
         server.start()
 
 
@@ -116,14 +142,23 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
-    server = ServerProcess(spec, name="r", python=sys.executable, log_file=tmp_path / "log", start_timeout_s=120, stall_timeout_s=1)
+    server = ServerProcess(
+        spec,
+        name="r",
+        python=sys.executable,
+        log_file=tmp_path / "log",
+        start_timeout_s=120,
+        stall_timeout_s=1,
+    )
     server.start()
     with pytest.raises(ReplicaError, match=sentence):
         server.call("anything").result(timeout=60)
     assert server.process_id is None
 
 
-def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     server = ServerProcess(
@@ -145,11 +180,20 @@ def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(tmp_path
 
 
 @pytest.mark.parametrize("behaviour", ["gives-up", "hangs-up"])
-def test_the_last_words_of_a_server_that_hung_up_are_heard(behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_words_of_a_server_that_hung_up_are_heard(
+    behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
-    server = ServerProcess(spec, name="r", python=sys.executable, log_file=tmp_path / "log", start_timeout_s=120, stall_timeout_s=60)
+    server = ServerProcess(
+        spec,
+        name="r",
+        python=sys.executable,
+        log_file=tmp_path / "log",
+        start_timeout_s=120,
+        stall_timeout_s=60,
+    )
     with pytest.raises(ReplicaError, match="the key is 7"):
         ask_once(server)
     assert server.process_id is None
@@ -240,7 +284,9 @@ def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_a
 
 
 def test_a_replica_that_dies_again_and_again_ends_the_run_with_the_cause() -> None:
-    with pytest.raises(ReplicaError, match=r"(?s)rollout replica 0 died.*rollout\.vllm\.max_restarts is used up") as caught:
+    with pytest.raises(
+        ReplicaError, match=r"(?s)rollout replica 0 died.*rollout\.vllm\.max_restarts is used up"
+    ) as caught:
         sampler_of(FakeReplica(0, dies_at=range(10))).sample(REQUESTS)
     assert "run.resume" not in str(caught.value)  # what is saved is said by the run, which knows
 
@@ -257,14 +303,22 @@ def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda c: replace(c, tokens=c.tokens[:2], rollout_logprobs=c.rollout_logprobs[:2]), "2 tokens and the reason max_tokens"),
-        (lambda c: replace(c, rollout_logprobs=(float("nan"),) * 4), "log-probs that are no numbers"),
+        (
+            lambda c: replace(c, tokens=c.tokens[:2], rollout_logprobs=c.rollout_logprobs[:2]),
+            "2 tokens and the reason max_tokens",
+        ),
+        (
+            lambda c: replace(c, rollout_logprobs=(float("nan"),) * 4),
+            "log-probs that are no numbers",
+        ),
         (lambda c: replace(c, rollout_logprobs=(-1.0,)), "4 tokens, 1 log-probs"),
         (lambda c: replace(c, weight_version=0), "weights 0, but 1 are published"),
         (lambda c: replace(c, tokens=(), rollout_logprobs=()), "0 tokens"),
     ],
 )
-def test_a_replica_that_breaks_its_promise_is_found_out(spoil: Callable[[Completion], Completion], sentence: str) -> None:
+def test_a_replica_that_breaks_its_promise_is_found_out(
+    spoil: Callable[[Completion], Completion], sentence: str
+) -> None:
     with pytest.raises(WeightError, match=sentence):
         sampler_of(FakeReplica(0, spoil=spoil)).sample(REQUESTS)
 
@@ -287,13 +341,17 @@ def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second
     sampler = sampler_of(one, two)
     assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
     two.says = second
-    with pytest.raises(WeightError, match="rollout replica 0 and rollout replica 1 give different log-probs"):
+    with pytest.raises(
+        WeightError, match="rollout replica 0 and rollout replica 1 give different log-probs"
+    ):
         sampler.logprobs([(2, 3)], temperature=1.0)
 
 
 def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
     sampler = sampler_of(FakeReplica(0))
-    with pytest.raises(WeightError, match="weights 2 were published, but rollout replica 0 holds 1"):
+    with pytest.raises(
+        WeightError, match="weights 2 were published, but rollout replica 0 holds 1"
+    ):
         sampler.load(lambda replica: replica.call("load", 1), version=2)
 
 
@@ -302,9 +360,14 @@ def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
     [
         (replace(REQUESTS[0], prompt_tokens=()), "a prompt needs at least one token"),
         (replace(REQUESTS[0], prompt_tokens=(41,)), "all from 0 to 40"),
-        (replace(REQUESTS[0], prompt_tokens=(2,) * 61), r"longer than rollout\.vllm\.max_model_len = 64"),
+        (
+            replace(REQUESTS[0], prompt_tokens=(2,) * 61),
+            r"longer than rollout\.vllm\.max_model_len = 64",
+        ),
     ],
 )
-def test_a_request_that_no_server_can_answer_is_refused(request_: SamplingRequest, sentence: str) -> None:
+def test_a_request_that_no_server_can_answer_is_refused(
+    request_: SamplingRequest, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         sampler_of(FakeReplica(0)).sample([request_])

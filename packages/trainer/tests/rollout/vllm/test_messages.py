@@ -27,9 +27,14 @@ from temper_trainer.rollout.vllm.messages import (
 from temper_trainer.types import Completion, FinishReason
 
 PARCEL = Parcel(
-    entries=(ParcelEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),), num_bytes=128, digest=2**64 - 1, path="/dev/shm/x"
+    entries=(ParcelEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),),
+    num_bytes=128,
+    digest=2**64 - 1,
+    path="/dev/shm/x",
 )
-CHANGES = ChangeParcel(counts=(-1, 5), num_bytes=64, digest=None, result_digest=2**63, path="/dev/shm/y")
+CHANGES = ChangeParcel(
+    counts=(-1, 5), num_bytes=64, digest=None, result_digest=2**63, path="/dev/shm/y"
+)
 REQUESTS = make_requests([[2], [3, 4]], SamplingConfig(max_tokens=4, top_p=0.9, stop=("ab",)))
 
 
@@ -49,8 +54,12 @@ def call(method: str, *arguments: object) -> list[Any]:
     return decode_arguments(ask)
 
 
-@pytest.mark.parametrize("read", [decode, lambda data: decode_arguments(Ask(number=0, method="sample", arguments=data))])
-def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(read: Callable[[bytes], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "read", [decode, lambda data: decode_arguments(Ask(number=0, method="sample", arguments=data))]
+)
+def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
+    read: Callable[[bytes], Any], tmp_path: Path
+) -> None:
     proof = tmp_path / "executed"
     pickled = pickle.dumps(Evil(proof))
     with pytest.raises(MessageError):
@@ -109,7 +118,9 @@ def test_a_spec_arrives_equal() -> None:
         ("sample", ([{"request_id": 1}],), "missing required field"),
     ],
 )
-def test_a_call_with_other_methods_or_types_is_refused(method: str, arguments: tuple[object, ...], sentence: str) -> None:
+def test_a_call_with_other_methods_or_types_is_refused(
+    method: str, arguments: tuple[object, ...], sentence: str
+) -> None:
     with pytest.raises(MessageError, match=sentence):
         call(method, *arguments)
 

@@ -52,14 +52,22 @@ def test_version_above_the_range_is_a_warning_with_both_numbers(version: str) ->
 
 def test_description_names_version_and_tested_range() -> None:
     versions = {"vllm": "0.33.0", "torch": "2.13.0", "transformers": "5.19.0"}
-    assert describe(versions) == ("vLLM 0.33.0 (tested: 0.26 to 0.32), torch 2.13.0, transformers 5.19.0")
+    assert describe(versions) == (
+        "vLLM 0.33.0 (tested: 0.26 to 0.32), torch 2.13.0, transformers 5.19.0"
+    )
 
 
-def test_torchvision_of_another_torch_is_named_with_the_command_that_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_of_another_torch_is_named_with_the_command_that_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
     (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
-    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     problem = import_problem()
     assert problem is not None

@@ -39,7 +39,9 @@ def served(serve: Serve, pairs: Pairs) -> Served:
 
 def assert_equals_hf(served: Served, *, prompts: list[list[int]]) -> None:
     requests = make_requests(prompts, GREEDY)
-    for ours, theirs in zip(served.pair.sampler().sample(requests), served.sampler.sample(requests), strict=True):
+    for ours, theirs in zip(
+        served.pair.sampler().sample(requests), served.sampler.sample(requests), strict=True
+    ):
         assert theirs.tokens == ours.tokens
         assert theirs.finish_reason == ours.finish_reason
         assert theirs.rollout_logprobs == pytest.approx(ours.rollout_logprobs, abs=TOLERANCE)
@@ -51,14 +53,18 @@ def test_greedy_tokens_and_logprobs_equal_the_transformers_sampler(served: Serve
 
 
 @pytest.mark.parametrize("bucket_bytes", [7000, 13000])
-def test_buckets_that_cut_a_fused_layer_give_the_whole_layers_weights(served: Served, bucket_bytes: int) -> None:
+def test_buckets_that_cut_a_fused_layer_give_the_whole_layers_weights(
+    served: Served, bucket_bytes: int
+) -> None:
     # q, k and v of a layer are 128 x 24 and twice 64 x 24 floats: 12288 and twice 6144 bytes, fused in vLLM, in different buckets here.
     served.perturb(bucket_bytes)
     served.publish_next(bucket_bytes=bucket_bytes)
     assert_equals_hf(served, prompts=make_prompts(12))
 
 
-def test_output_head_tied_to_the_embedding_follows_every_weight_sync(serve: Serve, pairs: Pairs) -> None:
+def test_output_head_tied_to_the_embedding_follows_every_weight_sync(
+    serve: Serve, pairs: Pairs
+) -> None:
     tied = serve(pairs.get("qwen3_tied"))
     tied.publish(1)
     assert_equals_hf(tied, prompts=make_prompts(4))
@@ -69,7 +75,9 @@ def test_output_head_tied_to_the_embedding_follows_every_weight_sync(serve: Serv
 
 
 def test_beginnings_that_old_weights_computed_are_forgotten(served: Served) -> None:
-    long = [make_prompts(1, seed=3, longest=20)[0] * 12][0][:200]  # several blocks of the prefix cache
+    long = [make_prompts(1, seed=3, longest=20)[0] * 12][0][
+        :200
+    ]  # several blocks of the prefix cache
     served.sampler.sample(make_requests([long], GREEDY))
     served.perturb(77)
     served.publish_next()
@@ -85,7 +93,9 @@ def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served
         served.sampler.logprobs(rows, temperature=0.5)
 
 
-def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_ones(served: Served) -> None:
+def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_ones(
+    served: Served,
+) -> None:
     row, first = tuple(range(2, 20)), 5
     (found,) = served.sampler.call_each("judge", [([(row, first)], 3)])
     assert isinstance(found, list)
@@ -100,12 +110,21 @@ def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_one
 def test_sampled_tokens_carry_the_models_logprobs_and_follow_their_seed(served: Served) -> None:
     requests = make_requests(make_prompts(8), SamplingConfig(max_tokens=20), seeds=range(8))
     once, again = served.sampler.sample(requests), served.sampler.sample(requests)
-    other = served.sampler.sample([replace(request, seed=request.seed + 100) for request in requests])
+    other = served.sampler.sample(
+        [replace(request, seed=request.seed + 100) for request in requests]
+    )
     assert [c.tokens for c in once] == [c.tokens for c in again]
     assert [c.tokens for c in once] != [c.tokens for c in other]
-    rows = [(*request.prompt_tokens, *completion.tokens) for request, completion in zip(requests, once, strict=True)]
-    for row, completion in zip(served.pair.sampler().logprobs(rows, temperature=1.0), once, strict=True):
-        assert completion.rollout_logprobs == pytest.approx(row[-len(completion.tokens) :], abs=TOLERANCE)
+    rows = [
+        (*request.prompt_tokens, *completion.tokens)
+        for request, completion in zip(requests, once, strict=True)
+    ]
+    for row, completion in zip(
+        served.pair.sampler().logprobs(rows, temperature=1.0), once, strict=True
+    ):
+        assert completion.rollout_logprobs == pytest.approx(
+            row[-len(completion.tokens) :], abs=TOLERANCE
+        )
 
 
 def test_a_stop_text_ends_a_completion_and_stays_in_it(served: Served) -> None:
@@ -123,15 +142,21 @@ def test_a_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) ->
     before = served.sampler.sample(make_requests(make_prompts(2), GREEDY))
     served.perturb(5)
     parcels = served.parcels(version + 1, bucket_bytes=4096)
-    data = torch.from_file(str(parcels[-1].path), shared=True, size=parcels[-1].num_bytes, dtype=torch.uint8)
+    data = torch.from_file(
+        str(parcels[-1].path), shared=True, size=parcels[-1].num_bytes, dtype=torch.uint8
+    )
     data[3] ^= 1
     with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
-        served.sampler.load(lambda replica: replica.call("load_files", parcels, version + 1), version=version + 1)
+        served.sampler.load(
+            lambda replica: replica.call("load_files", parcels, version + 1), version=version + 1
+        )
     assert served.sampler.sample(make_requests(make_prompts(2), GREEDY)) == before
     served.publish_next()
 
 
-def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_version(served: Served) -> None:
+def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_version(
+    served: Served,
+) -> None:
     sampler = ContinuingSampler(served.sampler, interrupts=True)
     old, first = served.pair.sampler(), served.sampler.weight_version
     requests = make_requests(make_prompts(16, seed=9), LONG, seeds=range(16))
@@ -153,7 +178,10 @@ def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_ve
         cut = completion.token_versions.count(first)  # type: ignore[attr-defined]
         row = (*request.prompt_tokens, *completion.tokens)  # type: ignore[attr-defined]
         start = len(request.prompt_tokens) - 1
-        expected = old.logprobs([row], temperature=1.0)[0][start:][:cut] + new.logprobs([row], temperature=1.0)[0][start:][cut:]
+        expected = (
+            old.logprobs([row], temperature=1.0)[0][start:][:cut]
+            + new.logprobs([row], temperature=1.0)[0][start:][cut:]
+        )
         if completion.token_versions:  # type: ignore[attr-defined]
             assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)  # type: ignore[attr-defined]
 
@@ -174,6 +202,10 @@ def test_a_killed_server_is_started_again_and_the_completions_are_the_same(serve
     assert [c.tokens for c in again] == [c.tokens for c in whole]
 
 
-def test_a_server_that_cannot_start_shows_the_end_of_its_log(serve: Serve, pairs: Pairs, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)rollout replica 0 .*replica-0\.log.*tensor_parallel_size"):
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(
+    serve: Serve, pairs: Pairs, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rollout replica 0 .*replica-0\.log.*tensor_parallel_size"
+    ):
         serve(pairs.get("qwen3_wide"), more={"tensor_parallel_size": 3})  # 4 heads do not divide

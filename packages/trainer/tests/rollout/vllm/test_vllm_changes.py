@@ -37,7 +37,14 @@ class Actor:
 
     def export_weights(self) -> WeightStream:
         """All of them."""
-        return WeightStream(iter([NamedWeight(name, tensor) for name, tensor in self._served.pair.model.state_dict().items()]))
+        return WeightStream(
+            iter(
+                [
+                    NamedWeight(name, tensor)
+                    for name, tensor in self._served.pair.model.state_dict().items()
+                ]
+            )
+        )
 
     def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """On that rank."""
@@ -68,7 +75,13 @@ def actor(served: Served) -> Actor:
 def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> Iterator[Transport]:
     made: Transport
     if request.param == "shared_memory":
-        made = SharedChangeTransport(actor=actor, sampler=served.sampler, bucket_bytes=BUCKET_BYTES, with_digest=True, max_share=0.25)
+        made = SharedChangeTransport(
+            actor=actor,
+            sampler=served.sampler,
+            bucket_bytes=BUCKET_BYTES,
+            with_digest=True,
+            max_share=0.25,
+        )
     else:
         made = CollectiveTransport(
             actor=actor,
@@ -93,7 +106,9 @@ def assert_bits_of_a_whole_set(served: Served) -> None:
         assert replica.call("logprobs", ROWS).result() == found
 
 
-def test_changes_give_the_bits_of_a_whole_set(served: Served, actor: Actor, transport: Transport) -> None:
+def test_changes_give_the_bits_of_a_whole_set(
+    served: Served, actor: Actor, transport: Transport
+) -> None:
     version = served.sampler.weight_version
     shares = []
     for step, only in enumerate(("", "", "layers.1.self_attn.k_proj", "no such tensor"), start=1):
@@ -133,26 +148,40 @@ def test_a_server_that_was_killed_has_the_same_bits_and_takes_part_in_the_next_c
     assert_bits_of_a_whole_set(served)
 
 
-def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(served: Served, actor: Actor) -> None:
+def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(
+    served: Served, actor: Actor
+) -> None:
     replica = served.sampler.replicas[0]
     served.publish_next()  # through files: nothing is held
     with pytest.raises(StaleBaseError, match=r"changes of weights 5 came, but none are held"):
         replica.call("receive_changes", [], 5, 6).result()
 
 
-def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(served: Served, actor: Actor) -> None:
-    transport = SharedChangeTransport(actor=actor, sampler=served.sampler, bucket_bytes=BUCKET_BYTES, with_digest=True, max_share=0.25)
+def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
+    served: Served, actor: Actor
+) -> None:
+    transport = SharedChangeTransport(
+        actor=actor,
+        sampler=served.sampler,
+        bucket_bytes=BUCKET_BYTES,
+        with_digest=True,
+        max_share=0.25,
+    )
     version = served.sampler.weight_version
     transport.send(version + 1)
     before = served.sampler.logprobs(ROWS, temperature=1.0)
     actor.train(version)
     run = actor.run
 
-    def run_and_damage(call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+    def run_and_damage(
+        call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]
+    ) -> list[Any]:
         results = run(call, arguments)
         if call.__name__ == "write_changes":
             path = results[0].parcels[-1].path
-            data = torch.from_file(path, shared=True, size=results[0].parcels[-1].num_bytes, dtype=torch.uint8)
+            data = torch.from_file(
+                path, shared=True, size=results[0].parcels[-1].num_bytes, dtype=torch.uint8
+            )
             data[3] ^= 1
         return results
 

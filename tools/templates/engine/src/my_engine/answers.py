@@ -7,7 +7,9 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import LOGPROB_AT_IDS, Query
 
 
-def answers_from_logits(logits: Tensor, sequence: SequenceBatch, *, queries: frozenset[Query]) -> dict[Query, Tensor]:
+def answers_from_logits(
+    logits: Tensor, sequence: SequenceBatch, *, queries: frozenset[Query]
+) -> dict[Query, Tensor]:
     """Every answer that was asked for, float32.
 
     Args:
@@ -15,7 +17,9 @@ def answers_from_logits(logits: Tensor, sequence: SequenceBatch, *, queries: fro
         sequence: a batch of exactly one sequence.
         queries: what is asked.
     """
-    scaled = (logits.float() / sequence.temperature.float())[:-1]  # the last row speaks of a token that is not there
+    scaled = (logits.float() / sequence.temperature.float())[
+        :-1
+    ]  # the last row speaks of a token that is not there
     log_probs = scaled.log_softmax(dim=-1)
     found: dict[Query, Tensor] = {}
     for query in queries:
@@ -29,6 +33,8 @@ def answers_from_logits(logits: Tensor, sequence: SequenceBatch, *, queries: fro
             case Query.LOGPROB_AT:
                 column = log_probs.gather(1, sequence.columns[LOGPROB_AT_IDS][1:])
             case _:
-                raise AssertionError(f"{query} needs a head that this engine does not claim; the base class refuses it")
+                raise AssertionError(
+                    f"{query} needs a head that this engine does not claim; the base class refuses it"
+                )
         found[query] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
     return found

@@ -19,7 +19,13 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.topology import Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete, check_saved
+from temper_engine_api.weights import (
+    NamedWeight,
+    TrainingState,
+    WeightEntry,
+    check_complete,
+    check_saved,
+)
 
 STATE_FILE = "state.pt"
 
@@ -28,7 +34,9 @@ class MyEngine(BaseEngine):
     """What a backend owes its base class, and nothing more."""
 
     config_class: ClassVar[type[EngineConfig]] = MyConfig
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.LANGUAGE_MODEL, Capability.LOGPROB_AT, Capability.PORTABLE_STATE})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.LANGUAGE_MODEL, Capability.LOGPROB_AT, Capability.PORTABLE_STATE}
+    )
 
     def _build(self) -> Topology:
         """Build the model and the optimiser; say where this rank stands."""
@@ -38,8 +46,13 @@ class MyEngine(BaseEngine):
         if spec is not None:
             decayed = [p for p in self._model.parameters() if p.ndim >= 2 or spec.decays_vectors]
             others = [p for p in self._model.parameters() if p.ndim < 2 and not spec.decays_vectors]
-            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-            self._optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+            groups: list[dict[str, Any]] = [
+                {"params": decayed},
+                {"params": others, "weight_decay": 0.0},
+            ]
+            self._optimizer = torch.optim.AdamW(
+                groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+            )
         return Topology()
 
     def _run_schedule(
@@ -64,9 +77,13 @@ class MyEngine(BaseEngine):
                 results.append(answers.detach())
         return results
 
-    def _answer(self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool) -> Answers:
+    def _answer(
+        self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool
+    ) -> Answers:
         parts = []
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.precision.compute == "bf16"):
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=self.config.precision.compute == "bf16"
+        ):
             for number in range(micro.num_sequences):
                 sequence = micro.select([number])
                 logits = self._model(
@@ -77,7 +94,9 @@ class MyEngine(BaseEngine):
                 ).logits[0]
                 parts.append(answers_from_logits(logits, sequence, queries=queries))
         columns = {query: torch.cat([part[query] for part in parts]) for query in queries}
-        if only_trained:  # cut off, not multiplied by zero: an objective may be infinite where it is not trained
+        if (
+            only_trained
+        ):  # cut off, not multiplied by zero: an objective may be infinite where it is not trained
             for query, column in columns.items():
                 mask = micro.loss_mask if column.ndim == 1 else micro.loss_mask[:, None]
                 columns[query] = torch.where(mask, column, 0.0)
@@ -94,7 +113,11 @@ class MyEngine(BaseEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         limit = self.config.optimizer.clip_grad_norm
-        norm = float(nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None]))
+        norm = float(
+            nn.utils.get_total_norm(
+                [p.grad for p in self._model.parameters() if p.grad is not None]
+            )
+        )
         if math.isfinite(norm):
             if limit is not None:
                 nn.utils.clip_grads_with_norm_(self._model.parameters(), limit, torch.tensor(norm))
@@ -145,11 +168,20 @@ class MyEngine(BaseEngine):
         arrived = list(stream)
         check_complete(self._entries(), [_entry(state.name, state.master) for state in arrived])
         for state in arrived:
-            self._restore(state.name, state.master, state.first_moment, state.second_moment, state.update_count)
+            self._restore(
+                state.name,
+                state.master,
+                state.first_moment,
+                state.second_moment,
+                state.update_count,
+            )
 
     def _write_state(self, directory: str) -> list[str]:
         """Write this rank's files and return their names; the base class makes the checkpoint a transaction."""
-        state = {state.name: (state.master, state.first_moment, state.second_moment, state.update_count) for state in self._iterate_state()}
+        state = {
+            state.name: (state.master, state.first_moment, state.second_moment, state.update_count)
+            for state in self._iterate_state()
+        }
         torch.save({"state": state, "random": torch.get_rng_state()}, Path(directory) / STATE_FILE)
         return [STATE_FILE]
 
@@ -163,11 +195,15 @@ class MyEngine(BaseEngine):
 
     def _moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         """AdamW's state of a parameter; zeros before its first update."""
-        known: Mapping[str, Tensor] = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        known: Mapping[str, Tensor] = (
+            {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        )
         zeros = torch.zeros_like(parameter)
         return known or {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}
 
-    def _restore(self, name: str, master: Tensor, first: Tensor, second: Tensor, count: int) -> None:
+    def _restore(
+        self, name: str, master: Tensor, first: Tensor, second: Tensor, count: int
+    ) -> None:
         parameter = self._model.get_parameter(name)
         with torch.no_grad():
             parameter.copy_(master)
@@ -187,7 +223,9 @@ class MyEngine(BaseEngine):
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
         return [item]
 
-    def to(self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
         """Its device is the CPU."""
 
     def close(self) -> None:
@@ -199,14 +237,20 @@ class MyEngine(BaseEngine):
 def _load_model(spec: ModelSpec) -> nn.Module:
     """The model in float32, from its directory or from seeded random weights."""
     if spec.trust_remote_code:
-        raise ConfigError("model.trust_remote_code is True, but this engine runs no foreign code: set it to False.")
+        raise ConfigError(
+            "model.trust_remote_code is True, but this engine runs no foreign code: set it to False."
+        )
     torch.manual_seed(spec.seed)
     model: nn.Module
     if spec.path is not None:
-        model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.path, dtype=torch.float32, local_files_only=True
+        )
     else:
         settings = dict(spec.architecture)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.float32
+        )
     return model.eval()
 
 

@@ -49,7 +49,11 @@ MODULE = "temper_trainer.rollout.vllm.server"
 TAIL_LINES = 30
 LAST_WORDS_S = 5.0
 """How long a server that hung up may take to end: it often writes last what went wrong, and its socket is closed before that."""
-_KINDS: dict[str, type[TemperError]] = {"ConfigError": ConfigError, "WeightError": WeightError, "StaleBaseError": StaleBaseError}
+_KINDS: dict[str, type[TemperError]] = {
+    "ConfigError": ConfigError,
+    "WeightError": WeightError,
+    "StaleBaseError": StaleBaseError,
+}
 """Errors of the server that keep their type; every other kind is a ReplicaError."""
 
 
@@ -123,7 +127,9 @@ class ServerProcess:
                 )
             except OSError as error:
                 self.close()
-                raise ConfigError(f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}.") from error
+                raise ConfigError(
+                    f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}."
+                ) from error
         self.process_id = self._process.pid
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
@@ -137,10 +143,17 @@ class ServerProcess:
         ready = self._receive(deadline=deadline, ended="ended while it built its model")
         assert isinstance(ready, Ready)
         logger.info("%s: %s, on %s", self._name, describe(hello.versions), ready.device)
-        logger.info("%s is ready after %.0f s; its log is %s", self._name, time.monotonic() - begin, self._log_file)
+        logger.info(
+            "%s is ready after %.0f s; its log is %s",
+            self._name,
+            time.monotonic() - begin,
+            self._log_file,
+        )
         self._last_sign = time.monotonic()
         self._open = {}
-        self._reader = threading.Thread(target=self._read, args=(self._connection, self._open), daemon=True, name=self._name)
+        self._reader = threading.Thread(
+            target=self._read, args=(self._connection, self._open), daemon=True, name=self._name
+        )
         self._reader.start()
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
@@ -206,9 +219,13 @@ class ServerProcess:
         if code is not None:
             raise self._failed(f"did not start (exit status {code})")
         if time.monotonic() > deadline:
-            raise self._failed(f"was not ready within rollout.vllm.start_timeout_s = {self._start_timeout_s:g} s")
+            raise self._failed(
+                f"was not ready within rollout.vllm.start_timeout_s = {self._start_timeout_s:g} s"
+            )
 
-    def _read(self, connection: "Connection[object, object]", waiting: "dict[int, Future[object]]") -> None:
+    def _read(
+        self, connection: "Connection[object, object]", waiting: "dict[int, Future[object]]"
+    ) -> None:
         """Give answers to those who wait, until the server goes away or stalls."""
         reason = "died"
         try:
@@ -229,7 +246,10 @@ class ServerProcess:
                     advance("completions", message.num_finished)
                 elif isinstance(message, Fault):
                     kind = _KINDS.get(message.kind, ReplicaError)
-                    _settle(waiting.pop(message.number, None), error=kind(f"{self._name}: {message.text}"))
+                    _settle(
+                        waiting.pop(message.number, None),
+                        error=kind(f"{self._name}: {message.text}"),
+                    )
         except (EOFError, OSError):
             logger.debug("%s: its connection is closed", self._name)
             self._hear_out()
@@ -263,7 +283,9 @@ class ServerProcess:
                 process.wait(LAST_WORDS_S)
 
     def _dead(self, what: str) -> ReplicaError:
-        return ReplicaError(f"{self._name} {what}. The end of its log, {self._log_file}:\n{self._tail()}")
+        return ReplicaError(
+            f"{self._name} {what}. The end of its log, {self._log_file}:\n{self._tail()}"
+        )
 
     def _failed(self, what: str) -> ReplicaError:
         error = self._dead(what)
@@ -289,7 +311,9 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": sockets}
 
 
-def _settle(future: "Future[object] | None", *, value: object = None, error: Exception | None = None) -> None:
+def _settle(
+    future: "Future[object] | None", *, value: object = None, error: Exception | None = None
+) -> None:
     """Finish a future that may have been given up."""
     if future is None:
         return

@@ -48,14 +48,20 @@ class VllmEngine:
         self._is_cpu: bool = current_platform.is_cpu()
         if self._is_cpu:
             if spec.sleep_level:
-                raise ConfigError(f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM can't sleep on a CPU: set it to 0.")
+                raise ConfigError(
+                    f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM can't sleep on a CPU: set it to 0."
+                )
             arguments["enforce_eager"] = True
             # A prompt that is computed in pieces makes vLLM (0.27.1 and 0.32.0) rewind the seeded
             # generator of its request, which generators on a CPU refuse.
             if "max_num_batched_tokens" not in arguments:
                 arguments.setdefault("enable_chunked_prefill", False)
         worker = f"{transfer.__name__}.{transfer.RegistersTransfer.__name__}"
-        self._llm = LLM(**arguments, weight_transfer_config={"backend": transfer.NAME}, worker_extension_cls=worker)
+        self._llm = LLM(
+            **arguments,
+            weight_transfer_config={"backend": transfer.NAME},
+            worker_extension_cls=worker,
+        )
         self._engine = self._llm.llm_engine
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._open: dict[str, tuple[Key, _Open]] = {}
@@ -80,7 +86,9 @@ class VllmEngine:
         """
         versions: set[int] = set(self._llm.collective_rpc("temper_weight_version"))
         if len(versions) != 1:
-            raise WeightError(f"vLLM's workers hold weights of different versions: {', '.join(map(str, sorted(versions)))}.")
+            raise WeightError(
+                f"vLLM's workers hold weights of different versions: {', '.join(map(str, sorted(versions)))}."
+            )
         return versions.pop()
 
     def places(self) -> list[tuple[str, str | None]]:
@@ -126,7 +134,9 @@ class VllmEngine:
         """Stop every request; what each has so far, which may be no token."""
         left, self._open = self._open, {}
         self._engine.abort_request(list(left))
-        return [(key, self._completion(state, FinishReason.INTERRUPTED)) for key, state in left.values()]
+        return [
+            (key, self._completion(state, FinishReason.INTERRUPTED)) for key, state in left.values()
+        ]
 
     def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, at temperature 1; nothing else may be open."""
@@ -135,7 +145,10 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": list(row)} for row in tokens]
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         return [
-            [places[token].logprob for places, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
+            [
+                places[token].logprob
+                for places, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
+            ]
             for output, row in zip(outputs, tokens, strict=True)
         ]
 
@@ -146,15 +159,28 @@ class VllmEngine:
             For each row: [N] log-probs, [N][top_k] token ids, likeliest first, and [N][top_k] their log-probs.
         """
         self._check_closed()
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top_k, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=top_k, detokenize=False
+        )
         prompts = [{"prompt_token_ids": list(tokens)} for tokens, _ in rows]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         found = []
         for output, (tokens, first) in zip(outputs, rows, strict=True):
             places = output.prompt_logprobs[first:]
-            given = [place[token].logprob for place, token in zip(places, tokens[first:], strict=True)]
-            ranked = [sorted(place.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k] for place in places]
-            found.append((given, [[i for i, _ in row] for row in ranked], [[entry.logprob for _, entry in row] for row in ranked]))
+            given = [
+                place[token].logprob for place, token in zip(places, tokens[first:], strict=True)
+            ]
+            ranked = [
+                sorted(place.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k]
+                for place in places
+            ]
+            found.append(
+                (
+                    given,
+                    [[i for i, _ in row] for row in ranked],
+                    [[entry.logprob for _, entry in row] for row in ranked],
+                )
+            )
         return found
 
     def join_channel(self, channel: ChannelSpec) -> None:
@@ -223,10 +249,19 @@ class VllmEngine:
         """
         held = self.held_version()
         if held != base_version:
-            raise StaleBaseError(f"changes of weights {base_version} came, but {'none are' if held < 0 else f'weights {held} are'} held.")
+            raise StaleBaseError(
+                f"changes of weights {base_version} came, but {'none are' if held < 0 else f'weights {held} are'} held."
+            )
         self.start_update()
         for place, parcel in enumerate(parcels):
-            self._update({"parcel": parcel, "place": place, "is_changed": True, "versions": (version, base_version)})
+            self._update(
+                {
+                    "parcel": parcel,
+                    "place": place,
+                    "is_changed": True,
+                    "versions": (version, base_version),
+                }
+            )
         return self.finish_update(version)
 
     def load_adapter(self, directory: str, version: int) -> int:
@@ -240,7 +275,9 @@ class VllmEngine:
             self._engine.wake_up(tags=["weights"])
         adapter = LoRARequest(f"version-{version}", version, directory)
         if not self._engine.add_lora(adapter):
-            raise WeightError(f"vLLM did not take the adapter of version {version} from {directory}.")
+            raise WeightError(
+                f"vLLM did not take the adapter of version {version} from {directory}."
+            )
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._adapter = adapter
@@ -278,7 +315,9 @@ class VllmEngine:
 
     def _check_closed(self) -> None:
         if self._open:
-            raise WeightError(f"{len(self._open)} requests are being sampled: interrupt them first.")
+            raise WeightError(
+                f"{len(self._open)} requests are being sampled: interrupt them first."
+            )
 
     def _completion(self, state: _Open, reason: FinishReason) -> Completion:
         return Completion(
@@ -295,7 +334,10 @@ def _take(state: _Open, output: RequestOutput) -> FinishReason | None:
     (part,) = output.outputs
     state.tokens += part.token_ids
     if part.token_ids:
-        state.logprobs += [places[token].logprob for places, token in zip(part.logprobs, part.token_ids, strict=True)]
+        state.logprobs += [
+            places[token].logprob
+            for places, token in zip(part.logprobs, part.token_ids, strict=True)
+        ]
     if part.finish_reason is None:
         return None
     if part.finish_reason == "length":

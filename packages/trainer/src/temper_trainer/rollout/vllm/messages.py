@@ -109,7 +109,9 @@ Message = Hello | ServerSpec | Ask | Answer | Fault | Alive | Heartbeat | Ready
 MessageError = msgspec.MsgspecError
 """Raised for bytes that are not a message, or not of the expected types."""
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Heartbeat, Ready)}
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Heartbeat, Ready)
+}
 _FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
@@ -144,7 +146,9 @@ def decode_arguments(ask: Ask) -> list[Any]:
     types, num_required, _ = _signature(ask.method)
     given = msgspec.msgpack.decode(ask.arguments, type=list[msgspec.Raw])
     if not num_required <= len(given) <= len(types):
-        raise msgspec.ValidationError(f"{ask.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent")
+        raise msgspec.ValidationError(
+            f"{ask.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent"
+        )
     return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
 
 

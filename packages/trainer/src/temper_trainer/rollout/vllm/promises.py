@@ -31,7 +31,9 @@ def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> Non
             )
 
 
-def check_completion(request: SamplingRequest, completion: Completion, *, name: str, version: int) -> None:
+def check_completion(
+    request: SamplingRequest, completion: Completion, *, name: str, version: int
+) -> None:
     """What a replica promises of every completion.
 
     Raises:
@@ -39,12 +41,25 @@ def check_completion(request: SamplingRequest, completion: Completion, *, name: 
     """
     what = f"{name} answered request {request.request_id} with"
     num_tokens, reason = len(completion.tokens), completion.finish_reason
-    if completion.request_id != request.request_id or len(completion.rollout_logprobs) != num_tokens:
-        raise WeightError(f"{what} {num_tokens} tokens, {len(completion.rollout_logprobs)} log-probs, id {completion.request_id}.")
+    if (
+        completion.request_id != request.request_id
+        or len(completion.rollout_logprobs) != num_tokens
+    ):
+        raise WeightError(
+            f"{what} {num_tokens} tokens, {len(completion.rollout_logprobs)} log-probs, id {completion.request_id}."
+        )
     if not all(math.isfinite(value) for value in completion.rollout_logprobs):
-        raise WeightError(f"{what} log-probs that are no numbers: its weights have overflowed or were damaged on their way.")
-    is_short = num_tokens == 0 or (reason == FinishReason.MAX_TOKENS and num_tokens < request.sampling.max_tokens)
+        raise WeightError(
+            f"{what} log-probs that are no numbers: its weights have overflowed or were damaged on their way."
+        )
+    is_short = num_tokens == 0 or (
+        reason == FinishReason.MAX_TOKENS and num_tokens < request.sampling.max_tokens
+    )
     if is_short and reason != FinishReason.INTERRUPTED:
-        raise WeightError(f"{what} {num_tokens} tokens and the reason {reason}, but {request.sampling.max_tokens} were asked for.")
+        raise WeightError(
+            f"{what} {num_tokens} tokens and the reason {reason}, but {request.sampling.max_tokens} were asked for."
+        )
     if completion.weight_version != version:
-        raise WeightError(f"{what} weights {completion.weight_version}, but {version} are published.")
+        raise WeightError(
+            f"{what} weights {completion.weight_version}, but {version} are published."
+        )

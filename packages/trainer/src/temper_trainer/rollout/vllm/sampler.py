@@ -93,7 +93,9 @@ class VllmSampler:
             WeightError: the replicas differ.
         """
         if temperature != 1:
-            raise ConfigError(f"vLLM reports log-probs of given tokens at temperature 1 only, not at {temperature}.")
+            raise ConfigError(
+                f"vLLM reports log-probs of given tokens at temperature 1 only, not at {temperature}."
+            )
         rows = [tuple(row) for row in tokens]
         answers = self._call_all("logprobs", rows)
         first = answers[0]
@@ -101,8 +103,14 @@ class VllmSampler:
         for replica, other in zip(self._replicas, answers, strict=True):
             assert isinstance(other, list)
             # Not ">", which a NaN on either side would pass.
-            if not all(abs(a - b) <= 1e-2 for one, two in zip(first, other, strict=True) for a, b in zip(one, two, strict=True)):
-                raise WeightError(f"{self._replicas[0].name} and {replica.name} give different log-probs: they hold different weights.")
+            if not all(
+                abs(a - b) <= 1e-2
+                for one, two in zip(first, other, strict=True)
+                for a, b in zip(one, two, strict=True)
+            ):
+                raise WeightError(
+                    f"{self._replicas[0].name} and {replica.name} give different log-probs: they hold different weights."
+                )
         return first
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
@@ -111,9 +119,13 @@ class VllmSampler:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("sampler vllm takes weights through weight_sync.transport, not as a stream.")
+        raise ConfigError(
+            "sampler vllm takes weights through weight_sync.transport, not as a stream."
+        )
 
-    def load_while(self, receive: Load, send: Callable[[], object], *, version: int, reload: Load | None) -> None:
+    def load_while(
+        self, receive: Load, send: Callable[[], object], *, version: int, reload: Load | None
+    ) -> None:
         """As ``load``, for weights that every replica receives while they are sent: one that dies meanwhile ends the run.
 
         Args:
@@ -164,7 +176,9 @@ class VllmSampler:
         self._call_all("sleep")
         return True
 
-    def call_each(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[object]:
+    def call_each(
+        self, method: str, arguments: Sequence[tuple[object, ...] | None]
+    ) -> list[object]:
         """A method of the replicas' engines, all at once, each with its own arguments; a dead one is started again and asked again.
 
         Args:
@@ -175,7 +189,10 @@ class VllmSampler:
         left = [number for number, given in enumerate(arguments) if given is not None]
         while left:
             lives = list(self._lives)
-            futures = {number: self._replicas[number].call(method, *(arguments[number] or ())) for number in left}
+            futures = {
+                number: self._replicas[number].call(method, *(arguments[number] or ()))
+                for number in left
+            }
             left = []
             for number, future in futures.items():
                 try:
@@ -197,13 +214,21 @@ class VllmSampler:
         for replica in self._replicas:
             replica.close()
 
-    def _attempt(self, requests: Sequence[SamplingRequest], open_: Sequence[int], found: dict[int, Completion]) -> list[int]:
+    def _attempt(
+        self,
+        requests: Sequence[SamplingRequest],
+        open_: Sequence[int],
+        found: dict[int, Completion],
+    ) -> list[int]:
         """Share the open requests out once; the places of those that a death left without a completion."""
         with self._lock:
             shares = self._balancer.assign([requests[place] for place in open_])
             lives = list(self._lives)
             asked = {
-                number: ([open_[i] for i in share], self._replicas[number].sample([requests[open_[i]] for i in share]))
+                number: (
+                    [open_[i] for i in share],
+                    self._replicas[number].sample([requests[open_[i]] for i in share]),
+                )
                 for number, share in enumerate(shares)
                 if share
             }
@@ -213,7 +238,12 @@ class VllmSampler:
                 with waiting(f"{self._replicas[number].name}: {len(places)} completions"):
                     completions = future.result()
                 for place, completion in zip(places, completions, strict=True):
-                    check_completion(requests[place], completion, name=self._replicas[number].name, version=self._version)
+                    check_completion(
+                        requests[place],
+                        completion,
+                        name=self._replicas[number].name,
+                        version=self._version,
+                    )
                     found[place] = completion
             except ReplicaError as error:
                 self._revive(number, life=lives[number], cause=error)
@@ -238,7 +268,9 @@ class VllmSampler:
             if self._is_closed:
                 raise cause
             if self._is_sent_once:
-                raise ReplicaError(f"{cause}\nIt cannot be started again: its weights were sent once and are not kept.") from cause
+                raise ReplicaError(
+                    f"{cause}\nIt cannot be started again: its weights were sent once and are not kept."
+                ) from cause
             if self._restarts_left == 0:
                 raise ReplicaError(
                     f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or set a higher number."
@@ -247,7 +279,12 @@ class VllmSampler:
             self.num_restarts += 1
             self._lives[number] += 1
             replica = self._replicas[number]
-            logger.warning("%s\n%s is started again (%d restarts left)", cause, replica.name, self._restarts_left)
+            logger.warning(
+                "%s\n%s is started again (%d restarts left)",
+                cause,
+                replica.name,
+                self._restarts_left,
+            )
             replica.start()
             self._balancer.forget(number)
             if self._reload is not None:
@@ -255,7 +292,9 @@ class VllmSampler:
 
     def _check_version(self, number: int, reported: object, *, version: int) -> None:
         if reported != version:
-            raise WeightError(f"weights {version} were published, but {self._replicas[number].name} holds {reported}.")
+            raise WeightError(
+                f"weights {version} were published, but {self._replicas[number].name} holds {reported}."
+            )
 
 
 def _in_parallel(calls: Sequence[Callable[[], None]]) -> None:

@@ -120,7 +120,9 @@ class Serving:
             end_group()
 
 
-def read_messages(connection: "Connection[object, object]", inbox: "queue.SimpleQueue[Ask]") -> None:
+def read_messages(
+    connection: "Connection[object, object]", inbox: "queue.SimpleQueue[Ask]"
+) -> None:
     """Put calls into the inbox, and end this process as soon as its client is gone.
 
     Runs in a thread of its own from the start, because building a model takes minutes and a step

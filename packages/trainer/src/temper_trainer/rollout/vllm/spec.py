@@ -33,21 +33,28 @@ def server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) ->
             "save the base as a Hugging Face directory first."
         )
     if model.path is not None:
-        text_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+        text_config = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        ).get_text_config()
     else:
         text_config = AutoConfig.for_model(**model.architecture)
     max_length = vllm.max_model_len or min(_longest(config), text_config.max_position_embeddings)
     arguments = _arguments(config, max_length=max_length, load_format=load_format)
     files: dict[str, bytes] = {}
     if model.path is not None:
-        arguments |= {"model": model.path, **_tokenizer_arguments(config.data.tokenizer.path or model.path)}
+        arguments |= {
+            "model": model.path,
+            **_tokenizer_arguments(config.data.tokenizer.path or model.path),
+        }
     elif load_format != "dummy":
         raise ConfigError(
             f"rollout.vllm.load_format is {load_format}, but actor.engine.model.path is not set, so there are no weights to load: use "
             "dummy."
         )
     else:
-        text_config.architectures = [AutoModelForCausalLM._model_mapping[type(text_config)].__name__]
+        text_config.architectures = [
+            AutoModelForCausalLM._model_mapping[type(text_config)].__name__
+        ]
         files = _small_files(text_config, tokenizer)
     return ServerSpec(
         arguments=arguments | dict(vllm.engine_kwargs),
@@ -68,8 +75,12 @@ def teacher_server_spec(name: str, teacher: TeacherConfig, *, config: TrainerCon
     """
     model, vllm, distillation = teacher.engine.model, config.rollout.vllm, config.distillation
     if model.path is None:
-        raise ConfigError(f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: give a model directory.")
-    text_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+        raise ConfigError(
+            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: give a model directory."
+        )
+    text_config = AutoConfig.from_pretrained(
+        model.path, trust_remote_code=model.trust_remote_code
+    ).get_text_config()
     max_length = min(_longest(config), text_config.max_position_embeddings)
     top_k = distillation.top_k if distillation.needs_top_k else 0
     arguments: dict[str, Argument] = {
@@ -116,14 +127,20 @@ def _arguments(config: TrainerConfig, *, max_length: int, load_format: str) -> d
         "load_format": load_format,
         "trust_remote_code": config.actor.engine.model.trust_remote_code,
         # Raw is before temperature and truncation, processed is after both: one of them is what training needs.
-        "logprobs_mode": "raw_logprobs" if config.sampling.temperature == 1 else "processed_logprobs",
+        "logprobs_mode": "raw_logprobs"
+        if config.sampling.temperature == 1
+        else "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": 0,
     }
     if config.weight_sync.content == "adapter":
         rank = config.actor.engine.lora.rank
-        arguments |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank)}
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
+        }
     return arguments | {name: value for name, value in optional.items() if value is not None}
 
 

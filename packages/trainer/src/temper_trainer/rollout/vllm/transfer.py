@@ -7,16 +7,28 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.changes import ChangeParcel, apply_changes, check_result, open_change_parcel
+from temper_trainer.rollout.changes import (
+    ChangeParcel,
+    apply_changes,
+    check_result,
+    open_change_parcel,
+)
 from temper_trainer.rollout.channel import Channel, open_channel
 from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
 from temper_trainer.rollout.place import place_of
@@ -110,7 +122,9 @@ class ParcelTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         changes, data = self._channel.receive_changes(entries)
         _apply(held, data, info, changes=changes)
         self._arrived.append(held)
-        return [NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, held, strict=True)]
+        return [
+            NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, held, strict=True)
+        ]
 
     def finish_weight_update(self) -> None:
         """Finish the layerwise reload after the last bucket."""
@@ -145,7 +159,9 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
     packed: set[int] = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if not isinstance(module, VocabParallelEmbedding) or not isinstance(method, UnquantizedEmbeddingMethod):
+        if not isinstance(module, VocabParallelEmbedding) or not isinstance(
+            method, UnquantizedEmbeddingMethod
+        ):
             continue
         if id(module.weight) in packed:
             method.process_weights_after_loading(module)
@@ -159,7 +175,12 @@ def _read(info: UpdateInfo) -> list[NamedWeight]:
         check_digest(data, info.parcel)
     weights = list(named_weights(data, info.parcel))
     if info.changes is not None:
-        _apply([weight.tensor for weight in weights], open_change_parcel(info.changes), info, changes=info.changes)
+        _apply(
+            [weight.tensor for weight in weights],
+            open_change_parcel(info.changes),
+            info,
+            changes=info.changes,
+        )
     return weights
 
 
@@ -188,7 +209,11 @@ class RegistersTransfer:
     def temper_held_version(self) -> int:
         """Of the weights in this worker whose changes it can take; -1 where it can't."""
         engine = self.weight_transfer_engine
-        return self._temper_weight_version if isinstance(engine, ParcelTransferEngine) and engine.holds_set else -1
+        return (
+            self._temper_weight_version
+            if isinstance(engine, ParcelTransferEngine) and engine.holds_set
+            else -1
+        )
 
     def temper_place(self) -> tuple[str, str | None]:
         """Host and GPU of this worker, as Place has them."""

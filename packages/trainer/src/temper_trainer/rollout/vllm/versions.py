@@ -127,7 +127,11 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 def _answer() -> dict[str, str]:
     """Return what `--check` asks of another interpreter: its packages, and whether it has Temper's."""
-    own = {name: "" for name in ("temper_trainer", "temper_engine_api") if importlib.util.find_spec(name)}
+    own = {
+        name: ""
+        for name in ("temper_trainer", "temper_engine_api")
+        if importlib.util.find_spec(name)
+    }
     return {**installed_versions(), **own}
 
 
