@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 
 from temper_trainer.temporary_folders import (
-    announced_session,
+    announce_session,
+    make_folder_path,
     make_temporary_folder,
-    name_folder,
-    remove_claimed,
+    remove_claimed_folders,
     remove_orphans,
 )
 
 MAKE = """
 import sys
 from pathlib import Path
-from temper_trainer.temporary_folders import name_folder
-folder = name_folder("weights", root=Path(sys.argv[1]))
+from temper_trainer.temporary_folders import make_folder_path
+folder = make_folder_path("weights", root=Path(sys.argv[1]))
 folder.mkdir()
 (folder / "00000").write_bytes(b"weights")
 print(folder, flush=True)
@@ -38,12 +38,12 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -
         assert remove_orphans(tmp_path) == []
         assert (folder / "00000").is_file()
         owner.kill()
-    name_folder("weights", root=tmp_path)
+    make_folder_path("weights", root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_whose_process_id_was_given_to_a_later_process_is_removed(tmp_path: Path) -> None:
-    own = name_folder("weights", root=tmp_path)
+    own = make_folder_path("weights", root=tmp_path)
     parts = own.name.split("-")
     parts[4] = str(int(parts[4]) - 1)  # an earlier process with this process's id
     (tmp_path / "-".join(parts)).mkdir()
@@ -53,9 +53,9 @@ def test_folder_whose_process_id_was_given_to_a_later_process_is_removed(tmp_pat
 
 
 def test_other_names_users_and_machines_are_left_alone(tmp_path: Path) -> None:
-    kind, user, process, start, space, key = name_folder("weights", root=tmp_path).name.split("-")[
-        1:
-    ]
+    kind, user, process, start, space, key = make_folder_path("weights", root=tmp_path).name.split(
+        "-"
+    )[1:]
     dead = f"{process}-{int(start) - 1}"
     others = {
         "temper-notes",
@@ -80,9 +80,9 @@ ANNOUNCE = """
 import os, sys, time
 from datetime import datetime
 from pathlib import Path
-from temper_trainer.temporary_folders import announced_session
+from temper_trainer.temporary_folders import announce_session
 root = Path(sys.argv[1])
-with announced_session(root):
+with announce_session(root):
     name = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
     (root / name / "logs").mkdir(parents=True)
     (root / f"session_2020-01-01_00-00-00_000000_{os.getpid()}").mkdir()
@@ -103,9 +103,9 @@ def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(
     with owner:
         assert owner.stdout is not None
         name = owner.stdout.readline().strip()
-        assert remove_claimed(tmp_path) == []
+        assert remove_claimed_folders(tmp_path) == []
         owner.kill()
-    assert remove_claimed(tmp_path) == [tmp_path / name]
+    assert remove_claimed_folders(tmp_path) == [tmp_path / name]
     earlier = [f"session_2020-01-01_00-00-00_000000_{owner.pid}"]
     assert [path.name for path in tmp_path.iterdir()] == earlier, (
         "a session of an earlier process with this id is another's"
@@ -113,6 +113,6 @@ def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(
 
 
 def test_a_start_of_ray_that_is_completed_leaves_no_note(tmp_path: Path) -> None:
-    with announced_session(tmp_path):
+    with announce_session(tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []

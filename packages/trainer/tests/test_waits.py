@@ -3,7 +3,7 @@
 import threading
 import time
 
-from temper_trainer.waits import Watchdog, long_waits, waiting
+from temper_trainer.waits import Watchdog, describe_long_waits, track_wait
 
 
 def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
@@ -15,8 +15,8 @@ def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
         told.set()
 
     with (
-        Watchdog(0.05, say=say),
-        waiting("actor: update", who=lambda: f"; ranks {late} have not answered"),
+        Watchdog(0.05, log=say),
+        track_wait("actor: update", describe_pending=lambda: f"; ranks {late} have not answered"),
     ):
         assert told.wait(30)
     assert "s: actor: update; ranks [0, 2] have not answered" in said[0]
@@ -24,17 +24,20 @@ def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
 
 
 def test_a_wait_that_is_over_is_not_told() -> None:
-    with waiting("something"):
+    with track_wait("something"):
         time.sleep(0.01)
-    assert long_waits(0.0) == []
+    assert describe_long_waits(0.0) == []
 
 
 def test_the_oldest_wait_comes_first() -> None:
-    with waiting("first"), waiting("second"):
+    with track_wait("first"), track_wait("second"):
         time.sleep(0.01)
-        assert [line.rpartition(": ")[2] for line in long_waits(0.001)] == ["first", "second"]
+        assert [line.rpartition(": ")[2] for line in describe_long_waits(0.001)] == [
+            "first",
+            "second",
+        ]
 
 
 def test_without_an_interval_nothing_watches() -> None:
-    with Watchdog(None, say=lambda sentence: None):
+    with Watchdog(None, log=lambda sentence: None):
         assert "watchdog" not in {thread.name for thread in threading.enumerate()}

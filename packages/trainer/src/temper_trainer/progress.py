@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _lock = threading.Lock()
-_open: list["Part"] = []
+_open: list["ProgressTask"] = []
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ProgressTask:
     """Something under way in this process."""
 
     name: str
@@ -22,9 +22,9 @@ class Part:
 
 
 @contextmanager
-def part(name: str, *, total: int | None = None) -> Iterator[None]:
+def track_progress(name: str, *, total: int | None = None) -> Iterator[None]:
     """The body works on something, whose pieces are counted by ``advance`` where there are any."""
-    made = Part(name, total)
+    made = ProgressTask(name, total)
     with _lock:
         _open.append(made)
     try:
@@ -34,7 +34,7 @@ def part(name: str, *, total: int | None = None) -> Iterator[None]:
             _open.remove(made)
 
 
-def advance(name: str, count: int = 1) -> None:
+def advance_progress(name: str, count: int = 1) -> None:
     """So many more of the newest part of that name are done; nothing where none is open, as in a worker's process."""
     with _lock:
         for found in reversed(_open):
@@ -43,7 +43,7 @@ def advance(name: str, count: int = 1) -> None:
                 return
 
 
-def open_parts() -> list[Part]:
+def list_active_tasks() -> list[ProgressTask]:
     """Those under way, in the order in which they began."""
     with _lock:
         return list(_open)

@@ -157,7 +157,7 @@ class RunLock:
         )
 
 
-def lock_holder(folder: Path) -> OwnerRecord | None:
+def read_lock_owner(folder: Path) -> OwnerRecord | None:
     """Return the owner that the lock file of a run folder names, alive or not; None without one."""
     return SoftFileLease(folder / LOCK_FILE, lease_duration=LEASE_S).owner
 

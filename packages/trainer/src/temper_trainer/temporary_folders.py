@@ -28,12 +28,12 @@ _NAME = re.compile(
 )
 
 
-def shared_memory_root() -> Path:
+def find_shared_memory_root() -> Path:
     """Return /dev/shm, or the temporary directory on a machine without it."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def name_folder(kind: str, *, root: Path) -> Path:
+def make_folder_path(kind: str, *, root: Path) -> Path:
     """Return a path that no other process uses, after removing what dead processes left in `root`.
 
     The name is `temper-KIND-USER-PROCESS-START-SPACE-RANDOM`. START, the process's start time in
@@ -50,8 +50,8 @@ def name_folder(kind: str, *, root: Path) -> Path:
 
 
 def make_temporary_folder(kind: str) -> Path:
-    """Make a folder, readable by this user alone, in the temporary directory; see `name_folder`."""
-    folder = name_folder(kind, root=Path(tempfile.gettempdir()))
+    """Make a folder, readable by this user alone, in the temporary directory; see `make_folder_path`."""
+    folder = make_folder_path(kind, root=Path(tempfile.gettempdir()))
     folder.mkdir(mode=0o700)
     return folder
 
@@ -78,23 +78,23 @@ def remove_orphans(root: Path) -> list[Path]:
 
 def remove_leftovers() -> list[Path]:
     """Remove what dead processes of this user left in shared memory and the temporary directory."""
-    roots = {shared_memory_root(), Path(tempfile.gettempdir())}
+    roots = {find_shared_memory_root(), Path(tempfile.gettempdir())}
     return [folder for root in sorted(roots) for folder in remove_orphans(root)]
 
 
 def claim_folder(folder: Path) -> None:
-    """Note that a folder of another program belongs to this process; see `remove_claimed`."""
-    (folder / _CLAIM).write_text(name_folder("claim", root=folder).name)
+    """Note that a folder of another program belongs to this process; see `remove_claimed_folders`."""
+    (folder / _CLAIM).write_text(make_folder_path("claim", root=folder).name)
 
 
 @contextmanager
-def announced_session(root: Path) -> Iterator[None]:
+def announce_session(root: Path) -> Iterator[None]:
     """Note, while the body starts Ray, that a session folder in `root` will be this process's.
 
-    A process that is killed in the body cannot claim the folder; `remove_claimed` finds it by the note.
+    A process that is killed in the body cannot claim the folder; `remove_claimed_folders` finds it by the note.
     """
     root.mkdir(parents=True, exist_ok=True)
-    note = name_folder("session", root=root)
+    note = make_folder_path("session", root=root)
     note.mkdir()
     try:
         yield
@@ -102,7 +102,7 @@ def announced_session(root: Path) -> Iterator[None]:
         note.rmdir()
 
 
-def remove_claimed(root: Path) -> list[Path]:
+def remove_claimed_folders(root: Path) -> list[Path]:
     """Remove folders in `root` that a process claimed or announced which is dead; returns them."""
     removed = [claim.parent for claim in root.glob(f"*/{_CLAIM}") if _is_orphan(claim.read_text())]
     notes = [note for note in root.glob("temper-session-*") if _is_orphan(note.name)]

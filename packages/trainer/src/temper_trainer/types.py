@@ -150,7 +150,7 @@ class Demonstration:
     """The question."""
     tokens: tuple[int, ...]
     """The completion's token ids, the end token included."""
-    trained: tuple[bool, ...] | None = None
+    loss_mask: tuple[bool, ...] | None = None
     """Which of ``tokens`` are trained, where a conversation goes on after them; None is all."""
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
     what: str
-    who: Callable[[], str]
+    describe_pending: Callable[[], str]
     since: float
 
 
@@ -21,14 +21,14 @@ _open: dict[int, _Wait] = {}
 
 
 @contextmanager
-def waiting(what: str, *, who: Callable[[], str] = lambda: "") -> Iterator[None]:
+def track_wait(what: str, *, describe_pending: Callable[[], str] = lambda: "") -> Iterator[None]:
     """The body waits for something.
 
     Args:
         what: such as ``actor: TrainingWorker.update``.
-        who: asked when it is printed: which ranks or replicas have not answered yet.
+        describe_pending: asked when it is printed: which ranks or replicas have not answered yet.
     """
-    wait = _Wait(what=what, who=who, since=time.monotonic())
+    wait = _Wait(what=what, describe_pending=describe_pending, since=time.monotonic())
     _open[id(wait)] = wait
     try:
         yield
@@ -36,22 +36,25 @@ def waiting(what: str, *, who: Callable[[], str] = lambda: "") -> Iterator[None]
         del _open[id(wait)]
 
 
-def long_waits(longer_than_s: float) -> list[str]:
+def describe_long_waits(longer_than_s: float) -> list[str]:
     """A sentence for each wait that is open for longer, the oldest first."""
     now = time.monotonic()
     found = sorted(
         (wait for wait in list(_open.values()) if now - wait.since > longer_than_s),
         key=lambda wait: wait.since,
     )
-    return [f"waiting for {now - wait.since:.0f} s: {wait.what}{wait.who()}" for wait in found]
+    return [
+        f"waiting for {now - wait.since:.0f} s: {wait.what}{wait.describe_pending()}"
+        for wait in found
+    ]
 
 
 class Watchdog:
     """A context in which long waits are told once per interval, by a thread of its own."""
 
-    def __init__(self, interval_s: float | None, *, say: Callable[[str], None]) -> None:
+    def __init__(self, interval_s: float | None, *, log: Callable[[str], None]) -> None:
         self._interval_s = interval_s
-        self._say = say
+        self._log = log
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -70,5 +73,5 @@ class Watchdog:
 
     def _watch(self, interval_s: float) -> None:
         while not self._is_over.wait(interval_s):
-            for sentence in long_waits(interval_s):
-                self._say(f"watchdog: {sentence}")
+            for sentence in describe_long_waits(interval_s):
+                self._log(f"watchdog: {sentence}")

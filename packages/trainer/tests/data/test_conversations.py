@@ -43,8 +43,8 @@ def config(**settings: str) -> DataConfig:
 
 def shown(demonstration: Demonstration) -> tuple[str, str]:
     """(prompt, completion), the completion's untrained tokens in brackets."""
-    assert demonstration.trained is not None
-    said = zip(demonstration.tokens, demonstration.trained, strict=True)
+    assert demonstration.loss_mask is not None
+    said = zip(demonstration.tokens, demonstration.loss_mask, strict=True)
     prompt = " ".join(WORDS[i] for i in demonstration.prompt.tokens)
     return prompt, " ".join(WORDS[i] if is_trained else f"({WORDS[i]})" for i, is_trained in said)
 

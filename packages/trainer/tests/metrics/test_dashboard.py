@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from temper_trainer.metrics.dashboard import Dashboard
-from temper_trainer.progress import advance, part
+from temper_trainer.progress import advance_progress, track_progress
 
 
 def lines_of(dashboard: Dashboard) -> list[list[str]]:
@@ -23,8 +23,8 @@ def make(*, start: int = 0) -> Dashboard:
 
 def test_each_part_of_a_step_that_is_under_way_has_a_bar_and_none_when_it_is_over() -> None:
     dashboard = make(start=2)
-    with part("rollout"), part("completions", total=1024):
-        advance("completions", 1000)
+    with track_progress("rollout"), track_progress("completions", total=1024):
+        advance_progress("completions", 1000)
         steps, rollout, completions = lines_of(dashboard)
     assert (steps[0], "2/9" in steps) == ("rl", True)
     assert "rollout" in rollout

@@ -158,5 +158,5 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
 
 def _demonstrated(demonstration: Demonstration) -> Tensor:
     """[L] bool: every token of the completion, or those of it that are said to be trained."""
-    trained = demonstration.trained or (True,) * len(demonstration.tokens)
+    trained = demonstration.loss_mask or (True,) * len(demonstration.tokens)
     return torch.tensor((False,) * len(demonstration.prompt.tokens) + trained)

@@ -62,7 +62,7 @@ def encode_conversation(
         source=row.source,
     )
     return Demonstration(
-        prompt=prompt, tokens=tuple(tokens[first:]), trained=tuple(trained[first:])
+        prompt=prompt, tokens=tuple(tokens[first:]), loss_mask=tuple(trained[first:])
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from temper_trainer.progress import part
+from temper_trainer.progress import track_progress
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class StepClock:
         """Add the body's wall time to a phase."""
         begin = time.perf_counter()
         try:
-            with part(name.replace("_", " ")):
+            with track_progress(name.replace("_", " ")):
                 yield
         finally:
             self.seconds[f"time/{name}_s"] = (

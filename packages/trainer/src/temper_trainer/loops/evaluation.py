@@ -9,7 +9,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.log import SampleRow
-from temper_trainer.progress import part
+from temper_trainer.progress import track_progress
 from temper_trainer.types import Prompt, SamplingRequest
 
 
@@ -40,8 +40,10 @@ def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation
         for i, p in enumerate(prompts)
     ]
     with (
-        part(f"{name} evaluation"),
-        part("completions", total=len(requests) if rooms.config.environment is None else None),
+        track_progress(f"{name} evaluation"),
+        track_progress(
+            "completions", total=len(requests) if rooms.config.environment is None else None
+        ),
     ):
         talks, _ = complete(rooms, requests, prompts=prompts)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]

@@ -15,7 +15,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.log import RunLog
-from temper_trainer.progress import part
+from temper_trainer.progress import track_progress
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.runtime.reward_model import open_reward_model
@@ -83,7 +83,7 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
         )
         for i, prompt in enumerate(asked)
     ]
-    with part("completions", total=len(requests) if config.environment is None else None):
+    with track_progress("completions", total=len(requests) if config.environment is None else None):
         talks, metrics = complete(rooms, requests, prompts=asked)
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
     scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))

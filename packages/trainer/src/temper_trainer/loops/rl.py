@@ -200,7 +200,7 @@ def _open_watched(rooms: Rooms, state: TrainerState, controllers: Controllers) -
             f"loop {config.loop} trains on completions of older weights as if they were new: see algorithm.rollout_correction"
         )
     with (
-        Watchdog(config.runtime.watchdog_s, say=rooms.log.say),
+        Watchdog(config.runtime.watchdog_s, log=rooms.log.say),
         open_steps(rooms, state=state, controllers=controllers) as steps,
     ):
         yield steps

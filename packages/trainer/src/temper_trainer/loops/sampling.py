@@ -13,7 +13,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.loops.turns import Conversation, all_tokens, complete, rewards_of
-from temper_trainer.progress import part
+from temper_trainer.progress import track_progress
 from temper_trainer.reward.shaping import RewardMoments, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
@@ -108,7 +108,7 @@ def sample_rollouts(
             for i, prompt in enumerate(prompts)
         ]
         asked += prompts
-    with part("completions", total=len(requests) if config.environment is None else None):
+    with track_progress("completions", total=len(requests) if config.environment is None else None):
         talks, turn_metrics = complete(rooms, requests, prompts=asked)
     completions = [completion for talk in talks for completion in talk.completions]
     texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]

@@ -41,7 +41,7 @@ from temper_trainer.loops.interrupts import abandonable_late
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.progress import advance, part
+from temper_trainer.progress import advance_progress, track_progress
 from temper_trainer.rollout.vllm.sampler import VllmSampler
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.worker import UpdateResult
@@ -421,10 +421,10 @@ def update_roles(
 
 def _counted(items: Sequence[T], *, name: str) -> Iterator[T]:
     """The items, counted as they are done."""
-    with part(name, total=len(items)):
+    with track_progress(name, total=len(items)):
         for item in items:
             yield item
-            advance(name)
+            advance_progress(name)
 
 
 def update_metrics(result: UpdateResult) -> dict[str, Metric]:

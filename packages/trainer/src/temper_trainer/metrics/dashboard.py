@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from temper_trainer.metrics.lines import TELLING, Telling, shown
-from temper_trainer.progress import Part, open_parts
+from temper_trainer.progress import ProgressTask, list_active_tasks
 
 NUM_RECENT = 20
 """Steps of the running mean."""
@@ -43,7 +43,7 @@ class Dashboard:
             TimeElapsedColumn(),
         )
         self._task = self._steps.add_task(phase, total=total, completed=start)
-        self._of_part: dict[Part, TaskID] = {}
+        self._of_part: dict[ProgressTask, TaskID] = {}
         self._seen: dict[str, tuple[float, deque[float]]] = {}
         self._live = Live(
             console=console, get_renderable=self.render, transient=True, refresh_per_second=4
@@ -105,7 +105,7 @@ class Dashboard:
 
     def _follow_parts(self) -> None:
         """A bar for each part under way, none for those that are over."""
-        parts = open_parts()
+        parts = list_active_tasks()
         for gone in self._of_part.keys() - set(parts):
             self._parts.remove_task(self._of_part.pop(gone))
         for each in parts:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.progress import advance
+from temper_trainer.progress import advance_progress
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timed_out
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ProcessScoring:
                 assert isinstance(outcome, Outcome)
                 index, _ = worker.tasks.popleft()
                 outcomes[index] = outcome
-                advance("rewards")
+                advance_progress("rewards")
                 worker.since = time.monotonic()
         except (EOFError, ConnectionError):
             worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended

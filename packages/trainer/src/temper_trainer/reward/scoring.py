@@ -8,7 +8,7 @@ from typing import Protocol
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import RewardConfig
 from temper_trainer.config.reward_model import REWARD_MODEL
-from temper_trainer.progress import part
+from temper_trainer.progress import track_progress
 from temper_trainer.reward.model_scoring import ScoresTokens, model_outcomes
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
 from temper_trainer.reward.process_scoring import ProcessScoring
@@ -89,7 +89,7 @@ class Scorer:
             RewardFailureError: a larger share of these failed than reward.max_failure_share.
         """
         assert self._scorings, "a Scorer scores inside its `with` only"
-        with part("rewards", total=len(items) * len(self._scorings)):
+        with track_progress("rewards", total=len(items) * len(self._scorings)):
             by_part = [
                 self._by_model(items, tokens) if scoring is None else scoring.run(items)
                 for scoring in self._scorings

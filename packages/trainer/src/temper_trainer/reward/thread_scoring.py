@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from temper_trainer.progress import advance
+from temper_trainer.progress import advance_progress
 from temper_trainer.reward.outcome import Call, Item, Outcome, timed_out
 
 
@@ -51,7 +51,7 @@ class ThreadScoring:
         for item in items:
             try:
                 outcomes.append(results.get(timeout=self._timeout_s))
-                advance("rewards")
+                advance_progress("rewards")
             except queue.Empty:
                 is_given_up.set()
                 return [*outcomes, timed_out(item, timeout_s=self._timeout_s)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from temper_trainer.progress import advance
+from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.drawing import DrawOptions, draw
 from temper_trainer.rollout.slot_memory import DecodeAttention, PrefillAttention, SlotMemory
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -162,7 +162,7 @@ class Decoding:
             if reason is not None:
                 self._completions[sequence.index] = self._completion(sequence, reason)
                 finished.append(slot)
-        advance("completions", len(finished))
+        advance_progress("completions", len(finished))
         self._free(finished)
         return bool(finished)
 

@@ -18,7 +18,7 @@ from temper_engine_api.outputs import Outputs, gather_outputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_trainer.runtime.worker import TrainingWorker, UpdateResult, call_worker, open_worker
-from temper_trainer.waits import waiting
+from temper_trainer.waits import track_wait
 
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ class InlineWorkerGroup(WorkerGroup):
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call the function here, with the lock if this role needs it."""
         (only,) = arguments
-        with self._compute_lock, waiting(f"{self.role}: {call.__qualname__} in this process"):
+        with self._compute_lock, track_wait(f"{self.role}: {call.__qualname__} in this process"):
             return [call_worker(self._worker, call, only)]
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from temper_trainer.runtime.ray_workers import (
     SamplerActor,
 )
 from temper_trainer.runtime.vllm_opening import ServerPlan, rollout_plans, teacher_plans
-from temper_trainer.temporary_folders import announced_session, claim_folder, remove_claimed
+from temper_trainer.temporary_folders import announce_session, claim_folder, remove_claimed_folders
 
 logger = logging.getLogger(__name__)
 
@@ -221,8 +221,8 @@ def _begin(address: str | None, bind_address: str) -> None:
     )
     with ExitStack() as stack:
         if starts_here:
-            remove_claimed(_SESSIONS)
-            stack.enter_context(announced_session(_SESSIONS))
+            remove_claimed_folders(_SESSIONS)
+            stack.enter_context(announce_session(_SESSIONS))
             _guards.append(stack.enter_context(RayGuard()))
         _init(
             address="local" if starts_here else address,

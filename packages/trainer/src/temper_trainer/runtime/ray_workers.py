@@ -22,7 +22,7 @@ from temper_trainer.runtime.group import FullStoreError, WorkerError, WorkerGrou
 from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
 from temper_trainer.runtime.worker import TrainingWorker, call_worker, open_worker
 from temper_trainer.types import Completion, SamplingRequest
-from temper_trainer.waits import waiting
+from temper_trainer.waits import track_wait
 
 T = TypeVar("T")
 DEATH_NOTICE_S = 5.0
@@ -319,7 +319,7 @@ def _wait_all(
     def late() -> list[int]:
         return [i for i, ref in enumerate(refs) if ref in pending]
 
-    with waiting(what, who=lambda: f"; ranks {late()} have not answered"):
+    with track_wait(what, describe_pending=lambda: f"; ranks {late()} have not answered"):
         while pending:
             ready, left = ray.wait(
                 pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())

@@ -18,7 +18,7 @@ from temper_engine_api.errors import TemperError, WeightError
 from temper_trainer.rollout.parcels import Parcel, cut, write_parcel
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.temporary_folders import name_folder, shared_memory_root
+from temper_trainer.temporary_folders import find_shared_memory_root, make_folder_path
 from temper_trainer.weight_sync.buckets import ExportsWeights
 from temper_trainer.weight_sync.transport import RunsOnRanks, Sent
 
@@ -180,4 +180,6 @@ def folder_for(actor: RunsOnRanks) -> Path:
 
 def _name_folder(worker: ExportsWeights) -> str:
     """Runs on every rank of the actor; rank 0's answer counts, because that process writes."""
-    return str(name_folder("weights", root=shared_memory_root())) if worker.is_first else ""
+    return (
+        str(make_folder_path("weights", root=find_shared_memory_root())) if worker.is_first else ""
+    )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
-from temper_trainer.progress import advance
+from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.changes import StaleBaseError
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
@@ -243,7 +243,7 @@ class ServerProcess:
                 if isinstance(message, Answer):
                     _settle(waiting.pop(message.number, None), value=decode_result(message))
                 elif isinstance(message, Alive):
-                    advance("completions", message.num_finished)
+                    advance_progress("completions", message.num_finished)
                 elif isinstance(message, Fault):
                     kind = _KINDS.get(message.kind, ReplicaError)
                     _settle(

@@ -13,7 +13,7 @@ from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.promises import check_completion, check_requests
 from temper_trainer.rollout.vllm.versions import describe, untested_warning
 from temper_trainer.types import Completion, SamplingRequest
-from temper_trainer.waits import waiting
+from temper_trainer.waits import track_wait
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class VllmSampler:
             futures = [load(replica) for replica in self._replicas]
             for number, future in enumerate(futures):
                 try:
-                    with waiting(f"{self._replicas[number].name}: weights {version}"):
+                    with track_wait(f"{self._replicas[number].name}: weights {version}"):
                         self._check_version(number, future.result(), version=version)
                 except ReplicaError as error:
                     self._version = version  # the one that it is revived with
@@ -196,7 +196,7 @@ class VllmSampler:
             left = []
             for number, future in futures.items():
                 try:
-                    with waiting(f"{self._replicas[number].name}: {method}"):
+                    with track_wait(f"{self._replicas[number].name}: {method}"):
                         results[number] = future.result()
                 except ReplicaError as error:
                     self._revive(number, life=lives[number], cause=error)
@@ -235,7 +235,7 @@ class VllmSampler:
         left: list[int] = []
         for number, (places, future) in asked.items():
             try:
-                with waiting(f"{self._replicas[number].name}: {len(places)} completions"):
+                with track_wait(f"{self._replicas[number].name}: {len(places)} completions"):
                     completions = future.result()
                 for place, completion in zip(places, completions, strict=True):
                     check_completion(
