@@ -23,7 +23,7 @@ from temper_engine_api.registry import engine_class
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops import train
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.types import Prompt
 from temper_trainer.weight_sync.publish import Publisher
@@ -87,7 +87,7 @@ def install(meter: Meter, rows: list[dict[str, float]]) -> None:
     ):
         setattr(kind, method, meter.around(getattr(kind, method), name))
     started = [0.0]
-    step, log = step_page.rl_step, RunLog.log
+    step, log = step_page.rl_step, RunLog.log_metrics
 
     def timed_step(*arguments: Any, **named: Any) -> Any:
         meter.take()
@@ -102,7 +102,7 @@ def install(meter: Meter, rows: list[dict[str, float]]) -> None:
             rows.append({**inside, "whole": whole, "trainer": whole - sum(inside.values())})
 
     step_page.rl_step = timed_step
-    setattr(RunLog, "log", timed_log)  # noqa: B010 - the class is measured, not changed
+    setattr(RunLog, "log_metrics", timed_log)  # noqa: B010 - the class is measured, not changed
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_trainer.metrics.records import read_rows
+from temper_trainer.metrics.run_files import read_rows
 
 TINY = [
     "experiment=quickstart",

@@ -7,7 +7,7 @@ from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.origins import origins_of
 from temper_trainer.config_loading.schema import leaves_of
-from temper_trainer.metrics.settings import read_settings
+from temper_trainer.metrics.run_files import read_settings
 
 from .conftest import RL
 

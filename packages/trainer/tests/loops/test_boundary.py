@@ -9,7 +9,7 @@ from temper_trainer.checkpoint.policy import describe_policy
 from temper_trainer.config.run import RunConfig
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.folder import RunFolder
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
-from temper_trainer.metrics.log import RunLog, SampleRow
-from temper_trainer.metrics.records import last_lines
+from temper_trainer.metrics.run_files import last_lines
+from temper_trainer.metrics.run_log import RunLog, SampleRow
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def page(tmp_path: Path) -> tuple[Path, str]:
         folder, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
     ) as log:
         for step in (1, 2, 3):
-            log.log(
+            log.log_metrics(
                 step,
                 {"reward/mean": step / 4, "time/step_s": 2.0, "time/rollout_s": 0.5 * step},
                 phase="rl",
             )
-        log.log(3, {"eval/greedy/reward": 0.625}, phase="eval")
+        log.log_metrics(3, {"eval/greedy/reward": 0.625}, phase="eval")
         log.show_samples(
             3,
             [
@@ -46,28 +46,28 @@ def row(*cells: str) -> str:
     )
 
 
-def test_a_report_reads_nothing_from_elsewhere(page: tuple[Path, str]) -> None:
+def test_report_is_self_contained(page: tuple[Path, str]) -> None:
     folder, text = page
     assert re.findall(r'(?:src|href)="(?!data:)', text) == []
     (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert base64.b64decode(picture) == (folder / "curves.png").read_bytes()
 
 
-def test_what_the_model_wrote_is_text_in_a_report(page: tuple[Path, str]) -> None:
+def test_completions_are_escaped_in_the_report(page: tuple[Path, str]) -> None:
     _, text = page
     assert row("#3", "2 &lt; 3", "&lt;script&gt;alert(1)&lt;/script&gt;", "&amp;", "#0.125") in text
     assert "<script" not in text
     assert "<h1>my &lt;run&gt;</h1>" in text
 
 
-def test_a_report_says_where_the_time_went(page: tuple[Path, str]) -> None:
+def test_report_shows_the_time_of_each_operation(page: tuple[Path, str]) -> None:
     _, text = page
     # rollout: 0.5 + 1 + 1.5 = 3 of 3 x 2 = 6 seconds.
     assert row("rl", "step", "#3", "#6", "#2", "100 %") in text
     assert row("rl", "rollout", "#3", "#3", "#1", "50 %") in text
 
 
-def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(
+def test_report_shows_settings_with_origin_evaluations_and_versions(
     page: tuple[Path, str],
 ) -> None:
     _, text = page
@@ -78,7 +78,7 @@ def test_a_report_tells_settings_with_their_origin_evaluations_and_versions(
     assert "<td class=text>torch</td>" in text
 
 
-def test_a_run_that_logged_nothing_has_no_report(tmp_path: Path) -> None:
+def test_run_without_logged_steps_has_no_report(tmp_path: Path) -> None:
     with RunLog(
         tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
     ) as log:
@@ -86,7 +86,7 @@ def test_a_run_that_logged_nothing_has_no_report(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_report_reads_the_last_samples_from_the_end_of_the_file(tmp_path: Path) -> None:
+def test_last_lines_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"line {i} ü\n" for i in range(1000)) + "cut o")
     expected = [f"line {i} ü" for i in range(1000)]
@@ -95,10 +95,10 @@ def test_a_report_reads_the_last_samples_from_the_end_of_the_file(tmp_path: Path
     assert last_lines(path, 5000, block_bytes=64) == expected
 
 
-def test_a_report_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
+def test_failure_to_write_the_report_is_printed_and_not_raised(tmp_path: Path) -> None:
     text = io.StringIO()
     with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=Console(file=text)) as log:
-        log.log(1, {"reward/mean": 0.5}, phase="rl")
+        log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
         (tmp_path / "report.html").mkdir()
         log.try_report()
     assert "the report was not written: IsADirectoryError" in text.getvalue()

@@ -1,4 +1,4 @@
-"""Trackers of other makers, each with its real client on local files, also after a resume; and Prometheus, scraped."""
+"""Third-party trackers with their real clients on local files, and Prometheus over HTTP."""
 
 import io
 import math
@@ -19,9 +19,9 @@ from rich.console import Console
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.rendezvous import run_token
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 
-# What the clients' own libraries say of each other.
+# Raised between the dependencies of the trackers' clients.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -68,11 +68,11 @@ def write_settings(directory: Path, **run: object) -> None:
 
 def log_steps(log: RunLog, steps: Sequence[int], *, phase: str = "rl", plus: float = 0.0) -> None:
     for step in steps:
-        log.log(step, {"actor/loss": step / 2 + plus}, phase=phase)
+        log.log_metrics(step, {"actor/loss": step / 2 + plus}, phase=phase)
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
-def test_a_tracker_that_is_not_installed_is_asked_for_in_a_sentence(
+def test_missing_tracker_package_is_a_configuration_error(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, tracker, None)
@@ -83,7 +83,7 @@ def test_a_tracker_that_is_not_installed_is_asked_for_in_a_sentence(
         open_log(tmp_path, tracker)
 
 
-def test_prometheus_that_is_not_installed_is_asked_for_in_a_sentence(
+def test_missing_prometheus_client_is_a_configuration_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
@@ -96,7 +96,7 @@ def test_prometheus_that_is_not_installed_is_asked_for_in_a_sentence(
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """To make one takes MLflow seconds."""
+    """MLflow needs seconds to create a database, so the tests copy this one."""
     import mlflow
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -109,13 +109,13 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, empty_store: Path) -> Path:
-    """A run folder in which an empty store lies."""
+    """A run folder with an empty MLflow database."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     return tmp_path
 
 
 class Store:
-    """What lies in an MLflow store."""
+    """Reads back an MLflow database."""
 
     def __init__(self, directory: Path) -> None:
         import mlflow
@@ -136,7 +136,7 @@ class Store:
 
 
 @MLFLOW
-def test_mlflow_has_every_point_once_and_the_settings_also_after_a_resume(tmp_path: Path) -> None:
+def test_mlflow_has_each_point_once_and_the_settings_after_a_resume(tmp_path: Path) -> None:
     write_settings(tmp_path)
     with open_log(tmp_path, "mlflow") as log:
         log_steps(log, [1, 2], phase="warm_start")
@@ -166,7 +166,7 @@ def test_mlflow_has_every_point_once_and_the_settings_also_after_a_resume(tmp_pa
 
 
 @MLFLOW
-def test_a_resume_that_does_nothing_again_goes_on_with_the_same_mlflow_run(folder: Path) -> None:
+def test_resume_without_repeated_steps_continues_the_same_mlflow_run(folder: Path) -> None:
     write_settings(folder)
     for resume_step, steps in ((None, [1, 2]), (2, [3, 4])):
         with open_log(folder, "mlflow", resume_step=resume_step) as log:
@@ -177,7 +177,7 @@ def test_a_resume_that_does_nothing_again_goes_on_with_the_same_mlflow_run(folde
 
 
 @MLFLOW
-def test_a_resume_with_other_settings_begins_an_mlflow_run_that_has_them_and_every_point(
+def test_resume_with_other_settings_starts_an_mlflow_run_with_all_points(
     folder: Path,
 ) -> None:
     for resume_step, steps, total in ((None, [1, 2], 2), (2, [3], 3)):
@@ -190,21 +190,21 @@ def test_a_resume_with_other_settings_begins_an_mlflow_run_that_has_them_and_eve
 
 
 @MLFLOW
-def test_a_warm_start_that_is_done_again_is_superseded_in_mlflow_too(folder: Path) -> None:
+def test_repeated_warm_start_is_superseded_in_mlflow(folder: Path) -> None:
     write_settings(folder)
-    with open_log(folder, "mlflow") as log, log.bar("warm_start", total=3):
+    with open_log(folder, "mlflow") as log, log.progress_bar("warm_start", total=3):
         log_steps(log, [1, 2], phase="warm_start")
-    with open_log(folder, "mlflow") as log, log.bar("warm_start", total=3, start=1):
+    with open_log(folder, "mlflow") as log, log.progress_bar("warm_start", total=3, start=1):
         log_steps(log, [2, 3], phase="warm_start", plus=10.0)
     store = Store(folder)
     assert store.points(store.current, "warm_start/actor/loss") == [(1, 0.5), (2, 11.0), (3, 11.5)]
 
 
 @MLFLOW
-def test_mlflow_is_told_of_a_failure_and_takes_what_is_not_a_number(folder: Path) -> None:
+def test_mlflow_records_failure_and_nan(folder: Path) -> None:
     def fail() -> None:
         with open_log(folder, "mlflow") as log:
-            log.log(1, {"actor/loss": math.nan}, phase="rl")
+            log.log_metrics(1, {"actor/loss": math.nan}, phase="rl")
             raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
@@ -217,13 +217,13 @@ def test_mlflow_is_told_of_a_failure_and_takes_what_is_not_a_number(folder: Path
 
 
 @MLFLOW
-def test_more_settings_and_points_than_one_call_to_mlflow_takes(folder: Path) -> None:
+def test_settings_and_points_beyond_the_limits_of_one_mlflow_call(folder: Path) -> None:
     (folder / "config.yaml").write_text(
         yaml.safe_dump({f"key{i}": "x" * 7000 if i == 3 else i for i in range(230)})
     )
     with open_log(folder, "") as log:
         for step in range(1, 4):
-            log.log(step, {f"a/m{i}": float(i) for i in range(400)}, phase="rl")
+            log.log_metrics(step, {f"a/m{i}": float(i) for i in range(400)}, phase="rl")
     with open_log(folder, "mlflow", resume_step=3) as log:
         log_steps(log, [4])
     store = Store(folder)
@@ -237,13 +237,13 @@ def test_more_settings_and_points_than_one_call_to_mlflow_takes(folder: Path) ->
 
 @pytest.fixture
 def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of its own for trackio's projects."""
+    """A temporary folder for trackio's projects."""
     from trackio import sqlite_storage, utils
 
-    place = tmp_path / "trackio"
+    root = tmp_path / "trackio"
     for module in (sqlite_storage, utils):
-        monkeypatch.setattr(module, "TRACKIO_DIR", place)
-    return place
+        monkeypatch.setattr(module, "TRACKIO_DIR", root)
+    return root
 
 
 def trackio_rows(name: str) -> list[tuple[int, float]]:
@@ -257,7 +257,7 @@ def trackio_rows(name: str) -> list[tuple[int, float]]:
 
 
 @TRACKIO
-def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(
+def test_trackio_has_each_row_once_and_the_settings_after_a_resume(
     tmp_path: Path, projects: Path
 ) -> None:
     import trackio
@@ -288,14 +288,14 @@ def test_trackio_has_every_row_once_and_the_settings_also_after_a_resume(
 
 
 @TRACKIO
-def test_trackio_tells_folders_of_one_name_apart(tmp_path: Path, projects: Path) -> None:
-    for place in ("one", "other"):
-        (tmp_path / place).mkdir()
-        with open_log(tmp_path / place / "run", "trackio") as log:
+def test_trackio_distinguishes_run_folders_of_the_same_name(tmp_path: Path, projects: Path) -> None:
+    for folder_name in ("one", "other"):
+        (tmp_path / folder_name).mkdir()
+        with open_log(tmp_path / folder_name / "run", "trackio") as log:
             log_steps(log, [1])
     names = {
-        (tmp_path / place / "run" / "trackio_run.txt").read_text().strip()
-        for place in ("one", "other")
+        (tmp_path / folder_name / "run" / "trackio_run.txt").read_text().strip()
+        for folder_name in ("one", "other")
     }
     assert len(names) == 2
     assert all(trackio_rows(name) == [(1, 0.5)] for name in names)
@@ -319,18 +319,18 @@ def scrape(port: int, *, token: str) -> str:
         return text
 
 
-def token_in(directory: Path) -> str:
+def read_token(directory: Path) -> str:
     return (directory / "prometheus_token").read_text()
 
 
 @PROMETHEUS
-def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(
-    tmp_path: Path, port: int
-) -> None:
+def test_prometheus_serves_the_latest_values_and_their_step(tmp_path: Path, port: int) -> None:
     with open_log(tmp_path, "", port=port) as log:
         log_steps(log, [1, 2])
-        log.log(2, {"eval/greedy/reward": math.nan, "a/b_c": 1.0, "a_b/c": 2.0}, phase="eval")
-        token = token_in(tmp_path)
+        log.log_metrics(
+            2, {"eval/greedy/reward": math.nan, "a/b_c": 1.0, "a_b/c": 2.0}, phase="eval"
+        )
+        token = read_token(tmp_path)
         text = scrape(port, token=token)
     assert 'temper_actor_loss{metric="actor/loss",phase="rl"} 1.0\n' in text
     assert 'temper_step{phase="rl"} 2.0\n' in text
@@ -341,35 +341,33 @@ def test_prometheus_is_served_the_newest_values_with_their_step_until_the_end(
         scrape(port, token=token)
     with open_log(tmp_path, "", port=port, resume_step=2) as log:
         log_steps(log, [3])
-        assert 'temper_step{phase="rl"} 3.0\n' in scrape(port, token=token_in(tmp_path))
+        assert 'temper_step{phase="rl"} 3.0\n' in scrape(port, token=read_token(tmp_path))
 
 
 @PROMETHEUS
-def test_prometheus_gives_the_time_of_the_last_step_so_that_a_run_that_hangs_is_noticed(
-    tmp_path: Path, port: int
-) -> None:
-    def time_of(phase: str) -> float:
+def test_prometheus_serves_the_time_of_the_last_step(tmp_path: Path, port: int) -> None:
+    def last_step_time(phase: str) -> float:
         (line,) = (
             row
-            for row in scrape(port, token=token_in(tmp_path)).splitlines()
+            for row in scrape(port, token=read_token(tmp_path)).splitlines()
             if row.startswith(f'temper_step_timestamp_seconds{{phase="{phase}"}}')
         )
         return float(line.split()[-1])
 
     before = time.time()
     with open_log(tmp_path, "", port=port) as log:
-        assert before <= time_of("start") <= time.time()
+        assert before <= last_step_time("start") <= time.time()
         log_steps(log, [1])
-        first = time_of("rl")
+        first = last_step_time("rl")
         log_steps(log, [2])
-        assert before <= first < time_of("rl") <= time.time()
+        assert before <= first < last_step_time("rl") <= time.time()
 
 
 @PROMETHEUS
 @pytest.mark.parametrize(
     "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}]
 )
-def test_prometheus_tells_nobody_without_the_token_anything(
+def test_prometheus_refuses_requests_without_the_token(
     tmp_path: Path, port: int, header: dict[str, str]
 ) -> None:
     with open_log(tmp_path, "", port=port) as log:
@@ -384,24 +382,24 @@ def test_prometheus_tells_nobody_without_the_token_anything(
 
 
 @PROMETHEUS
-def test_the_token_of_prometheus_is_this_users_alone_and_not_the_runs(
+def test_prometheus_token_is_private_and_differs_from_the_token_of_the_run(
     tmp_path: Path, port: int
 ) -> None:
     (tmp_path / "prometheus_token").write_text("old")
     with open_log(tmp_path, "", port=port):
         assert (tmp_path / "prometheus_token").stat().st_mode & 0o777 == 0o600
-        assert token_in(tmp_path) not in ("old", run_token())
+        assert read_token(tmp_path) not in ("old", run_token())
     assert not (tmp_path / "prometheus_token").exists()
 
 
 @PROMETHEUS
-def test_prometheus_is_served_on_loopback_alone(tmp_path: Path, port: int) -> None:
+def test_prometheus_listens_only_on_loopback(tmp_path: Path, port: int) -> None:
     with open_log(tmp_path, "", port=port), socket.socket() as elsewhere:
-        elsewhere.bind(("127.0.0.2", port))  # which a listener on every address would not allow
+        elsewhere.bind(("127.0.0.2", port))  # fails if the server listens on all addresses
 
 
 @PROMETHEUS
-def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -11,7 +11,7 @@ from temper_trainer.config.run import TrainerConfig
 from temper_trainer.config_loading.composition import DIGEST
 from temper_trainer.config_loading.schema import Plain
 from temper_trainer.config_loading.yaml_text import annotated_text
-from temper_trainer.metrics.records import superseded_name
+from temper_trainer.metrics.run_files import next_superseded_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:  # that of a write names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     if path.exists():
-        path.rename(superseded_name(path))
+        path.rename(next_superseded_path(path))
     new.replace(path)
 
 

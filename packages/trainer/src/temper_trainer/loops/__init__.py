@@ -35,8 +35,8 @@ from temper_trainer.loops.opening import (
 )
 from temper_trainer.loops.rl import run_rl
 from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
-from temper_trainer.metrics.log import RunLog
-from temper_trainer.metrics.settings import read_settings
+from temper_trainer.metrics.run_files import read_settings
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.opening import Runtime, open_runtime
 from temper_trainer.temporary_folders import remove_leftovers
@@ -134,7 +134,7 @@ def _train(
         for line in describe_changes(
             before, read_settings(folder.root), has_checkpoint=found is not None
         ):
-            log.say(line)
+            log.print_line(line)
         log.try_report()  # a killed process leaves one that is behind metrics.jsonl
         boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
         boundary.set_saved(done, found)
@@ -152,11 +152,11 @@ def _train(
             done=done,
         )
         if config.task not in ("eval", "generate"):
-            log.say(describe_policy(config.run))
+            log.print_line(describe_policy(config.run))
             if warning := describe_deletion(open_checkpointer(config, folder=folder)):
-                log.say(warning)
+                log.print_line(warning)
             if found is None and config.run.resume == "auto":
-                log.say(f"no checkpoint in {folder.checkpoints}: starting from step 1")
+                log.print_line(f"no checkpoint in {folder.checkpoints}: starting from step 1")
         try:
             with _last_save_named(folder):
                 return run.start(found)
@@ -389,10 +389,10 @@ class _Run:
         """Say and log how many prompts were dropped for their length, by set."""
         if any(counts.values()):
             limit = self.config.data.max_prompt_tokens
-            self.log.say(
+            self.log.print_line(
                 f"{phase}: dropped prompts longer than data.max_prompt_tokens = {limit}: {counts}"
             )
-            self.log.log(
+            self.log.log_metrics(
                 0, {f"{name}/dropped": float(count) for name, count in counts.items()}, phase=phase
             )
 

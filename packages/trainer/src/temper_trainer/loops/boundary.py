@@ -8,7 +8,7 @@ from pathlib import Path
 from temper_trainer.config.run import RunConfig
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 
 

@@ -8,7 +8,7 @@ from temper_trainer.data.rows import Row
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete, rewards_of
-from temper_trainer.metrics.log import SampleRow
+from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.types import Prompt, SamplingRequest
 
@@ -84,8 +84,8 @@ def evaluate_all(rooms: Rooms, *, step: int, moment: str) -> dict[str, float]:
         )
         if name == kinds[0][0]:
             rooms.log.show_samples(step, result.rows)
-    rooms.log.say(f"{moment}: {_what(rooms)}: {', '.join(said)}")
-    rooms.log.log(step, found, phase="eval")
+    rooms.log.print_line(f"{moment}: {_what(rooms)}: {', '.join(said)}")
+    rooms.log.log_metrics(step, found, phase="eval")
     return found
 
 

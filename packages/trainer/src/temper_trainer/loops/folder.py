@@ -7,7 +7,7 @@ from pathlib import Path
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.folder import START_FILES, UNTRAINED, holds_run
 from temper_trainer.config.run import RunConfig
-from temper_trainer.metrics.records import superseded_name
+from temper_trainer.metrics.run_files import next_superseded_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RunFolder:
     def set_model_aside(self) -> None:
         """Rename the model of an earlier end to `NAME.superseded-N`, so that it is not taken for the last one."""
         if self.model.exists():
-            self.model.rename(superseded_name(self.model))
+            self.model.rename(next_superseded_path(self.model))
 
     def mark_trained(self) -> None:
         """Record that the run has results: from now on, only `run.resume` continues in this folder."""
@@ -89,6 +89,6 @@ def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
                     "writes its own: move it out of run.dir, or choose another run.dir."
                 )
         for path in present:
-            path.rename(superseded_name(path))
+            path.rename(next_superseded_path(path))
     marker.touch()
     return folder

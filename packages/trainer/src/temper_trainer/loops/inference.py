@@ -14,7 +14,7 @@ from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.turns import all_tokens, complete, rewards_of
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.runtime.opening import Runtime
@@ -113,6 +113,6 @@ def generate(rooms: Rooms, *, folder: RunFolder) -> dict[str, float]:
         "generate/reward": sum(rewards) / len(rewards) if rewards else float("nan"),
         "generate/failed": float(len(lines) - len(rewards)),
     }
-    rooms.log.log(0, found | metrics, phase="generate")
-    rooms.log.say(f"{len(lines)} completions of {len(prompts)} prompts are in {path}")
+    rooms.log.log_metrics(0, found | metrics, phase="generate")
+    rooms.log.print_line(f"{len(lines)} completions of {len(prompts)} prompts are in {path}")
     return found

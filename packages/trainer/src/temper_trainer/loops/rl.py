@@ -34,7 +34,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sft import write_model
 from temper_trainer.loops.step import StepResult, measures_old_logprobs
 from temper_trainer.loops.steps import Steps, open_steps
-from temper_trainer.metrics.log import RunLog, SampleRow
+from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.continuing import ContinuingSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
@@ -86,7 +86,7 @@ def run_rl(
     if alone is not None:
         epoch, index = divmod(alone * config.batching.prompts_per_step, len(prompts))
         state = replace(state, step=alone, cursor=DataCursor(epoch=epoch, index=index))
-        log.say(
+        log.print_line(
             f"{resume_from} holds engines without a trainer: the data go on at prompt {index} of epoch {epoch}, where {alone} steps end"
         )
     elif resume_from is not None:
@@ -106,7 +106,7 @@ def run_rl(
             checkpointer.read_roles(
                 resume_from, roles={name: role.read_part for name, role in rooms.roles.items()}
             )
-            log.say(f"going on from step {state.step} ({resume_from})")
+            log.print_line(f"going on from step {state.step} ({resume_from})")
         boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
             folder.set_model_aside()
@@ -196,11 +196,11 @@ def _open_watched(rooms: Rooms, state: TrainerState, controllers: Controllers) -
     """The loop's steps, with a watchdog over every wait in them."""
     config = rooms.config
     if config.loop != "sync" and config.algorithm.rollout_correction is None:
-        rooms.log.say(
+        rooms.log.print_line(
             f"loop {config.loop} trains on completions of older weights as if they were new: see algorithm.rollout_correction"
         )
     with (
-        Watchdog(config.runtime.watchdog_s, log=rooms.log.say),
+        Watchdog(config.runtime.watchdog_s, log=rooms.log.print_line),
         open_steps(rooms, state=state, controllers=controllers) as steps,
     ):
         yield steps
@@ -230,7 +230,7 @@ def _run_steps(
     with (
         stop.deferred(),
         Saves(checkpointer, roles=rooms.roles, in_background=run.save_in_background) as saves,
-        log.bar("rl", total=run.total_steps, start=state.step) as bar,
+        log.progress_bar("rl", total=run.total_steps, start=state.step) as bar,
         _open_watched(rooms, state, controllers) as steps,
     ):
         for step in range(state.step + 1, run.total_steps + 1):
@@ -250,7 +250,7 @@ def _run_steps(
                 rooms.roles["actor"].set_objective(objectives["actor"])
             controllers = result.controllers
             saves.settle()
-            log.log(step, result.metrics, phase="rl")
+            log.log_metrics(step, result.metrics, phase="rl")
             boundary.end_step()
             bar.advance()
             if run.table_every and step % run.table_every == 0:
@@ -296,11 +296,11 @@ def _saved_on_failure(
         )
         if is_whole and before.step != boundary.saved_step:
             try:
-                rooms.log.say(
+                rooms.log.print_line(
                     f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}"
                 )
             except TemperError as second:  # the first one is what the run ends with
-                rooms.log.say(
+                rooms.log.print_line(
                     f"step {before.step + 1} failed, and step {before.step} could not be saved: {second}"
                 )
         raise

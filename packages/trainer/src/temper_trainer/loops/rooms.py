@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
 from temper_trainer.environment.protocol import MakeEnvironment
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.runtime.group import WorkerGroup

@@ -27,7 +27,7 @@ from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step import forward_pass, update_metrics
-from temper_trainer.metrics.log import RunLog
+from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.group import WorkerGroup
 from temper_trainer.runtime.opening import Runtime
 from temper_trainer.types import DataCursor, Demonstration, Pair
@@ -127,19 +127,22 @@ def run_sft(
                 stream, done = stage.open_stream(state.cursor), state.step
             else:
                 done = _pass_over(stage, stream, num_steps=alone)
-                log.say(
+                log.print_line(
                     f"{found} holds an engine without a trainer: the examples of {done} steps are passed over"
                 )
-            log.say(f"{stage.phase}: going on from step {done} ({found})")
+            log.print_line(f"{stage.phase}: going on from step {done} ({found})")
         boundary.set_saved(done, found)
         if done < stage.total_steps:
             stage.folder.set_model_aside()
         saves = stack.enter_context(
             Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background)
         )
-        with stop.deferred(), log.bar(stage.phase, total=stage.total_steps, start=done) as bar:
+        with (
+            stop.deferred(),
+            log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
+        ):
             for step in range(done + 1, stage.total_steps + 1):
-                log.log(
+                log.log_metrics(
                     step,
                     _sft_update(config, stage, groups=groups, stream=stream, step=step),
                     phase=stage.phase,

@@ -125,7 +125,7 @@ def train_on(
         seed=derive_seed(config.run.seed, "mini-batches", step),
     )
     if step == 1:
-        rooms.log.say(describe(plan, samples))
+        rooms.log.print_line(describe(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
     samples, teacher_metrics = ask_teachers(rooms, samples, rollouts=rollouts, clock=clock)
@@ -404,7 +404,7 @@ def update_roles(
                     "policy/ratio_error_max"
                 ].result
             if result.report.outcome == "nonfinite":
-                rooms.log.say(
+                rooms.log.print_line(
                     f"step {step}: {role} skipped a non-finite update; samples {result.report.sample_ids[:8]}"
                 )
             metrics.append(update_metrics(result))

@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics in files and trackers, a line a step, bars, tables of samples, the curves, the report."""
+"""Metrics of a run: trackers, terminal output, the plotted curves and the HTML report."""

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: an extra of temper-trainer."""
+"""Serve metrics to Prometheus (``run.prometheus_port``)."""
 
 import hmac
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Gauge(Protocol):
-    """What is used of prometheus_client's gauge."""
+    """The methods of `prometheus_client.Gauge` used here; the package may be absent."""
 
     def labels(self, **labels: str) -> "_Gauge": ...
 
@@ -26,9 +26,9 @@ class _Gauge(Protocol):
 
 
 class PrometheusTracker:
-    """Serves the newest value of every metric at ``http://ADDRESS:PORT/metrics`` during the run.
+    """Serves the latest value of every metric at ``http://ADDRESS:PORT/metrics`` during the run.
 
-    A scrape needs the bearer token in the token file.
+    Requests need the bearer token that is in the token file.
 
     Example:
         ``actor/loss`` of phase ``rl``, logged at step 7, becomes three gauges::
@@ -42,15 +42,15 @@ class PrometheusTracker:
         """Start serving.
 
         Args:
-            address: IPv4 address of this machine to listen on.
-            port: To listen on.
-            token_file: Written with the token, readable by this user only; removed at the end.
+            address: IPv4 address of this host to listen on.
+            port: Port to listen on.
+            token_file: File for the token, readable only by this user; removed at the end.
 
         Raises:
             ConfigError: If prometheus_client is not installed, or the port can't be opened.
         """
         try:
-            import prometheus_client  # an extra
+            import prometheus_client
         except ImportError as error:
             raise ConfigError(
                 "run.prometheus_port is set, but prometheus_client is not installed: "
@@ -61,10 +61,10 @@ class PrometheusTracker:
         self._step = prometheus_client.Gauge(
             "temper_step", "Step that was logged last.", ["phase"], registry=self._registry
         )
-        # A time, not an age: an age would stand still together with a driver that hangs.
+        # A timestamp, not an age: if the driver hangs, the age would not increase either.
         self._step_time = prometheus_client.Gauge(
             "temper_step_timestamp_seconds",
-            "Unix time at which the last step was logged; before the first one, of the start.",
+            "Unix time at which the last step was logged, or at which the run started.",
             ["phase"],
             registry=self._registry,
         )
@@ -73,15 +73,15 @@ class PrometheusTracker:
             "temper_step": self._step,
             "temper_step_timestamp_seconds": self._step_time,
         }
-        # Not the run's token itself: a scraper has no business in the run's other listeners.
+        # Derived from the run's token, so that a scraper cannot access the run's other servers.
         token = hmac.digest(run_token().encode(), b"prometheus", "sha256").hex()
-        app = _guarded(prometheus_client.make_wsgi_app(self._registry), token=token)
+        app = _require_token(prometheus_client.make_wsgi_app(self._registry), token=token)
         try:
             self._server = make_server(address, port, app, _ThreadingServer, _SilentHandler)
         except OSError as error:
             raise ConfigError(
                 f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address "
-                f"{address}: {error.strerror}. Choose a free port, and an address of this machine."
+                f"{address}: {error.strerror}. Choose a free port, and an address of this host."
             ) from error
         self._token_file = token_file
         _write_private(token_file, token)
@@ -91,23 +91,24 @@ class PrometheusTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
-        """Set every gauge, then the step and its time."""
+        # The step last: a scrape in between then reports the old step, never new ones too early.
         for name, value in metrics.items():
             self._gauge(name).labels(metric=name, phase=phase).set(value)
         self._step.labels(phase=phase).set(step)
         self._step_time.labels(phase=phase).set_to_current_time()
 
-    def begin_anew(self) -> None:
-        """Nothing earlier is held."""
+    def on_rewind(self) -> None:
+        """Do nothing: only the latest values are kept."""
 
     def close(self, *, has_failed: bool) -> None:
-        """Stop serving."""
+        """Stop serving and remove the token file."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
         self._token_file.unlink(missing_ok=True)
 
     def _gauge(self, metric: str) -> _Gauge:
+        # Prometheus does not allow "/" in names. The label `metric` keeps the exact name apart.
         name = "temper_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
         if name not in self._gauges:
             text = f"{metric}, see docs/metrics.md."
@@ -118,37 +119,37 @@ class PrometheusTracker:
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    """Answers each scrape in a thread, so that a client that is silent keeps no other waiting."""
+    """Handles each request in a thread, so that a silent client does not block the others."""
 
     daemon_threads = True
 
 
 class _SilentHandler(WSGIRequestHandler):
     timeout = 10
-    """Seconds in which a client must have sent its request."""
+    """Seconds after which a connection without a complete request is closed."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Leave scrapes out of the run's output."""
+        """Do nothing: requests are not logged in the output of the run."""
 
 
-def _guarded(app: "WSGIApplication", *, token: str) -> "WSGIApplication":
-    """Return an application that passes on only requests with the token."""
+def _require_token(app: "WSGIApplication", *, token: str) -> "WSGIApplication":
+    """Return an application that forwards only requests with the token."""
     expected = f"Bearer {token}".encode()
 
-    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
-        if hmac.compare_digest(given, expected):
+    def handle(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        received = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
+        if hmac.compare_digest(received, expected):  # takes equally long for any wrong token
             return app(environ, start_response)
         start_response(
             "401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
         )
         return [b"The token is in the file prometheus_token of the run folder.\n"]
 
-    return answer
+    return handle
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, also where an older one was open to others."""
+    """Write a file that only this user can read, even if an existing one has other permissions."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

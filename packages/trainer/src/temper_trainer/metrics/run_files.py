@@ -1,0 +1,179 @@
+"""Read and write the files of a run folder that record its metrics and its settings."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+WARM_START_PHASE = "warm_start"
+"""The only phase with its own step counter; rl, sft and eval use the step of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of ``metrics.jsonl``.
+
+    Example:
+        >>> row = Row(step=3, phase="rl", time_s=1.5, values={"reward/mean": 0.25})
+        >>> to_json(row)
+        '{"step": 3, "phase": "rl", "time_s": 1.5, "reward/mean": 0.25}'
+        >>> from_json(to_json(row)) == row
+        True
+    """
+
+    step: int
+    """Step of the phase; 0 is the state before the first step."""
+    phase: str
+    """``rl``, ``sft``, ``dpo``, ``rm``, ``warm_start``, ``eval`` or ``generate``."""
+    time_s: float
+    """Seconds since the Unix epoch."""
+    values: Mapping[str, float]
+    """Value by metric name, including NaN and infinities."""
+
+
+def to_json(row: Row) -> str:
+    """Return the row as standard JSON: a non-finite value is null and listed in ``not_finite``."""
+    finite = {name: value if math.isfinite(value) else None for name, value in row.values.items()}
+    head: dict[str, object] = {"step": row.step, "phase": row.phase, "time_s": round(row.time_s, 3)}
+    odd = {name: str(value) for name, value in row.values.items() if not math.isfinite(value)}
+    return json.dumps(head | finite | ({"not_finite": odd} if odd else {}), allow_nan=False)
+
+
+def from_json(line: str) -> Row:
+    """Parse a line that ``to_json`` wrote."""
+    fields = json.loads(line)
+    step, phase, time_s = fields.pop("step"), fields.pop("phase"), fields.pop("time_s")
+    odd = {name: float(text) for name, text in fields.pop("not_finite", {}).items()}
+    return Row(
+        step=step,
+        phase=phase,
+        time_s=time_s,
+        values={name: odd.get(name, value) for name, value in fields.items()},
+    )
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read the rows of a file in order; skip a last line that a crash left incomplete."""
+    for line in _complete_lines(path):
+        yield from_json(line)
+
+
+def read_latest_rows(path: Path) -> list[Row]:
+    """Read the rows of a file, keeping the last one if a step of a phase was logged twice."""
+    return keep_latest(read_rows(path)) if path.exists() else []
+
+
+def keep_latest(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows without those whose phase and step appear again later."""
+    return list({(row.phase, row.step): row for row in rows}.values())
+
+
+def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> int:
+    """Move rows of later steps to ``NAME.superseded-N.jsonl``.
+
+    A resumed run repeats these steps. Moving the rows keeps steps unique without losing data.
+
+    Args:
+        path: A JSON lines file whose objects have ``step`` and optionally ``phase``. It may be
+            missing.
+        after_step: The last step to keep.
+        phase: Move only rows of this phase. None selects all phases that count the steps of the
+            run, which excludes the warm start.
+
+    Returns:
+        The number of rows that were moved.
+    """
+    lines = list(_complete_lines(path)) if path.exists() else []
+    is_kept = [_is_kept(json.loads(line), after_step=after_step, phase=phase) for line in lines]
+    moved = [line for line, kept in zip(lines, is_kept, strict=True) if not kept]
+    if moved:
+        _write_lines(next_superseded_path(path), moved)
+    if path.exists():
+        # Also if nothing was moved: this drops an incomplete last line, to which the next row
+        # would otherwise be appended.
+        _write_lines(path, [line for line, kept in zip(lines, is_kept, strict=True) if kept])
+    return len(moved)
+
+
+def _is_kept(fields: Mapping[str, object], *, after_step: int, phase: str | None) -> bool:
+    step, row_phase = fields["step"], fields.get("phase")
+    assert isinstance(step, int)
+    is_selected = row_phase != WARM_START_PHASE if phase is None else row_phase == phase
+    return step <= after_step or not is_selected
+
+
+def _complete_lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+
+
+def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[str]:
+    """Return the last complete lines of a file, reading it backwards in blocks."""
+    with path.open("rb") as file:
+        start, data = file.seek(0, os.SEEK_END), b""
+        while start > 0 and data.count(b"\n") <= count:
+            size = min(block_bytes, start)
+            start -= size
+            file.seek(start)
+            data = file.read(size) + data
+    lines = data.split(b"\n")
+    # The last element is empty or an incomplete line; the first one may start before the block.
+    return [line.decode() for line in lines[1 if start > 0 else 0 : -1]][-count:]
+
+
+def next_superseded_path(path: Path) -> Path:
+    """Return ``NAME.superseded-N.SUFFIX`` in the same folder, with the first N that is free."""
+    number = 1
+    while (name := path.with_name(f"{path.stem}.superseded-{number}{path.suffix}")).exists():
+        number += 1
+    return name
+
+
+def _write_lines(path: Path, lines: list[str]) -> None:
+    """Replace a file atomically: a crash leaves either the old or the new content."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_settings(directory: Path) -> dict[str, object]:
+    """Return the settings in ``config.yaml`` by dotted key; empty if it is missing or unreadable.
+
+    An unreadable file is only a warning: a full disk may have truncated it, and the next start
+    writes it again.
+    """
+    path = directory / "config.yaml"
+    if not path.exists():
+        return {}
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        logger.warning("%s cannot be read as settings: it is ignored", path)
+        return {}
+    return dict(flatten_settings(tree))
+
+
+def flatten_settings(tree: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
+    """Yield dotted keys and values of nested mappings; an empty mapping counts as a value.
+
+    Example:
+        >>> list(flatten_settings({"run": {"seed": 0}, "critic": None}))
+        [('run.seed', 0), ('critic', None)]
+    """
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

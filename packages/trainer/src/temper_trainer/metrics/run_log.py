@@ -1,0 +1,213 @@
+"""The log of a run: metrics and messages go to the terminal, to files and to trackers."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from temper_trainer.config.ranges import LOOPBACK
+from temper_trainer.metrics.prometheus import PrometheusTracker
+from temper_trainer.metrics.report import write_report
+from temper_trainer.metrics.run_files import METRICS_FILE, next_superseded_path, supersede_rows
+from temper_trainer.metrics.terminal import Dashboard, format_step_line
+from temper_trainer.metrics.trackers import Tracker, open_tracker
+
+REPORT_INTERVAL_S = 60.0
+"""Minimum time between two reports during a run."""
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One completion in the table of samples."""
+
+    prompt: str
+    completion: str
+    answer: str
+    """Reference answer of the prompt."""
+    reward: float
+    """NaN if the completion could not be scored."""
+
+
+class ProgressBar:
+    """Progress bar of a phase; no effect if the output is not a terminal."""
+
+    def __init__(self, dashboard: Dashboard | None) -> None:
+        self._dashboard = dashboard
+
+    def advance(self, num_steps: int = 1) -> None:
+        """Move the bar forward."""
+        if self._dashboard is not None:
+            self._dashboard.advance(num_steps)
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """The log of one run folder; as a context it closes its trackers.
+
+    It writes the files of the configured trackers, ``samples.jsonl``, and with `report` also
+    ``curves.png`` and ``report.html``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trackers: Sequence[str],
+        progress: bool,
+        resume_step: int | None = None,
+        prometheus_port: int | None = None,
+        prometheus_address: str = LOOPBACK,
+        console: Console | None = None,
+    ) -> None:
+        """Open the trackers of a run.
+
+        Args:
+            directory: The run folder; created if it is missing.
+            trackers: Names from ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
+            progress: Show progress bars if the output is a terminal.
+            resume_step: The last completed step. Rows of later steps are moved to
+                ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows but
+                those of a warm start, which `progress_bar` handles.
+            prometheus_port: Port that serves the latest values; None serves nothing.
+            prometheus_address: Address of this host on which the port is opened.
+            console: Where lines are printed; standard output by default.
+
+        Raises:
+            ConfigError: If the package of a tracker is not installed, or the port is not free.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._console = (
+            Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
+        )
+        self._has_bars = progress and self._console.is_terminal
+        self._totals: dict[str, int] = {}
+        self._dashboard: Dashboard | None = None
+        # matplotlib's settings are global, and a stop request writes a report from its own thread.
+        self._report_lock = threading.Lock()
+        self._reported_at: float | None = None
+        self._report_interval_s = REPORT_INTERVAL_S
+        done = -1 if resume_step is None else resume_step  # rows of step 0 are repeated, too
+        has_moved = self._supersede(METRICS_FILE, after_step=done)
+        self._supersede(SAMPLES_FILE, after_step=done)
+        self._trackers: list[Tracker] = []
+        if prometheus_port is not None:
+            token_file = directory / "prometheus_token"
+            self._trackers.append(
+                PrometheusTracker(prometheus_address, prometheus_port, token_file=token_file)
+            )
+        # After the rows were moved: some trackers read back those that are still valid.
+        self._trackers += [
+            open_tracker(name, directory, is_superseded=has_moved) for name in trackers
+        ]
+
+    def _supersede(self, name: str, *, after_step: int) -> bool:
+        """Move rows of later steps, or an unreadable file; return True if anything was moved."""
+        path = self._directory / name
+        try:
+            return supersede_rows(path, after_step=after_step) > 0
+        except ValueError as error:  # not UTF-8 or not JSON
+            renamed = path.rename(next_superseded_path(path))
+            self.print_line(f"warning: {path} cannot be read ({error}): renamed to {renamed.name}")
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for tracker in self._trackers:
+            tracker.close(has_failed=error is not None)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
+        """Record the metrics of a step and print its line; docs/metrics.md explains all names."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics, phase=phase)
+        if self._dashboard is not None:
+            self._dashboard.update(metrics)
+        self.print_line(format_step_line(step, metrics, phase=phase, total=self._totals.get(phase)))
+
+    @contextmanager
+    def progress_bar(self, phase: str, total: int, start: int = 0) -> Iterator[ProgressBar]:
+        """Show the progress of a phase in the body, and move the rows of steps that it repeats.
+
+        Args:
+            phase: Phase of the metrics logged in the body.
+            total: Number of steps of the phase.
+            start: Number of completed steps.
+        """
+        self._totals[phase] = total
+        if supersede_rows(self._directory / METRICS_FILE, after_step=start, phase=phase):
+            for tracker in self._trackers:
+                tracker.on_rewind()
+        if not self._has_bars:
+            yield ProgressBar(None)
+            return
+        with Dashboard(self._console, phase=phase, total=total, start=start) as self._dashboard:
+            try:
+                yield ProgressBar(self._dashboard)
+            finally:
+                self._dashboard = None
+
+    def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Print a table of completions, and append them to ``samples.jsonl``."""
+        with (self._directory / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(
+                json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows
+            )
+        table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
+        for heading in ("prompt", "completion", "answer", "reward"):
+            table.add_column(
+                heading, justify="right" if heading == "reward" else "left", overflow="fold"
+            )
+        for row in rows:
+            table.add_row(
+                *(
+                    Text(text.strip())
+                    for text in (row.prompt, row.completion, row.answer, f"{row.reward:g}")
+                )
+            )
+        self._console.print(table, soft_wrap=False)
+
+    def print_line(self, text: str) -> None:
+        """Print a line without wrapping; brackets are not interpreted as markup."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def report(self) -> Path | None:
+        """Draw `curves.png` and write `report.html`; see `write_report`."""
+        with self._report_lock:
+            return write_report(self._directory)
+
+    def refresh_report(self) -> None:
+        """Write the report after the first step, later if it costs less than 1 % of the time.
+
+        So a killed process leaves a report that is at most minutes older than `metrics.jsonl`.
+        """
+        begin = time.monotonic()
+        if self._reported_at is not None and begin - self._reported_at < self._report_interval_s:
+            return
+        self.try_report()
+        self._reported_at = time.monotonic()
+        self._report_interval_s = max(REPORT_INTERVAL_S, 100 * (self._reported_at - begin))
+
+    def try_report(self) -> None:
+        """Write the report; print a failure instead of raising it."""
+        try:
+            self.report()
+        # Fonts, a full disk, ...: a missing report must not end a run whose metrics are saved, nor
+        # replace the error that ends it.
+        except Exception as error:  # noqa: BLE001
+            self.print_line(f"the report was not written: {type(error).__name__}: {error}")
