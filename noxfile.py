@@ -202,8 +202,6 @@ def compat(session: nox.Session, pair: str) -> None:
     for trial in found:
         session.log(trial.name)
         laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")
-        for test, why in laid.left_out.items():
-            session.log(f"without {test}: {why}")
         session.install("-c", CONSTRAINTS, TORCH)
         session.install(
             "-c",

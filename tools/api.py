@@ -22,7 +22,7 @@ import griffe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.deprecations import Promise, promises
-from tools.releases import git, has_object, read_records
+from tools.releases import git, has_object, published
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -193,7 +193,7 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
 def _released_lock(package: Path) -> list[str]:
     """The lock in the tree of the package's last release; nothing where there is none, or this clone lacks its content."""
     root = package.parents[1]
-    trees = [record.tree for record in read_records(root) if record.package == package.name]
+    trees = [record.tree for record in published(root, package.name)]
     if not trees or not has_object(root, f"{trees[-1]}:{LOCK}"):
         return []
     return git(root, "show", f"{trees[-1]}:{LOCK}").splitlines()
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         )
     else:
         locked = [name for name, package in packages.items() if (package / LOCK).exists()]
-        print(f"api: {', '.join(locked) or 'no package'} kept what was promised")
+        print(f"api: {', '.join(locked) or 'no package'} has promises, and all are kept")
     return 0
 
 

@@ -24,14 +24,6 @@ RECORDS = Path(".temper") / "compat"
 MATRIX = Path("tools") / "matrix.json"
 """The last green record of each pair that was kept: for readers, and for a release in a clone that tried nothing itself."""
 
-UNRELIABLE: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("trainer", "0.1.0"): {
-        "loops/test_gsm8k.py": "it compares to the last bit what two samplers add up, over weights that lie unaligned in one and not the "
-        "other; later releases align them, and allow that test float32's rounding"
-    },
-}
-"""Tests of a release that fail now and then through themselves, and why: the trials that run them leave them out, and say so."""
-
 COUNTED = ("src", "tests", "pyproject.toml")
 """What of a package a trial can depend on."""
 
@@ -79,8 +71,6 @@ class Laid:
     """Where the tests run: of this checkout, or of the released one laid out as its repository was."""
     tests: Path
     """Those of the dependent."""
-    left_out: Mapping[str, str]
-    """Paths below those that do not run, and why."""
 
 
 def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
@@ -145,28 +135,14 @@ def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
     }
     released = copy / "packages" / source.package
     where = copy if source.package == trial.dependent else root
-    left_out = (
-        UNRELIABLE.get((source.package, source.version), {})
-        if source.package == trial.dependent
-        else {}
-    )
     tests = where / "packages" / trial.dependent / "tests"
-    return Laid(
-        sources=packages | {source.package: released}, root=where, tests=tests, left_out=left_out
-    )
+    return Laid(sources=packages | {source.package: released}, root=where, tests=tests)
 
 
 def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
     """What follows `python` in a trial, to be run in `laid.root`; `chosen` names tests below the dependent's, all of them otherwise."""
     tests = [str(laid.tests / each) for each in chosen] or [str(laid.tests)]
-    return [
-        "-m",
-        "pytest",
-        *tests,
-        "-m",
-        "not nightly",
-        *(f"--ignore={laid.tests / each}" for each in laid.left_out),
-    ]
+    return ["-m", "pytest", *tests, "-m", "not nightly"]
 
 
 def begin(root: Path, pair: str) -> None:

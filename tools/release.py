@@ -8,7 +8,8 @@ Before that, `nox -s compat` has tried the package and each of its siblings with
 record is refused, unless `--untried REASON` says why; the reason is kept in tools/releases.toml.
 
     --draft    the same checks and builds, and the checkout stays as it is
-    --record   later, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml
+    --record   after the release commit, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml,
+               and the next version, X.Y.Z.dev0, into their pyproject.toml
     --verify   build a recorded release again from its recorded content and compare the hashes
 """
 
@@ -29,7 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.api import LOCK, write_lock
 from tools.compat import untried
 from tools.distributions import build, build_twice, check_files, sha256
-from tools.release_checks import check_before, check_tried, declared_version
+from tools.release_checks import (
+    check_before,
+    check_tried,
+    declared_version,
+    next_version,
+    set_version,
+)
 from tools.releases import (
     RECORDS,
     Record,
@@ -67,7 +74,7 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     """
     check_before(root, package, version)
     copies = [_copy(root, package, folder / name) for name in ("one", "two")]
-    _set_version(copies[0], version)
+    set_version(copies[0], version)
     _bind(copies[0], version)
     write_lock(copies[0])
     for name in WRITTEN:
@@ -127,6 +134,22 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
     return record
 
 
+def begin_next_versions(root: Path) -> list[str]:
+    """Give every package that still carries a released version the next one, `X.Y.Z.dev0`.
+
+    Returns:
+        One line for each package that was changed.
+    """
+    recorded = {(record.package, record.version) for record in read_records(root)}
+    changed = []
+    for folder in sorted(path.parent for path in root.glob("packages/*/pyproject.toml")):
+        version = declared_version(folder)
+        if (folder.name, version) in recorded:
+            set_version(folder, next_version(version))
+            changed.append(f"{folder.name} is now {next_version(version)}")
+    return changed
+
+
 def verify(root: Path, package: str, version: str) -> None:
     """Build a recorded release again, from its recorded content.
 
@@ -170,13 +193,6 @@ def _copy(root: Path, package: str, folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, folder / name)
     return folder / "packages" / package
-
-
-def _set_version(package: Path, version: str) -> None:
-    file = package / "pyproject.toml"
-    old = f'version = "{declared_version(package)}"'
-    file.write_text(file.read_text().replace(f"\n{old}\n", f'\nversion = "{version}"\n', 1))
-    assert declared_version(package) == version
 
 
 def _bind(package: Path, version: str) -> None:
@@ -226,7 +242,7 @@ def _tell(record: Record) -> str:
             f"{name} is staged. Next:",
             f'  git commit -m "{record.package}: release {record.version}"',
             f'  git tag -a {record.tag} -m "{name}"        # on the commit as it stands in main',
-            "  python tools/release.py --record           # once it is in main; goes into any later commit",
+            "  python tools/release.py --record           # once it is in main: its commit id, and the next version",
         ]
     )
 
@@ -257,7 +273,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     action.add_argument(
         "--record",
         action="store_true",
-        help="write the commits of released packages into tools/releases.toml",
+        help="write the commits of released packages into tools/releases.toml, and their next version",
     )
     action.add_argument(
         "--verify", action="store_true", help="build a recorded release again and compare"
@@ -273,6 +289,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         if chosen.record:
             for record in record_commits(root):
                 print(f"{record.tag} is commit {record.commit}")
+            print("\n".join(begin_next_versions(root)))
         elif chosen.verify:
             verify(root, chosen.package, chosen.version)
             print(

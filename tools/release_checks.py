@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tools.api import complaints, gone
 from tools.bounds import sibling_requirements
 from tools.compat import untried
 from tools.deprecations import MINORS, faults
-from tools.releases import ReleaseTrouble, last_release, read_records
+from tools.releases import ReleaseTrouble, git, last_release, published, read_records
 
 KINDS = ("added", "changed", "fixed", "deprecated", "removed")
 _FRAGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*\.({'|'.join(KINDS)})\.md")
@@ -89,10 +90,14 @@ def check_version(root: Path, package: str, version: str) -> None:
         raise ReleaseTrouble(
             f"{version!r} is no version that we release: write three numbers, as in 0.2.0."
         )
-    last = last_release(root, package)
-    if last is not None and Version(version) <= Version(last.version):
+    # Withdrawn versions count too: two different contents never carry the same version.
+    used = [record.version for record in read_records(root) if record.package == package]
+    if last := last_release(root, package):
+        used.append(last.version)
+    highest = max(used, key=Version, default=None)
+    if highest is not None and Version(version) <= Version(highest):
         raise ReleaseTrouble(
-            f"temper-{package} {last.version} is released already: {version} is not above it."
+            f"temper-{package} {highest} is released already: {version} is not above it."
         )
     declared = declared_version(folder)
     if Version(version) < Version(declared):
@@ -124,9 +129,7 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
 
 def check_notice(root: Path, package: str, version: str) -> None:
     """What is gone was deprecated until this version, and for at least two minor versions that were released."""
-    released = [
-        Version(record.version) for record in read_records(root) if record.package == package
-    ]
+    released = [Version(record.version) for record in published(root, package)]
     for name, promises in gone(root / "packages" / package).items():
         latest = max(promises, key=lambda promise: Version(promise.removed_in))
         minors = {each.release[:2] for each in released if each >= Version(latest.since)}
@@ -146,11 +149,55 @@ def check_siblings(root: Path, package: str, version: str) -> None:
         for requirement in sibling_requirements(folder):
             sibling = requirement.name.removeprefix("temper-")
             asked = package in (folder.name, sibling)
-            if asked and not requirement.specifier.contains(declared[sibling]):
+            # A sibling between two releases declares X.Y.Z.dev0, which bounds without a
+            # pre-release would leave out by default.
+            if asked and not requirement.specifier.contains(declared[sibling], prereleases=True):
                 raise ReleaseTrouble(
                     f"temper-{folder.name} requires {requirement}, which leaves out {sibling} {declared[sibling]}: "
                     f"raise that bound in {folder.name}/pyproject.toml, with a changelog fragment, first."
                 )
+
+
+def reused_versions(root: Path) -> list[str]:
+    """Report packages whose files differ from a release while they carry its version.
+
+    pip would take such a package for the release. Withdrawn releases count too.
+    """
+    recorded = {(record.package, record.version): record.tree for record in read_records(root)}
+    complaints = []
+    for folder in _packages(root):
+        version = declared_version(folder)
+        tree = recorded.get((folder.name, version))
+        if tree is not None and tree != _tree_of_files(root, folder.name):
+            complaints.append(
+                f"{folder.name}/pyproject.toml declares {version}, but the package differs from "
+                f"release {version}: set the version to {next_version(version)} "
+                "(tools/release.py --record does)."
+            )
+    return complaints
+
+
+def next_version(version: str) -> str:
+    """Return the version that a package carries after a release: 0.2.0 gives 0.2.1.dev0."""
+    major, minor, patch = Version(version).release
+    return f"{major}.{minor}.{patch + 1}.dev0"
+
+
+def set_version(package: Path, version: str) -> None:
+    """Write a version into the package's pyproject.toml."""
+    file = package / "pyproject.toml"
+    old = f'version = "{declared_version(package)}"'
+    file.write_text(file.read_text().replace(f"\n{old}\n", f'\nversion = "{version}"\n', 1))
+    assert declared_version(package) == version
+
+
+def _tree_of_files(root: Path, package: str) -> str:
+    """Return git's tree id of a package's folder as its files are now, committed or not."""
+    with tempfile.TemporaryDirectory(prefix="temper-index-") as folder:
+        # An index of its own, so that the check does not stage anything in the checkout.
+        index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+        git(root, "add", "--all", f"packages/{package}", environment=index)
+        return git(root, "write-tree", f"--prefix=packages/{package}/", environment=index).strip()
 
 
 def declared_version(package: Path) -> str:

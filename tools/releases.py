@@ -7,6 +7,7 @@ no rebase changes; `record_commits` adds the commit in a later one. Standard lib
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tarfile
 import tomllib
@@ -24,6 +25,7 @@ HEADER = """\
 # Every release, oldest first, for clones without tags. tools/release.py writes this file.
 # tag: of the commit, where a clone has tags. tree: the package's folder at the release, as git names its content.
 # commit: the release commit, recorded after it was made.
+# withdrawn: why this release promises nothing; its content stays recorded and its version is not used again.
 # sha256: the built files; `tools/release.py PACKAGE VERSION --verify` builds them again from the tree and compares.
 """
 
@@ -49,6 +51,8 @@ class Record:
     """By name of the built file."""
     untried: str = ""
     """Why it was released without a green run of nox's `compat`; empty where there was one, or nothing to try."""
+    withdrawn: str = ""
+    """Why the release promises nothing to anyone; empty for a release that does."""
 
     @property
     def tag(self) -> str:
@@ -80,6 +84,15 @@ def read_records(root: Path) -> tuple[Record, ...]:
     return tuple(_record(entry) for entry in tomllib.loads(file.read_text()).get("release", []))
 
 
+def published(root: Path, package: str) -> list[Record]:
+    """Return the recorded releases of a package that were not withdrawn, oldest first."""
+    return [
+        record
+        for record in read_records(root)
+        if record.package == package and not record.withdrawn
+    ]
+
+
 def write_records(root: Path, records: Sequence[Record]) -> None:
     """Replace the file by these releases."""
     lines = [HEADER.rstrip("\n")]
@@ -89,11 +102,11 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
             f'{name} = "{getattr(record, name)}"'
             for name in ("package", "version", "tag", "date", "tree", "commit")
         ]
-        lines += (
-            [f"untried = {json.dumps(record.untried, ensure_ascii=False)}"]
-            if record.untried
-            else []
-        )
+        lines += [
+            f"{name} = {json.dumps(reason, ensure_ascii=False)}"
+            for name in ("untried", "withdrawn")
+            if (reason := getattr(record, name))
+        ]
         lines += ["[release.sha256]"] + [
             f'"{name}" = "{digest}"' for name, digest in sorted(record.sha256.items())
         ]
@@ -101,17 +114,20 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
 
 
 def last_release(root: Path, package: str) -> Source | None:
-    """The highest released version of a package, from a tag if there is one, else from the records.
+    """Return the highest version of a package that was released and not withdrawn.
+
+    A tag is preferred over the record.
 
     Raises:
         ReleaseTrouble: only recorded, and this clone lacks the recorded content.
     """
+    withdrawn = {record.tag for record in read_records(root) if record.withdrawn}
     tags = {
-        tag.rpartition("/v")[2]: tag for tag in git(root, "tag", "--list", f"{package}/v*").split()
+        tag.rpartition("/v")[2]: tag
+        for tag in git(root, "tag", "--list", f"{package}/v*").split()
+        if tag not in withdrawn
     }
-    recorded = {
-        record.version: record for record in read_records(root) if record.package == package
-    }
+    recorded = {record.version: record for record in published(root, package)}
     if not tags and not recorded:
         return None
     version = max(tags.keys() | recorded.keys(), key=Version)
@@ -200,14 +216,22 @@ def has_object(root: Path, name: str) -> bool:
     )
 
 
-def git(root: Path, *arguments: str) -> str:
-    """What a git command prints.
+def git(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run a git command and return its output.
+
+    Args:
+        environment: Variables to set in addition to those of this process.
 
     Raises:
         ReleaseTrouble: it failed; the message is git's own.
     """
     done = subprocess.run(
-        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+        ["git", *arguments],
+        cwd=root,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise ReleaseTrouble(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")

@@ -54,9 +54,10 @@ def compatibility_page(root: Path) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", TRIED, *_trials(root)]
-    lines += ["", "## Released", "", "| release | date | commit |", "|---|---|---|"]
+    lines += ["", "## Released", "", "| release | date | commit | withdrawn |", "|---|---|---|---|"]
     lines += [
-        f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` |"
+        f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` | "
+        f"{record.withdrawn} |"
         for record in read_records(root)
     ]
     return "\n".join(lines) + "\n"

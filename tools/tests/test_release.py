@@ -3,20 +3,28 @@
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tools.api import complaints
 from tools.compat import record_green, trials
 from tools.release import main, verify
-from tools.release_checks import check_before, check_tried, declared_version
+from tools.release_checks import (
+    check_before,
+    check_tried,
+    declared_version,
+    next_version,
+    reused_versions,
+)
 from tools.releases import (
     RECORDS,
     Record,
     ReleaseTrouble,
     git,
     last_release,
+    published,
     read_records,
     record_commits,
     unpack,
@@ -179,6 +187,81 @@ def test_the_commit_is_recorded_once_it_is_made(released: Released, tmp_path: Pa
     assert [record.commit for record in record_commits(clone)] == [released.commit]
     assert [record.commit for record in read_records(clone)] == [released.commit]
     assert record_commits(clone) == []
+
+
+def test_recording_a_release_starts_the_next_version(released: Released, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    assert main(["--record"], root=clone) == 0
+    assert declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
+    assert declared_version(clone / "packages/engine-fsdp") == "0.3.0"  # was not released
+    assert main(["--record"], root=clone) == 0
+    assert declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
+
+
+@pytest.mark.parametrize(
+    ("released_version", "next_one"), [("0.2.0", "0.2.1.dev0"), ("1.0.9", "1.0.10.dev0")]
+)
+def test_next_version_raises_the_patch_number(released_version: str, next_one: str) -> None:
+    assert next_version(released_version) == next_one
+
+
+def test_changed_code_may_not_carry_the_version_of_a_release(
+    released: Released, tmp_path: Path
+) -> None:
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    assert reused_versions(clone) == []
+    (clone / "packages/engine-api/src/temper_engine_api/more.py").touch()
+    assert reused_versions(clone) == [
+        (
+            "engine-api/pyproject.toml declares 0.3.0, but the package differs from release 0.3.0: "
+            "set the version to 0.3.1.dev0 (tools/release.py --record does)."
+        )
+    ]
+    assert git(clone, "diff", "--cached", "--name-only") == ""
+    main(["--record"], root=clone)
+    assert reused_versions(clone) == []
+
+
+def test_no_package_carries_the_version_of_a_release_it_differs_from() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("a git clone runs this")
+    assert reused_versions(ROOT) == []
+
+
+@pytest.fixture
+def withdrawn(released: Released, tmp_path: Path) -> Path:
+    """A clone in which release 0.3.0 of engine-api was withdrawn and tagged, without a lock."""
+    clone = tmp_path / "clone"
+    git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    git(clone, *IDENTITY, "tag", "-a", "engine-api/v0.3.0", "-m", "0.3.0", released.commit)
+    write_records(clone, [replace(read_records(clone)[0], withdrawn="never published")])
+    (clone / "packages/engine-api/api.txt").unlink()
+    (clone / "packages/engine-api/changes").mkdir()
+    (clone / "packages/engine-api/changes/late.fixed.md").write_text("Late.\n")
+    return clone
+
+
+def test_a_withdrawn_release_is_not_the_last_release(withdrawn: Path) -> None:
+    assert [record.withdrawn for record in read_records(withdrawn)] == ["never published"]
+    assert published(withdrawn, "engine-api") == []
+    assert last_release(withdrawn, "engine-api") is None
+    assert trials(withdrawn, "engine-api:engine-fsdp") == []
+
+
+def test_a_withdrawn_release_promises_no_names(withdrawn: Path) -> None:
+    init = withdrawn / "packages/engine-api/src/temper_engine_api/__init__.py"
+    init.write_text("def renamed_plan() -> None: ...\n")
+    (withdrawn / "packages/engine-api/changes/plan.removed.md").write_text("`plan` is gone.\n")
+    assert complaints(withdrawn / "packages/engine-api") == []
+    check_before(withdrawn, "engine-api", "0.3.1")
+
+
+def test_the_version_of_a_withdrawn_release_is_not_used_again(withdrawn: Path) -> None:
+    with pytest.raises(ReleaseTrouble, match=r"0\.3\.0 is released already"):
+        check_before(withdrawn, "engine-api", "0.3.0")
+    assert "set the version to 0.3.1.dev0" in reused_versions(withdrawn)[0]
 
 
 def test_a_commit_that_holds_more_than_was_built_is_refused(
@@ -359,6 +442,14 @@ def test_a_fragment_that_would_be_lost_stops_the_release(
         check_before(repository, "engine-api", "0.3.0")
 
 
+def test_a_sibling_between_two_releases_satisfies_bounds_without_a_pre_release(
+    sibling: Path,
+) -> None:
+    assert main(["--record"], root=sibling) == 0
+    assert declared_version(sibling / "packages/engine-api") == "0.3.1.dev0"
+    check_before(sibling, "engine-fsdp", "0.3.0")
+
+
 def test_nothing_to_say_is_nothing_to_release(repository: Path) -> None:
     with pytest.raises(ReleaseTrouble, match="nothing to release"):
         check_before(repository, "engine-fsdp", "0.3.0")
@@ -375,8 +466,6 @@ def test_what_is_recorded_here_is_what_was_committed() -> None:
     if inside.stdout.strip() != "false":
         pytest.skip("this is no clone with its whole history; one that is runs this")
     for record in read_records(ROOT):
-        source = last_release(ROOT, record.package)
-        assert source is not None
         if record.commit:
             assert (
                 git(ROOT, "rev-parse", f"{record.commit}:packages/{record.package}").strip()

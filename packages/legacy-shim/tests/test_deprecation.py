@@ -66,7 +66,7 @@ def test_python_shows_the_warning_by_default_wherever_the_caller_is(tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     command = [sys.executable, "-c", "import library; library.go(); library.go()"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr.count("old.Thing is deprecated since temper-legacy-shim 0.1") == 1
+    assert done.stderr.count("old.Thing is deprecated since temper-legacy-shim 0.2") == 1
     assert "library.py:3" in done.stderr
 
 
@@ -116,7 +116,7 @@ def test_mypy_names_every_deprecated_class_that_is_constructed(tmp_path: Path) -
     command = [sys.executable, "-m", "mypy", "--enable-error-code", "deprecated", "--follow-imports", "silent", "theirs.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     for name in RECORDS:
-        assert f"class {name} is deprecated: {name} is deprecated since temper-legacy-shim 0.1" in done.stdout, done.stdout + done.stderr
+        assert f"class {name} is deprecated: {name} is deprecated since temper-legacy-shim 0.2" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))

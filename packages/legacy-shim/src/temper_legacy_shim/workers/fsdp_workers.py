@@ -16,14 +16,14 @@ from temper_legacy_shim.workers.updates import OldSchedule
 
 
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will be "
-    "removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with model_engine=fsdp; "
+    "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with model_engine=fsdp; "
     "sampling is temper_trainer.rollout.hf.HfSampler's.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead="temper_trainer.runtime.worker:TrainingWorker",
     how="one for each role, with model_engine=fsdp; sampling is temper_trainer.rollout.hf.HfSampler's",
 )
@@ -83,14 +83,14 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will "
-    "be removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; "
+    "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will "
+    "be removed in 0.4: use temper_trainer.runtime.worker.TrainingWorker instead; "
     "temper_trainer.weight_sync.publish.Publisher moves weights to the sampler.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead="temper_trainer.runtime.worker:TrainingWorker",
     how="temper_trainer.weight_sync.publish.Publisher moves weights to the sampler",
 )
@@ -99,13 +99,13 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.1 and will be removed in "
-    "0.3: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
+    "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed in "
+    "0.4: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead="temper_trainer.runtime.worker:CriticWorker",
     how="with model_engine=fsdp and model_type value_model",
 )

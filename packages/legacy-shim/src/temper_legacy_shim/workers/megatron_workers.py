@@ -23,14 +23,14 @@ _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
 
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.1 and will be "
-    "removed in 0.3: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
     "and call forward_backward_batch() and optimizer_step().",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead=_ENGINE,
     how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
 )
@@ -67,14 +67,14 @@ class MegatronPPOActor(MegatronActor):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since temper-legacy-shim 0.1 and will be "
-    "removed in 0.3: use temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type value_model, give"
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type value_model, give"
     " it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead=_ENGINE,
     how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
 )
@@ -97,14 +97,14 @@ class MegatronPPOCritic(MegatronCritic):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and will be"
-    " removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with "
+    "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be"
+    " removed in 0.4: use temper_trainer.runtime.worker.TrainingWorker instead; one for each role, with "
     "model_engine=megatron; sampling is temper_trainer.rollout.hf.HfSampler's.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead=_WORKER,
     how="one for each role, with model_engine=megatron; sampling is temper_trainer.rollout.hf.HfSampler's",
 )
@@ -168,14 +168,14 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.1 and "
-    "will be removed in 0.3: use temper_trainer.runtime.worker.TrainingWorker instead; "
+    "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and "
+    "will be removed in 0.4: use temper_trainer.runtime.worker.TrainingWorker instead; "
     "temper_trainer.weight_sync.publish.Publisher moves weights to the sampler.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead=_WORKER,
     how="temper_trainer.weight_sync.publish.Publisher moves weights to the sampler",
 )
@@ -184,13 +184,13 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.1 and will be removed "
-    "in 0.3: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=megatron and model_type value_model.",
+    "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed "
+    "in 0.4: use temper_trainer.runtime.worker.CriticWorker instead; with model_engine=megatron and model_type value_model.",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead="temper_trainer.runtime.worker:CriticWorker",
     how="with model_engine=megatron and model_type value_model",
 )

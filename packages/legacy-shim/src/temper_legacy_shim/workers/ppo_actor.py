@@ -221,14 +221,14 @@ class PPOActor(OnEngine):
 
 
 @deprecated(
-    "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since temper-legacy-shim 0.1 and will be removed"
-    " in 0.3: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with set_loss_fn() and call "
+    "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since temper-legacy-shim 0.2 and will be removed"
+    " in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with set_loss_fn() and call "
     "forward_backward_batch() and optimizer_step().",
     category=None,
 )
 @deprecated_class(
-    since="0.1",
-    removed_in="0.3",
+    since="0.2",
+    removed_in="0.4",
     instead="temper_engine_fsdp.engine:FSDPEngine",
     how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
 )
